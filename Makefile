@@ -1,0 +1,34 @@
+# make demo   set up, then PARK against dense attention on this machine's CPU, with pictures
+# make test   set up, then style, types, layout and every test
+# make bench  sparse against dense time on this machine's CPU
+
+PYTHON ?= python3
+VENV ?= .venv
+INSTALLED := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.PHONY: demo test bench lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/park demo --out out/demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/park bench cpu
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Debian's Python may come without ensurepip: then the machine's own pip furnishes the environment
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

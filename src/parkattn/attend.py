@@ -1,0 +1,97 @@
+"""Attention over the kept blocks only (eq. sparse_attention, with the softmax taken over the kept keys), and dense attention.
+
+q, k and v come in block order. Work and memory follow the kept token pairs: each query block meets the concatenation of
+its key blocks in one fused attention call, so a CPU gains what sparsity allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from parkattn.plan import Blocks
+from parkattn.segments import compute_dtype, segment_mean
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Blocks,
+    keys: Blocks,
+    mask: Tensor,
+    *,
+    scale: float | None = None,
+    compensate: Tensor | None = None,
+) -> Tensor:
+    """out_i = softmax(q_i K_S^T scale) V_S over the key blocks S that i's block keeps. mask [b h qb kb] -> [b h n d]
+
+    compensate [b h kb] marks key blocks that, where they are skipped, still enter through one stand-in key: their mean key
+    with logit + log n and their mean value. The normaliser then covers all keys, exactly so if a block's keys are equal.
+    """
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
+    for at, rows, row_keys, row_values, bias in _query_blocks(q, k, v, queries, keys, mask, compensate):
+        block = scaled_dot_product_attention(rows[None, None], row_keys[None, None], row_values[None, None], attn_mask=bias, scale=scale)
+        out[at] = block[0, 0].to(q.dtype)
+    return out
+
+
+def attend_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Blocks,
+    keys: Blocks,
+    mask: Tensor,
+    *,
+    scale: float | None = None,
+    compensate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """attend, and log sum exp of the kept scores [b h n] (-inf where nothing is kept), for merging partial results."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=compute_dtype(q.dtype), device=q.device)
+    for at, rows, row_keys, _, bias in _query_blocks(q, k, v, queries, keys, mask, compensate):
+        scores = rows.to(lse.dtype) @ row_keys.to(lse.dtype).T * factor
+        lse[at] = (scores if bias is None else scores + bias).logsumexp(-1)
+    return attend(q, k, v, queries, keys, mask, scale=scale, compensate=compensate), lse
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_valid: Tensor | None = None) -> Tensor:
+    """softmax(Q K^T scale) V (eq. full_attention); key_valid [b m] is True where a key may be attended."""
+    allowed = None if key_valid is None else key_valid[:, None, None, :]
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+
+
+def _query_blocks(
+    q: Tensor, k: Tensor, v: Tensor, queries: Blocks, keys: Blocks, mask: Tensor, compensate: Tensor | None
+) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor | None]]:
+    """For each query block that has work: where it goes, its queries, its keys and values, and a bias on the stand-ins."""
+    starts, key_sizes = queries.offsets.tolist(), keys.sizes
+    for b, h in torch.cartesian_prod(torch.arange(q.shape[0]), torch.arange(q.shape[1])).tolist():
+        if compensate is not None:
+            stand_ins = _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
+        kept_keys = mask[b, h].repeat_interleave(key_sizes[b, h], dim=1)
+        for u in range(queries.count):
+            first, last = starts[b][h][u], starts[b][h][u + 1]
+            if first == last:
+                continue
+            rows, picked = q[b, h, first:last], kept_keys[u].nonzero().squeeze(1)
+            row_keys, row_values, bias = k[b, h].index_select(0, picked), v[b, h].index_select(0, picked), None
+            if compensate is not None:
+                skipped = compensate[b, h] & ~mask[b, h, u]
+                means, mean_values, log_sizes = (part[skipped] for part in stand_ins)
+                row_keys, row_values = torch.cat([row_keys.to(means.dtype), means]), torch.cat([row_values.to(means.dtype), mean_values])
+                bias = torch.cat([log_sizes.new_zeros(len(picked)), log_sizes]).expand(len(rows), -1)
+                rows = rows.to(means.dtype)
+            if len(row_keys):
+                yield (b, h, slice(first, last)), rows, row_keys, row_values, bias
+
+
+def _stand_ins(k: Tensor, v: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean key, mean value and log size of each key block."""
+    labels = torch.arange(len(sizes), device=k.device).repeat_interleave(sizes)
+    return segment_mean(k, labels, len(sizes))[0], segment_mean(v, labels, len(sizes))[0], sizes.to(compute_dtype(k.dtype)).log()

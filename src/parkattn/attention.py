@@ -1,0 +1,180 @@
+"""PARK on one page: cluster, permute, estimate, select, attend.
+
+q, k ──▶ cluster ──▶ importance ──▶ selection ──▶ Plan ──▶ attend over kept blocks ──▶ out
+         k-means(q)   PAMA           top-p / top-k   │
+         QRKC(k | q)                                 └─ reused for R steps
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from parkattn.attend import attend, dense_attention
+from parkattn.checks import expect_attention_inputs, expect_finite, shape_of
+from parkattn.cluster import Clustering, cluster_keys, kmeans
+from parkattn.config import ParkConfig
+from parkattn.importance import ESTIMATORS
+from parkattn.permute import arrange, gather, scatter
+from parkattn.plan import Plan
+from parkattn.reuse import PlanStore, Schedule
+from parkattn.roles import Roles, assign_roles
+from parkattn.selection import kept_mass, select_top_k, select_top_p
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
+
+
+def build_plan(
+    q: Tensor,
+    k: Tensor,
+    config: ParkConfig | None = None,
+    *,
+    text: slice | None = None,
+    key_valid: Tensor | None = None,
+    scale: float | None = None,
+    start: Plan | None = None,
+) -> Plan:
+    """Decide what attends to what. q [b h n d], k [b h m d].
+
+    text: the span of text tokens, the same in q and k: never clustered, always on. key_valid [b m]: False where a key is
+    padding. start: an earlier plan to warm-start the clusters from.
+    """
+    config = config or ParkConfig()
+    expect_attention_inputs(q, k)
+    _check_finite(q, k, config)
+    roles = assign_roles(q, k, text, key_valid)
+    warm = start if start is not None and start.fits(q, k) else None
+
+    queries = _cluster_queries(q, config, roles, warm)
+    keys = _cluster_keys(q, k, config, roles, warm)
+    estimate = ESTIMATORS[config.importance]
+    importance = estimate(q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
+    if config.top_k is not None:
+        mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
+    else:
+        assert config.top_p is not None
+        mask = select_top_p(importance, config.top_p, sizes=keys.sizes, floor=config.floor)
+
+    return Plan(
+        arrange(*roles.query_blocks(queries.labels, queries.clusters)),
+        arrange(*roles.key_blocks(keys.labels, keys.clusters)),
+        roles.extend(mask),
+        queries.clusters,
+        keys.clusters,
+        padding=key_valid is not None,
+        estimated_mass=kept_mass(importance, mask, queries.sizes),
+    )
+
+
+def park_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: ParkConfig | None = None,
+    *,
+    plan: Plan | None = None,
+    text: slice | None = None,
+    key_valid: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Sparse attention of q over k, v: [b h n d]. Equal to dense attention when every block is kept.
+
+    Without a plan one is built for this call; with one, text and padding are the plan's and must not be given again.
+    """
+    config = config or ParkConfig()
+    expect_attention_inputs(q, k, v)
+    if plan is None:
+        plan = build_plan(q, k, config, text=text, key_valid=key_valid, scale=scale)
+    else:
+        _expect_plan(plan, q, k, text, key_valid)
+        _check_finite(q, k, config)
+    compensate = plan.compensable() if config.compensate else None
+    out = attend(
+        gather(q, plan.queries),
+        gather(k, plan.keys),
+        gather(v, plan.keys),
+        plan.queries,
+        plan.keys,
+        plan.mask,
+        scale=scale,
+        compensate=compensate,
+    )
+    return scatter(out, plan.queries)
+
+
+class Park:
+    """PARK as an AttentionMethod: a config, and the plans it holds between the steps of one generation."""
+
+    def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
+        self.config = config or ParkConfig()
+        self.name = name
+        self.plans = PlanStore()
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
+    ) -> AttentionOutput:
+        phase = Schedule(self.config, site.total_steps).phase(site.step, site.layer, self.plans.refreshed_at(site.key))
+        if phase.name == "dense":
+            out = dense_attention(q, k, v, scale=scale, key_valid=key_valid)
+            return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
+        held = self.plans.get(site.key)
+        if held is not None and not held.plan.fits(q, k):
+            phase, held = phase._replace(name="refresh", reason="the number of tokens changed"), None
+        if phase.name == "refresh" or held is None:
+            start = held.plan if held is not None and self.config.warm_start else None
+            plan = build_plan(q, k, self.config, text=site.text, key_valid=key_valid, scale=scale, start=start)
+            self.plans.put(site.key, plan, site.step)
+        else:
+            plan = held.plan
+        out = park_attention(q, k, v, self.config, plan=plan, scale=scale)
+        return AttentionOutput(out, AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass))
+
+    def reset(self) -> None:
+        self.plans.reset()
+
+
+def _cluster_queries(q: Tensor, config: ParkConfig, roles: Roles, warm: Plan | None) -> Clustering:
+    start = warm.queries.labels if warm is not None else None
+    return kmeans(
+        q, config.query_clusters, iterations=_iterations(config, warm), seed=config.seed, start=start, valid=roles.clustered_queries
+    )
+
+
+def _cluster_keys(q: Tensor, k: Tensor, config: ParkConfig, roles: Roles, warm: Plan | None) -> Clustering:
+    start = warm.keys.labels if warm is not None else None
+    if config.key_metric == "euclidean":
+        return kmeans(
+            k, config.key_clusters, iterations=_iterations(config, warm), seed=config.seed, start=start, valid=roles.clustered_keys
+        )
+    return cluster_keys(
+        k,
+        q,
+        config.key_clusters,
+        alpha=config.alpha,
+        epsilon=config.epsilon,
+        s_min=config.s_min,
+        root=config.metric_root,
+        iterations=_iterations(config, warm),
+        seed=config.seed,
+        start=start,
+        valid=roles.clustered_keys,
+        query_valid=roles.clustered_queries,
+    )
+
+
+def _iterations(config: ParkConfig, warm: Plan | None) -> int:
+    return config.kmeans_iterations if warm is None else config.warm_iterations
+
+
+def _check_finite(q: Tensor, k: Tensor, config: ParkConfig) -> None:
+    if config.check_finite:
+        expect_finite("q", q)
+        expect_finite("k", k)
+
+
+def _expect_plan(plan: Plan, q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | None) -> None:
+    if text is not None or key_valid is not None:
+        raise ValueError("text, key_valid: expected None beside a plan, which holds them already, got a value; pass them to build_plan.")
+    if not plan.fits(q, k):
+        made_for = f"queries {list(plan.queries.labels.shape)} and keys {list(plan.keys.labels.shape)} on {plan.mask.device}"
+        raise ValueError(
+            f"plan: expected one built for q {shape_of(q)} and k {shape_of(k)} on {q.device}, got one for {made_for}; call build_plan again."
+        )

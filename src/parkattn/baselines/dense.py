@@ -1,0 +1,25 @@
+"""Dense attention: the yardstick."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from parkattn.attend import dense_attention
+from parkattn.checks import expect_attention_inputs, expect_key_valid
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
+
+
+class Dense:
+    name = "dense"
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
+    ) -> AttentionOutput:
+        expect_attention_inputs(q, k, v)
+        if key_valid is not None:
+            expect_key_valid(key_valid, k)
+        out = dense_attention(q, k, v, scale=scale, key_valid=key_valid)
+        return AttentionOutput(out, AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
+
+    def reset(self) -> None:
+        """Dense attention remembers nothing."""

@@ -1,0 +1,138 @@
+"""Grouping tokens: Euclidean k-means, and QRKC, k-means of keys in a space shaped by the current queries (Algorithm 3).
+
+Rules the paper leaves open, decided here and argued in DESIGN.md: the first centroids are tokens drawn one per stratum;
+a warm start begins from the means under earlier labels; an empty cluster stays where it was and may win tokens back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parkattn.checks import expect_choice, expect_count, expect_fraction, expect_heads
+from parkattn.segments import aligned, compute_dtype, map_heads, segment_mean
+
+
+class Clustering(NamedTuple):
+    labels: Tensor  # [b h n] int32; c where a token was not clustered
+    centroids: Tensor  # [b h c d]: means of the tokens as given, 0 where empty
+    sizes: Tensor  # [b h c] int32
+
+    @property
+    def clusters(self) -> int:
+        return self.sizes.shape[-1]
+
+
+def kmeans(
+    x: Tensor, clusters: int, *, iterations: int = 10, seed: int = 0, start: Tensor | None = None, valid: Tensor | None = None
+) -> Clustering:
+    """Lloyd's algorithm on x [b h n d]. start: labels [b h n] of an earlier run; valid: [b n], False is left out."""
+    expect_heads("x", x)
+    expect_count("clusters", clusters)
+    expect_count("iterations", iterations)
+    count = min(clusters, x.shape[2])
+    labels = torch.stack([
+        torch.stack([
+            _cluster_head(x[i, j], count, iterations, seed, None if start is None else start[i, j], None if valid is None else valid[i])
+            for j in range(x.shape[1])
+        ])
+        for i in range(x.shape[0])
+    ])  # fmt: skip
+    centroids, sizes = segment_mean(x, labels, count)
+    return Clustering(labels, centroids, sizes)
+
+
+def _cluster_head(x: Tensor, count: int, iterations: int, seed: int, start: Tensor | None, valid: Tensor | None) -> Tensor:
+    """Labels [n] of one head x [n d]."""
+    members = slice(None) if valid is None else valid.nonzero().squeeze(1)
+    points = aligned(x[members].to(compute_dtype(x.dtype)))
+    # distances do not change with the origin, and float32 keeps more of them near it
+    points = points - points.mean(0)
+    centroids = points[initial_tokens(len(points), min(count, len(points)), seed).to(x.device)]
+    if start is not None:
+        centroids = _recenter(points, start[members], centroids)
+    found = _nearest(points, centroids)
+    for _ in range(iterations - 1):
+        centroids = _recenter(points, found, centroids)
+        found = _nearest(points, centroids)
+    labels = torch.full((len(x),), count, dtype=torch.int32, device=x.device)
+    labels[members] = found.to(torch.int32)
+    return labels
+
+
+def initial_tokens(n: int, count: int, seed: int) -> Tensor:
+    """`count` distinct tokens [count], one from each of `count` equal stretches of the sequence, by a private generator."""
+    draw = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    edges = torch.arange(count + 1) * n // count
+    return edges[:-1] + (draw * edges.diff()).long()
+
+
+def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """argmin_v |x - c_v|^2, without the |x|^2 that all v share. [n d], [c d] -> [n]"""
+    return torch.addmm(centroids.square().sum(-1), points, centroids.T, alpha=-2).argmin(-1)
+
+
+def _recenter(points: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    means, sizes = segment_mean(points, labels, len(centroids))
+    return torch.where(sizes.unsqueeze(-1) > 0, means, centroids)
+
+
+def query_metric(q: Tensor, valid: Tensor | None = None) -> Tensor:
+    """G_Q = Q^T Q / L (eq. app_query_second_moment), symmetrised. q [b h n d] -> [b h d d]; valid [b n] as in kmeans."""
+
+    def second_moment(queries: Tensor, kept: Tensor) -> Tensor:
+        rows = queries[kept].to(compute_dtype(queries.dtype))
+        return rows.T @ rows / len(rows)
+
+    kept = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device) if valid is None else valid
+    metric = map_heads(second_moment, q, kept.unsqueeze(1).expand(-1, q.shape[1], -1))
+    return (metric + metric.mT) / 2
+
+
+def stabilise(metric: Tensor, *, alpha: float = 0.05, epsilon: float = 1e-6, s_min: float = 1e-12) -> Tensor:
+    """(1 - alpha) G + (alpha + epsilon) s_Q I with s_Q = max(tr G / d, s_min) (eqs. app_query_metric_scale, app_regularized_query_metric)."""
+    expect_fraction("alpha", alpha, zero=True)
+    d = metric.shape[-1]
+    scale = (metric.diagonal(dim1=-2, dim2=-1).sum(-1) / d).clamp(min=s_min)[..., None, None]
+    return (1 - alpha) * metric + (alpha + epsilon) * scale * torch.eye(d, dtype=metric.dtype, device=metric.device)
+
+
+def metric_root(metric: Tensor, kind: str = "cholesky") -> Tensor:
+    """R with R R^T = G (eqs. app_query_metric_cholesky, app_query_metric_sqrt); "sqrt" also takes a rank-deficient metric."""
+    expect_choice("root", kind, ("cholesky", "sqrt"))
+    # d x d is small: factor in float64 so that a nearly singular metric costs no accuracy
+    exact = metric.double()
+    if kind == "cholesky":
+        root, failed = torch.linalg.cholesky_ex(exact)
+        if bool(failed.any()) and bool(exact.isfinite().all()):
+            raise ValueError("metric: expected positive definite for root='cholesky', got a singular one; raise alpha or use root='sqrt'.")
+        return root.to(metric.dtype)
+    if not bool(exact.isfinite().all()):
+        return torch.full_like(metric, torch.nan)
+    values, vectors = torch.linalg.eigh(exact)
+    return (vectors * values.clamp(min=0).sqrt().unsqueeze(-2) @ vectors.mT).to(metric.dtype)
+
+
+def cluster_keys(
+    k: Tensor,
+    q: Tensor,
+    clusters: int,
+    *,
+    alpha: float = 0.05,
+    epsilon: float = 1e-6,
+    s_min: float = 1e-12,
+    root: str = "cholesky",
+    iterations: int = 10,
+    seed: int = 0,
+    start: Tensor | None = None,
+    valid: Tensor | None = None,
+    query_valid: Tensor | None = None,
+) -> Clustering:
+    """QRKC: k-means of K R, where distances are squared QK-score errors (eq. qrkc_objective); centroids stay in key space."""
+    factor = metric_root(stabilise(query_metric(q, query_valid), alpha=alpha, epsilon=epsilon, s_min=s_min), root)
+    transformed = map_heads(lambda keys, r: keys.to(r.dtype) @ r, k, factor)
+    labels, _, sizes = kmeans(transformed, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
+    centroids, _ = segment_mean(k, labels, sizes.shape[-1])
+    return Clustering(labels, centroids, sizes)

@@ -1,0 +1,121 @@
+"""What PARK does, on one page: every ablation on the built-in scene, a picture, and a JSON record."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parkattn.attend import dense_attention
+from parkattn.attention import build_plan, park_attention
+from parkattn.config import ParkConfig
+from parkattn.metrics.retrieval import attention_recall, recall_summary
+from parkattn.plan import write_atomically
+from parkattn.record import environment
+from parkattn.scene import Scene, clustered_scene
+
+CONFIG = ParkConfig(query_clusters=32, key_clusters=64, top_p=0.9)
+VARIANTS: dict[str, dict[str, str]] = {
+    "park": {},
+    "park-no-qrkc": {"key_metric": "euclidean"},
+    "park-no-pama": {"importance": "query-centroid"},
+    "centroid": {"key_metric": "euclidean", "importance": "query-centroid"},
+}
+METHOD_ORDER = ("dense", *VARIANTS)
+BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    method: str
+    density: float
+    recall: dict[str, float]
+    error: float  # |out - dense| / |dense|
+    plan_ms: float
+    attention_ms: float
+    recall_at_budget: dict[str, float]  # top-k ratio -> mean recall
+    mask: Tensor | None  # [qb kb] of the first head
+
+
+def scene_for(seed: int) -> Scene:
+    return clustered_scene(seed=seed)
+
+
+def run_method(method: str, scene: Scene) -> DemoResult:
+    q, k, v = scene.q, scene.k, scene.v
+    begin = time.perf_counter()
+    reference = dense_attention(q, k, v)
+    dense_ms = (time.perf_counter() - begin) * 1e3
+    if method == "dense":
+        return DemoResult("dense", 1.0, {"mean": 1.0, "p05": 1.0, "worst": 1.0}, 0.0, 0.0, dense_ms, {}, None)
+    config = CONFIG.replace(**VARIANTS[method])
+    begin = time.perf_counter()
+    plan = build_plan(q, k, config)
+    planned = time.perf_counter()
+    out = park_attention(q, k, v, config, plan=plan)
+    done = time.perf_counter()
+    budgets = {
+        str(ratio): attention_recall(q, k, build_plan(q, k, config.replace(top_p=None, top_k=ratio))).mean().item() for ratio in BUDGETS
+    }
+    return DemoResult(
+        method,
+        plan.density().mean().item(),
+        recall_summary(attention_recall(q, k, plan)),
+        ((out - reference).norm() / reference.norm()).item(),
+        (planned - begin) * 1e3,
+        (done - planned) * 1e3,
+        budgets,
+        plan.mask[0, 0],
+    )
+
+
+def save_report(results: list[DemoResult], scene: Scene, out: Path) -> list[Path]:
+    """result.json and demo.png in `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
+    record = {"config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment()}
+    picture = _picture(results, scene)
+    write_atomically(out / "result.json", json.dumps(record, indent=1).encode())
+    write_atomically(out / "demo.png", picture)
+    return [out / "result.json", out / "demo.png"]
+
+
+def _picture(results: list[DemoResult], scene: Scene) -> bytes:
+    plt = _pyplot()
+    by_name = {r.method: r for r in results}
+    figure, (film, blocks, curve) = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
+    frames, height, width = scene.grid
+    shown = [0, frames // 2, frames - 1]
+    film.imshow(torch.cat([scene.objects.view(frames, height, width)[f] for f in shown], 1), cmap="tab20", interpolation="nearest")
+    film.set(title="the scene: first, middle and last frame", xticks=[], yticks=[])
+    park = by_name["park"]
+    assert park.mask is not None
+    blocks.imshow(park.mask.float(), cmap="Purples", interpolation="nearest", aspect="auto")
+    blocks.set(title=f"blocks PARK computes (head 0), density {park.density:.0%}", xlabel="key block", ylabel="query block")
+    for name in VARIANTS:
+        points = by_name[name].recall_at_budget
+        curve.plot([float(r) for r in points], list(points.values()), marker="o", markersize=3, label=name)
+    curve.set(title="attention recall at a fixed share of key blocks", xlabel="share of key blocks", ylabel="recall")
+    curve.legend(frameon=False)
+    data = io.BytesIO()
+    figure.savefig(data, dpi=110, format="png")
+    plt.close(figure)
+    return data.getvalue()
+
+
+def _pyplot() -> Any:
+    try:
+        importlib.import_module("matplotlib").use("Agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "matplotlib: expected for pictures, got no such package; install it with: pip install 'parkattn[plots]'"
+        ) from None

@@ -1,0 +1,112 @@
+"""How much attention a query block gives to a key block: PAMA, and the three estimators it is compared with.
+
+|                 | queries   | keys      |
+|-----------------|-----------|-----------|
+| pama            | all       | centroids |
+| query_centroid  | centroids | centroids |
+| full_key        | centroids | all       |
+| exact           | all       | all       |
+
+Each returns [b h qb kb] in float32 (float64 for float64 input) whose rows sum to 1 (0 for an empty query block). Tokens with a label >= count (text,
+padding) take no part: their blocks are decided by role, not by score.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parkattn.segments import compute_dtype, map_heads, segment_mean, segment_sum
+
+QUERIES_AT_ONCE = 4096  # bounds the [queries, keys] scores of the full-key estimators
+
+
+def centroid_log_mass(q: Tensor, centroids: Tensor, sizes: Tensor, *, scale: float | None = None) -> Tensor:
+    """S^_iv = q_i . c_v / sqrt(d) + log n_v (eq. pama_block_score). [... n d], [... c d], [... c] -> [... n c]"""
+    scale = _scale(q, scale)
+    dtype = compute_dtype(q.dtype)
+    return q.to(dtype) @ centroids.to(dtype).mT * scale + sizes.to(dtype).log().unsqueeze(-2)
+
+
+def exact_log_mass(q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, scale: float | None = None) -> Tensor:
+    """S*_iv = log sum_{j in K_v} exp(q_i . k_j / sqrt(d)) (eq. key_logmass_estimates). -> [b h n c]"""
+    scale = _scale(q, scale)
+
+    def one_head(queries: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
+        scores = _scores(queries, keys, scale)
+        blocks = [scores[:, labels == v] for v in range(key_count)]
+        return torch.stack([block.logsumexp(-1) for block in blocks], -1)
+
+    return map_heads(one_head, q, k, key_labels)
+
+
+def pama(
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+) -> Tensor:
+    """Each query's softmax over key-block centroids, averaged inside its query block (eq. pama_block_importance)."""
+    centroids, sizes = segment_mean(k, key_labels, key_count)
+
+    def one_head(queries: Tensor, labels: Tensor, centers: Tensor, members: Tensor) -> Tensor:
+        weights = centroid_log_mass(queries, centers, members, scale=_scale(q, scale)).softmax(-1)
+        return segment_mean(weights, labels, query_count)[0]
+
+    return map_heads(one_head, q, query_labels, centroids, sizes)
+
+
+def query_centroid(
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+) -> Tensor:
+    """The query block's mean, one softmax over key-block centroids: what PAMA replaces."""
+    centers, members = segment_mean(q, query_labels, query_count)
+    centroids, sizes = segment_mean(k, key_labels, key_count)
+    return map_heads(lambda a, n, c, s: _weights(centroid_log_mass(a, c, s, scale=_scale(q, scale)), n), centers, members, centroids, sizes)
+
+
+def full_key(
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+) -> Tensor:
+    """phi_v at the query block's mean, over every key (eq. app_query_estimators)."""
+    centers, members = segment_mean(q, query_labels, query_count)
+
+    def one_head(queries: Tensor, sizes: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
+        return _block_weights(queries, keys, labels, key_count, _scale(q, scale)) * (sizes > 0).unsqueeze(-1)
+
+    return map_heads(one_head, centers, members, k, key_labels)
+
+
+def exact(
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+) -> Tensor:
+    """W_uv, the attention that dense queries of block u really give to block v (eq. block_importance)."""
+
+    def one_head(queries: Tensor, query_label: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
+        weights = _block_weights(queries, keys, labels, key_count, _scale(q, scale))
+        return segment_mean(weights, query_label, query_count)[0]
+
+    return map_heads(one_head, q, query_labels, k, key_labels)
+
+
+ESTIMATORS = {"pama": pama, "query-centroid": query_centroid, "full-key": full_key, "exact": exact}
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    dtype = compute_dtype(queries.dtype)
+    return queries.to(dtype) @ keys.to(dtype).T * scale
+
+
+def _weights(log_mass: Tensor, members: Tensor) -> Tensor:
+    return log_mass.softmax(-1) * (members > 0).unsqueeze(-1)
+
+
+def _block_weights(queries: Tensor, keys: Tensor, labels: Tensor, count: int, scale: float) -> Tensor:
+    """Dense attention weights summed inside key blocks: [n d], [m d], [m] -> [n count]"""
+    member = labels < count
+    parts = []
+    for chunk in queries.split(QUERIES_AT_ONCE):
+        weights = _scores(chunk, keys[member], scale).softmax(-1)
+        parts.append(segment_sum(weights.mT, labels[member], count).mT)
+    return torch.cat(parts)

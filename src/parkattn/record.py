@@ -1,0 +1,53 @@
+"""Where and with what a number was measured, and keeping it: one JSON line per result."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit: what a figure needs beside it to be believed."""
+    facts: dict[str, Any] = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "parkattn": version("parkattn"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def append_records(path: Path, records: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in records)
+
+
+def _commit() -> str | None:
+    """Of the source tree this runs from; None when installed from a wheel."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    )
+    return names[0] if names else platform.machine()

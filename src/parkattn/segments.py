@@ -1,0 +1,61 @@
+"""Sums and means of rows that share a label, and running a one-head definition over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precisions are accumulated in float32; float64 stays float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:
+    """sum_v = sum of x_i with labels_i = v. x [... n d], labels [... n] -> [... count d]; labels >= count take no part."""
+    lead, (n, d) = x.shape[:-2], x.shape[-2:]
+    groups = lead.numel()
+    # one spare row per group collects what takes no part
+    first_row = torch.arange(groups, device=x.device).unsqueeze(1) * (count + 1)
+    row = (labels.reshape(groups, n).long().clamp(max=count) + first_row).flatten()
+    values = x.reshape(-1, d).to(compute_dtype(x.dtype))
+    if x.is_cuda:
+        # index_add_ uses float atomics on CUDA; sorting first makes the sum repeatable
+        order = row.argsort(stable=True)
+        lengths = torch.bincount(row, minlength=groups * (count + 1))
+        sums = torch.segment_reduce(values[order], "sum", lengths=lengths, axis=0)
+    else:
+        sums = values.new_zeros(groups * (count + 1), d).index_add_(0, row, values)
+    return sums.view(*lead, count + 1, d)[..., :count, :]
+
+
+def segment_sizes(labels: Tensor, count: int) -> Tensor:
+    """Members per label: labels [... n] -> int32 [... count]."""
+    lead = labels.shape[:-1]
+    index = labels.reshape(lead.numel(), -1).long().clamp(max=count)
+    sizes = torch.zeros(lead.numel(), count + 1, dtype=torch.int64, device=labels.device)
+    sizes.scatter_add_(1, index, torch.ones_like(index))
+    return sizes[:, :count].to(torch.int32).view(*lead, count)
+
+
+def segment_mean(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Means [... count d] (0 where empty) and sizes [... count]."""
+    sizes = segment_sizes(labels, count)
+    return segment_sum(x, labels, count) / sizes.clamp(min=1).unsqueeze(-1), sizes
+
+
+def map_heads(definition: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Apply a definition for one attention head to every [b, h] slice and stack the results.
+
+    One head at a time bounds memory, and makes a head's result independent of which other heads and batch elements
+    share the call (batched GEMMs are not bit-equal to single ones), and of the memory layout it came in.
+    """
+    b, h = tensors[0].shape[:2]
+    return torch.stack([torch.stack([definition(*(aligned(t[i, j]) for t in tensors)) for j in range(h)]) for i in range(b)])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A fresh contiguous copy: GEMMs round differently when memory is strided or begins at another offset."""
+    return x.clone(memory_format=torch.contiguous_format)

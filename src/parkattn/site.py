@@ -1,0 +1,62 @@
+"""The seam between a model and a method: where attention is called, and what a method returns.
+
+Everything a method may know about a call is in `CallSite`; every method, PARK and baselines alike, is an `AttentionMethod`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class SiteKey(NamedTuple):
+    """What state between steps is filed under."""
+
+    transformer: str
+    layer: int
+    branch: str
+
+
+@dataclass(frozen=True)
+class CallSite:
+    layer: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    branch: str = "cond"
+    transformer: str = "transformer"
+    grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
+    text: slice | None = None  # the span of text tokens in q and k
+
+    @property
+    def key(self) -> SiteKey:
+        return SiteKey(self.transformer, self.layer, self.branch)
+
+
+@dataclass(frozen=True)
+class AttentionStats:
+    """What happened in one call. Tensors stay on the device, so that reading them is the caller's choice."""
+
+    phase: str  # "dense", "refresh" or "reuse"
+    reason: str
+    density: Tensor  # [b h]
+    estimated_mass: Tensor | None = None  # [b h]
+
+
+class AttentionOutput(NamedTuple):
+    out: Tensor  # [b h n d]
+    stats: AttentionStats
+
+
+@runtime_checkable
+class AttentionMethod(Protocol):
+    name: str
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
+    ) -> AttentionOutput: ...
+
+    def reset(self) -> None:
+        """Forget everything remembered between steps."""
+        ...

@@ -1,0 +1,61 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARK = [sys.executable, "-c", "from parkattn.cli import main; main()"]
+
+
+def park(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PARK, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_demo_writes_a_picture_and_a_record(tmp_path):
+    done = park("demo", "--out", str(tmp_path / "demo"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "demo" / "result.json").read_text())
+    rows = {row["method"]: row for row in record["results"]}
+    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert record["environment"]["torch"] and record["config"]["top_p"] == 0.9
+    # at a fixed budget each half of PARK adds recall on this scene
+    for budget in ("0.15", "0.2"):
+        at = {name: row["recall_at_budget"][budget] for name, row in rows.items() if name != "dense"}
+        assert at["park"] > max(at["park-no-pama"], at["park-no-qrkc"]) and min(at["park-no-pama"], at["park-no-qrkc"]) > at["centroid"]
+
+
+def test_an_unwritable_folder_is_one_line_and_exit_code_2(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    failed = park("demo", "--out", str(blocker / "demo"))
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("park: ") and "Traceback" not in failed.stderr
+
+
+def test_presets_are_printed_as_json():
+    presets = json.loads(park("presets").stdout)
+    assert presets["hunyuanvideo"]["key_clusters"] == 1024 and presets["wan2.1-14b"]["key_clusters"] == 512
+
+
+def test_version_is_the_packages():
+    import parkattn
+
+    assert park("--version").stdout.strip() == parkattn.__version__
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["demo", "--help"]])
+def test_help_is_shown_without_a_traceback(command):
+    shown = park(*command)
+    assert "Usage" in shown.stdout + shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_benchmark_appends_records_with_their_environment(tmp_path):
+    path = tmp_path / "results" / "cpu.jsonl"
+    done = park("bench", "cpu", "--repeats", "1", "--record", str(path))
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert [record["asked_density"] for record in records] == [0.5, 0.25, 0.1]
+    assert all(record["environment"]["cpu"] and record["dense_ms"] > 0 for record in records)

@@ -1,0 +1,57 @@
+"""The rules of the house that a reader can rely on. Import direction itself is checked by lint-imports in `make test`."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parkattn
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "tests").rglob("*.py"))
+
+
+def imported_by(code: str) -> set[str]:
+    """Top-level modules loaded by a fresh interpreter that runs `code`."""
+    probe = f"{code}\nimport sys\nprint(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
+    return set(subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_import_loads_nothing_heavy():
+    beyond_torch = imported_by("import parkattn") - imported_by("import torch")
+    assert not beyond_torch & {"triton", "diffusers", "transformers", "matplotlib", "typer", "rich"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_file_is_longer_than_about_400_lines(path):
+    assert len(path.read_text().splitlines()) <= 420
+
+
+def test_no_room_is_called_utils():
+    assert not [p for p in SOURCES if re.fullmatch(r"utils?|helpers?|common|misc|core|types", p.stem)]
+
+
+def test_public_names_exist_and_are_documented():
+    for name in parkattn.__all__:
+        assert getattr(parkattn, name) is not None
+        assert name in (ROOT / "README.md").read_text() + (ROOT / "DESIGN.md").read_text(), f"{name} is public but no page mentions it"
+
+
+def test_readme_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_package_says_it_is_typed():
+    assert (Path(parkattn.__file__).parent / "py.typed").exists()
+
+
+def test_missing_extra_names_the_install_line():
+    code = "import sys\nsys.modules['matplotlib'] = None\nfrom parkattn import demo\ndemo._pyplot()"
+    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert failed.returncode != 0
+    assert "pip install 'parkattn[plots]'" in failed.stderr
