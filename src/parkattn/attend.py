@@ -6,6 +6,7 @@ its key blocks in one fused attention call, so a CPU gains what sparsity allows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,21 +72,20 @@ def _query_blocks(
 ) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor | None]]:
     """For each query block that has work: where it goes, its queries, its keys and values, and a bias on the stand-ins."""
     starts, key_sizes = queries.offsets.tolist(), keys.sizes
-    for b, h in torch.cartesian_prod(torch.arange(q.shape[0]), torch.arange(q.shape[1])).tolist():
-        if compensate is not None:
-            stand_ins = _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
-        kept_keys = mask[b, h].repeat_interleave(key_sizes[b, h], dim=1)
-        for u in range(queries.count):
-            first, last = starts[b][h][u], starts[b][h][u + 1]
+    for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
+        stand_ins = None if compensate is None else _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
+        pairs = torch.cat([k[b, h], v[b, h]], -1)
+        kept = mask[b, h].repeat_interleave(key_sizes[b, h], dim=1)
+        picked_by_block = kept.nonzero()[:, 1].split(kept.sum(-1).tolist())
+        for u, (first, last) in enumerate(itertools.pairwise(starts[b][h])):
             if first == last:
                 continue
-            rows, picked = q[b, h, first:last], kept_keys[u].nonzero().squeeze(1)
-            row_keys, row_values, bias = k[b, h].index_select(0, picked), v[b, h].index_select(0, picked), None
-            if compensate is not None:
-                skipped = compensate[b, h] & ~mask[b, h, u]
-                means, mean_values, log_sizes = (part[skipped] for part in stand_ins)
+            rows, bias = q[b, h, first:last], None
+            row_keys, row_values = pairs.index_select(0, picked_by_block[u]).split([k.shape[-1], v.shape[-1]], -1)
+            if compensate is not None and stand_ins is not None:
+                means, mean_values, log_sizes = (part[compensate[b, h] & ~mask[b, h, u]] for part in stand_ins)
+                bias = torch.cat([log_sizes.new_zeros(len(row_keys)), log_sizes]).expand(len(rows), -1)
                 row_keys, row_values = torch.cat([row_keys.to(means.dtype), means]), torch.cat([row_values.to(means.dtype), mean_values])
-                bias = torch.cat([log_sizes.new_zeros(len(picked)), log_sizes]).expand(len(rows), -1)
                 rows = rows.to(means.dtype)
             if len(row_keys):
                 yield (b, h, slice(first, last)), rows, row_keys, row_values, bias

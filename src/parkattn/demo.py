@@ -22,7 +22,7 @@ from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.scene import Scene, clustered_scene
 
-CONFIG = ParkConfig(query_clusters=32, key_clusters=64, top_p=0.9)
+CONFIG = ParkConfig(query_clusters=16, key_clusters=64, top_p=0.9)  # blocks of about the paper's 590 queries and 148 keys
 VARIANTS: dict[str, dict[str, str]] = {
     "park": {},
     "park-no-qrkc": {"key_metric": "euclidean"},

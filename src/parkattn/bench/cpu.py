@@ -17,7 +17,7 @@ from parkattn.record import environment
 from parkattn.scene import clustered_scene
 
 GRID = (8, 32, 32)  # 8,192 tokens
-BLOCKS = ParkConfig(query_clusters=32, key_clusters=64)
+BLOCKS = ParkConfig(query_clusters=16, key_clusters=64)  # blocks of about the paper's 590 queries and 148 keys
 
 
 def measure_cpu(
@@ -62,12 +62,10 @@ def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int) -> d
 
 
 def _config_for(q: Tensor, k: Tensor, density: float) -> ParkConfig:
-    """Kept blocks are larger than the average block, so the ratio that gives a token density is found by halving."""
-    low, high = 0.0, 1.0
-    for _ in range(8):
-        config = BLOCKS.replace(top_p=None, top_k=(low + high) / 2)
-        low, high = ((low + high) / 2, high) if build_plan(q, k, config).density().mean() < density else (low, (low + high) / 2)
-    return BLOCKS.replace(top_p=None, top_k=high)
+    """Kept blocks are larger than the average block, so the number of blocks that comes nearest to a token density is searched."""
+    ratios = [count / BLOCKS.key_clusters for count in range(1, BLOCKS.key_clusters + 1)]
+    configs = [BLOCKS.replace(top_p=None, top_k=ratio) for ratio in ratios if density / 2 <= ratio <= density * 1.2]
+    return min(configs, key=lambda config: abs(build_plan(q, k, config).density().mean().item() - density))
 
 
 def _expect_dense_when_all_kept(q: Tensor, k: Tensor, v: Tensor) -> None:
