@@ -1,5 +1,6 @@
 """The rules of the house that a reader can rely on. Import direction itself is checked by lint-imports in `make test`."""
 
+import json
 import re
 import subprocess
 import sys
@@ -55,3 +56,13 @@ def test_missing_extra_names_the_install_line():
     failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert failed.returncode != 0
     assert "pip install 'parkattn[plots]'" in failed.stderr
+
+
+def test_figures_in_the_readme_are_the_recorded_ones():
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results/cpu.jsonl").read_text().splitlines()]
+    columns = ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
+    table = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", table, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for first, rest in rows:
+        assert [first, *rest.split(" | ")] in [[str(record[name]) for name in columns] for record in records]

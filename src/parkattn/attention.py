@@ -113,7 +113,7 @@ class Park:
     ) -> AttentionOutput:
         phase = Schedule(self.config, site.total_steps).phase(site.step, site.layer, self.plans.refreshed_at(site.key))
         if phase.name == "dense":
-            out = dense_attention(q, k, v, scale=scale, key_valid=key_valid)
+            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=scale, key_valid=key_valid)
             return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
         held = self.plans.get(site.key)
         if held is not None and not held.plan.fits(q, k):

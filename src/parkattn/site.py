@@ -5,6 +5,7 @@ Everything a method may know about a call is in `CallSite`; every method, PARK a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -28,6 +29,7 @@ class CallSite:
     transformer: str = "transformer"
     grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
     text: slice | None = None  # the span of text tokens in q and k
+    dense: Callable[[], Tensor] | None = None  # the model's own dense attention of this call -> [b h n d]; None: PyTorch's
 
     @property
     def key(self) -> SiteKey:
