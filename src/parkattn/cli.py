@@ -28,6 +28,7 @@ def demo(
     """PARK, its ablations and dense attention on a built-in scene: quality, density, time, and a picture."""
     from parkattn.demo import METHOD_ORDER, run_method, save_report, scene_for
 
+    out.mkdir(parents=True, exist_ok=True)  # before the work, so that a bad folder costs nothing
     scene = scene_for(seed)
     results = [run_method(name, scene) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)]
     table = Table("method", "density", "recall", "output error", "plan ms", "attention ms", title="8,192 tokens, 4 heads, p = 0.9")

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parkattn.segments import compute_dtype, map_heads, segment_mean, segment_sum
+from parkattn.segments import column_sums, compute_dtype, map_heads, segment_mean
 
-QUERIES_AT_ONCE = 4096  # bounds the [queries, keys] scores of the full-key estimators
+QUERIES_AT_ONCE = 1024  # bounds the [queries, keys] scores of the full-key estimators
 
 
 def centroid_log_mass(q: Tensor, centroids: Tensor, sizes: Tensor, *, scale: float | None = None) -> Tensor:
@@ -108,5 +108,5 @@ def _block_weights(queries: Tensor, keys: Tensor, labels: Tensor, count: int, sc
     parts = []
     for chunk in queries.split(QUERIES_AT_ONCE):
         weights = _scores(chunk, keys[member], scale).softmax(-1)
-        parts.append(segment_sum(weights.mT, labels[member], count).mT)
+        parts.append(column_sums(weights, labels[member], count))
     return torch.cat(parts)

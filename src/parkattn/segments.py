@@ -31,6 +31,12 @@ def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:
     return sums.view(*lead, count + 1, d)[..., :count, :]
 
 
+def column_sums(x: Tensor, labels: Tensor, count: int) -> Tensor:
+    """sum of the columns that share a label: x [n m], labels [m] -> [n count]; labels >= count take no part."""
+    member = torch.nn.functional.one_hot(labels.long().clamp(max=count), count + 1)[:, :count]
+    return x @ member.to(x.dtype)
+
+
 def segment_sizes(labels: Tensor, count: int) -> Tensor:
     """Members per label: labels [... n] -> int32 [... count]."""
     lead = labels.shape[:-1]

@@ -11,9 +11,9 @@ from torch import Tensor
 from parkattn.cluster import query_metric
 from parkattn.importance import centroid_log_mass, exact_log_mass
 from parkattn.plan import Plan
-from parkattn.segments import compute_dtype, map_heads, segment_mean, segment_sum
+from parkattn.segments import column_sums, compute_dtype, map_heads, segment_mean
 
-QUERIES_AT_ONCE = 2048
+QUERIES_AT_ONCE = 1024
 
 
 def density(plan: Plan) -> Tensor:
@@ -29,11 +29,11 @@ def attention_recall(q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = 
     def one_head(queries: Tensor, keys: Tensor, query_labels: Tensor, key_labels: Tensor, mask: Tensor) -> Tensor:
         # the last key block holds padding, which dense attention does not see either
         seen = key_labels < plan.keys.count - plan.padding
-        keys, key_labels = keys[seen].to(dtype), key_labels[seen].long()
+        keys, key_labels = keys[seen].to(dtype), key_labels[seen]
         kept = queries.new_zeros((), dtype=dtype)
         for rows, labels in zip(queries.split(QUERIES_AT_ONCE), query_labels.split(QUERIES_AT_ONCE), strict=True):
             weights = (rows.to(dtype) @ keys.T * factor).softmax(-1)
-            mass = segment_sum(weights.mT, key_labels, plan.keys.count).mT
+            mass = column_sums(weights, key_labels, plan.keys.count)
             kept = kept + (mass * mask[labels.long()]).sum()
         return kept / len(queries)
 
