@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parkattn.attend import attend, dense_attention
+from parkattn.attend import dense_attention
+from parkattn.backend import Backend, resolve
 from parkattn.checks import expect_attention_inputs, expect_finite, shape_of
-from parkattn.cluster import Clustering, cluster_keys, kmeans
 from parkattn.config import ParkConfig
-from parkattn.importance import ESTIMATORS
-from parkattn.permute import arrange, gather, scatter
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore, Schedule
-from parkattn.roles import Roles, assign_roles
+from parkattn.roles import assign_roles
 from parkattn.selection import kept_mass, select_top_k, select_top_p
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
@@ -40,13 +38,19 @@ def build_plan(
     config = config or ParkConfig()
     expect_attention_inputs(q, k)
     _check_finite(q, k, config)
+    backend = _backend(q, config)
     roles = assign_roles(q, k, text, key_valid)
     warm = start if start is not None and start.fits(q, k) else None
+    iterations = config.kmeans_iterations if warm is None else config.warm_iterations
+    old_queries, old_keys = (None, None) if warm is None else (warm.queries.labels, warm.keys.labels)
 
-    queries = _cluster_queries(q, config, roles, warm)
-    keys = _cluster_keys(q, k, config, roles, warm)
-    estimate = ESTIMATORS[config.importance]
-    importance = estimate(q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
+    queries = backend.cluster_queries(q, config, iterations=iterations, start=old_queries, valid=roles.clustered_queries)
+    keys = backend.cluster_keys(
+        k, q, config, iterations=iterations, start=old_keys, valid=roles.clustered_keys, query_valid=roles.clustered_queries
+    )
+    query_blocks = backend.arrange(*roles.query_blocks(queries.labels, queries.clusters))
+    key_blocks = backend.arrange(*roles.key_blocks(keys.labels, keys.clusters))
+    importance = backend.importance(config.importance, q, k, query_blocks, queries, keys, scale=scale)
     if config.top_k is not None:
         mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
     else:
@@ -54,8 +58,8 @@ def build_plan(
         mask = select_top_p(importance, config.top_p, sizes=keys.sizes, floor=config.floor)
 
     return Plan(
-        arrange(*roles.query_blocks(queries.labels, queries.clusters)),
-        arrange(*roles.key_blocks(keys.labels, keys.clusters)),
+        query_blocks,
+        key_blocks,
         roles.extend(mask),
         queries.clusters,
         keys.clusters,
@@ -86,18 +90,7 @@ def park_attention(
     else:
         _expect_plan(plan, q, k, text, key_valid)
         _check_finite(q, k, config)
-    compensate = plan.compensable() if config.compensate else None
-    out = attend(
-        gather(q, plan.queries),
-        gather(k, plan.keys),
-        gather(v, plan.keys),
-        plan.queries,
-        plan.keys,
-        plan.mask,
-        scale=scale,
-        compensate=compensate,
-    )
-    return scatter(out, plan.queries)
+    return _backend(q, config).attend(q, k, v, plan, scale=scale, compensate=config.compensate)
 
 
 class Park:
@@ -115,7 +108,7 @@ class Park:
         if phase.name == "dense":
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=scale, key_valid=key_valid)
             return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
-        held = self.plans.get(site.key)
+        held = self.plans.get(site.key, _backend(q, self.config).arrange)
         if held is not None and not held.plan.fits(q, k):
             phase, held = phase._replace(name="refresh", reason="the number of tokens changed"), None
         if phase.name == "refresh" or held is None:
@@ -131,37 +124,8 @@ class Park:
         self.plans.reset()
 
 
-def _cluster_queries(q: Tensor, config: ParkConfig, roles: Roles, warm: Plan | None) -> Clustering:
-    start = warm.queries.labels if warm is not None else None
-    return kmeans(
-        q, config.query_clusters, iterations=_iterations(config, warm), seed=config.seed, start=start, valid=roles.clustered_queries
-    )
-
-
-def _cluster_keys(q: Tensor, k: Tensor, config: ParkConfig, roles: Roles, warm: Plan | None) -> Clustering:
-    start = warm.keys.labels if warm is not None else None
-    if config.key_metric == "euclidean":
-        return kmeans(
-            k, config.key_clusters, iterations=_iterations(config, warm), seed=config.seed, start=start, valid=roles.clustered_keys
-        )
-    return cluster_keys(
-        k,
-        q,
-        config.key_clusters,
-        alpha=config.alpha,
-        epsilon=config.epsilon,
-        s_min=config.s_min,
-        root=config.metric_root,
-        iterations=_iterations(config, warm),
-        seed=config.seed,
-        start=start,
-        valid=roles.clustered_keys,
-        query_valid=roles.clustered_queries,
-    )
-
-
-def _iterations(config: ParkConfig, warm: Plan | None) -> int:
-    return config.kmeans_iterations if warm is None else config.warm_iterations
+def _backend(q: Tensor, config: ParkConfig) -> Backend:
+    return resolve(config.backend, q.device, q.dtype, q.shape[-1])
 
 
 def _check_finite(q: Tensor, k: Tensor, config: ParkConfig) -> None:

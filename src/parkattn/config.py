@@ -12,6 +12,7 @@ from parkattn.checks import expect_choice, expect_count, expect_fraction, expect
 IMPORTANCE = ("pama", "query-centroid", "full-key", "exact")
 KEY_METRICS = ("query-response", "euclidean")
 METRIC_ROOTS = ("cholesky", "sqrt")
+BACKENDS = ("auto", "reference", "triton", "flashinfer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class ParkConfig:
     reference_steps: int = 50
     # one device synchronisation per call buys an error instead of NaN output
     check_finite: bool = False
+    # who computes: "auto" takes the Triton kernels on CUDA and the PyTorch definitions elsewhere
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("query_clusters", "key_clusters", "kmeans_iterations", "warm_iterations", "refresh_interval", "reference_steps"):
@@ -63,6 +66,7 @@ class ParkConfig:
         expect_choice("importance", self.importance, IMPORTANCE)
         expect_choice("key_metric", self.key_metric, KEY_METRICS)
         expect_choice("metric_root", self.metric_root, METRIC_ROOTS)
+        expect_choice("backend", self.backend, BACKENDS)
         for name in ("alpha", "floor", "dense_fraction"):
             expect_fraction(name, getattr(self, name), zero=True)
         for name in ("epsilon", "s_min"):

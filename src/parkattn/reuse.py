@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from parkattn.config import ParkConfig
 from parkattn.permute import arrange
-from parkattn.plan import Plan
+from parkattn.plan import Blocks, Plan
 from parkattn.site import SiteKey
 
 
@@ -73,11 +74,12 @@ class PlanStore:
     def __init__(self) -> None:
         self._packed: dict[SiteKey, tuple[_PackedPlan, int]] = {}
 
-    def get(self, key: SiteKey) -> HeldPlan | None:
+    def get(self, key: SiteKey, arrange: Callable[[Tensor, int], Blocks] = arrange) -> HeldPlan | None:
+        """arrange: the backend's sort of labels into blocks."""
         if key not in self._packed:
             return None
         packed, step = self._packed[key]
-        return HeldPlan(packed.unpack(), step)
+        return HeldPlan(packed.unpack(arrange), step)
 
     def put(self, key: SiteKey, plan: Plan, step: int) -> None:
         self._packed[key] = (_PackedPlan.pack(plan), step)
@@ -119,7 +121,7 @@ class _PackedPlan(NamedTuple):
             plan.estimated_mass,
         )
 
-    def unpack(self) -> Plan:
+    def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
         return Plan(
             arrange(self.query_labels, self.mask_shape[2]),
             arrange(self.key_labels, self.mask_shape[3]),

@@ -1,0 +1,81 @@
+"""Who computes the verbs: the PyTorch definitions, the Triton kernels, or FlashInfer's attention as the paper ran it.
+
+| name       | clusters, importance, permutation | attention                            | needs                                       |
+|------------|-----------------------------------|--------------------------------------|---------------------------------------------|
+| reference  | PyTorch definitions               | PyTorch definition                   | nothing                                     |
+| triton     | Triton kernels                    | Gluon on sm_90, d 64 or 128; Triton  | NVIDIA sm_80 or later, bf16 or fp16         |
+| flashinfer | Triton kernels                    | FlashInfer's variable-block wrapper  | as triton, and the extra parkattn[flashinfer] |
+
+"auto" looks at the device alone: triton on CUDA, reference elsewhere. A backend that cannot run a call refuses it in one
+line that names the alternative; nothing is replaced silently. `resolve(...).reason` says what was chosen and why.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parkattn.backend.reference import ReferenceBackend
+from parkattn.checks import expect_choice
+from parkattn.cluster import Clustering
+from parkattn.config import BACKENDS, ParkConfig
+from parkattn.plan import Blocks, Plan
+
+
+class Backend(Protocol):
+    """The verbs of PARK. Every backend gives the same plan and output up to the rounding of its dtype."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reason(self) -> str:
+        """What was chosen and why, in one sentence."""
+
+    def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
+        """k-means of q [b h n d]; start: labels [b h n] of an earlier plan; valid [b n]: False is left out."""
+
+    def cluster_keys(
+        self,
+        k: Tensor,
+        q: Tensor,
+        config: ParkConfig,
+        *,
+        iterations: int,
+        start: Tensor | None,
+        valid: Tensor | None,
+        query_valid: Tensor | None,
+    ) -> Clustering:
+        """QRKC of k [b h m d] in the metric of q, or k-means of k with key_metric="euclidean"."""
+
+    def importance(
+        self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
+    ) -> Tensor:
+        """Estimated attention between clusters [b h c_q c_k]; the first c_q of query_blocks are the clusters."""
+
+    def arrange(self, labels: Tensor, count: int) -> Blocks:
+        """Stable sort of labels [b h n] in [0, count) into blocks."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
+        """Attention over the plan's kept blocks; tensors in and out are in token order."""
+
+
+def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The backend for q, k, v of this kind, or an error that names the one that would run."""
+    expect_choice("backend", name, BACKENDS)
+    chosen = name
+    if name == "auto":
+        chosen = "triton" if device.type == "cuda" else "reference"
+    why = f"chosen by name (backend={name!r})" if name != "auto" else f"backend='auto' takes {chosen} on {device.type}"
+    if chosen == "reference":
+        return ReferenceBackend(f"{why}: PyTorch definitions")
+    # imported here: only a backend that is used may load Triton or FlashInfer
+    if chosen == "triton":
+        from parkattn.backend.triton import triton_backend
+
+        return triton_backend(why, device, dtype, head_dim)
+    from parkattn.backend.flashinfer import flashinfer_backend
+
+    return flashinfer_backend(why, device, dtype, head_dim)

@@ -1,0 +1,60 @@
+"""Attention through FlashInfer's variable-block wrapper, as the paper ran it; everything before it by the Triton kernels.
+
+The wrapper expands the plan to token indices and copies them to the host on every call: it synchronises, and no CUDA graph
+can capture it. Kept as the baseline that the Triton backend is measured against.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from parkattn.backend.triton import TritonBackend, triton_backend
+from parkattn.plan import Plan
+
+WORKSPACE_BYTES = 128 * 1024 * 1024  # what FlashInfer's documentation recommends
+
+
+def flashinfer_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashInferBackend:
+    _flashinfer()
+    triton_backend(why, device, dtype, head_dim)
+    return FlashInferBackend(f"{why}: Triton kernels, attention in FlashInfer", False)
+
+
+@dataclass(frozen=True)
+class FlashInferBackend(TritonBackend):
+    name: str = "flashinfer"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
+        from parkattn.kernels import permute
+
+        if compensate:
+            raise ValueError("compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'.")
+        b, h, _, d = q.shape
+        wrapper = _flashinfer().VariableBlockSparseAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
+        wrapper.plan(
+            block_mask_map=plan.mask.flatten(0, 1),
+            block_row_sz=plan.queries.sizes.flatten(0, 1),
+            block_col_sz=plan.keys.sizes.flatten(0, 1),
+            num_qo_heads=b * h,
+            num_kv_heads=b * h,
+            head_dim=d,
+            sm_scale=scale,
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+        )
+        rows = (permute.gather_rows(x, side.order) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+        return permute.scatter_rows(wrapper.run(*rows), plan.queries.order, out=torch.empty_like(q))
+
+
+def _flashinfer() -> ModuleType:
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError:
+        raise ModuleNotFoundError(
+            "backend 'flashinfer': the package flashinfer is not installed; pip install 'parkattn[flashinfer]', or use backend='triton'."
+        ) from None

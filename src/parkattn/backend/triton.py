@@ -1,0 +1,186 @@
+"""The kernels behind the verbs. No verb of a reuse step waits for the GPU, so the step can be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parkattn.checks import shape_of
+from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise
+from parkattn.config import ParkConfig
+from parkattn.plan import Blocks, Plan
+
+HEAD_DIMS = (64, 128, 256)
+GLUON_HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+# from this shrinkage on the metric is positive definite by a margin that float32 rounding cannot reach, so its Cholesky
+# factor needs no check, and no synchronisation for one
+SAFE_SHRINKAGE = 0.01
+
+
+def triton_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> TritonBackend:
+    """Refuses what the kernels cannot run; `reason` says which attention kernel runs and why."""
+    gluon, because = _attention_kernel(device, dtype, head_dim)
+    kernel = "Gluon" if gluon else "Triton"
+    return TritonBackend(f"{why}: Triton kernels, attention in {kernel} because {because}", gluon)
+
+
+@dataclass(frozen=True)
+class TritonBackend:
+    reason: str
+    gluon: bool  # attention by the Hopper kernel
+    name: str = "triton"
+
+    def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
+        return self._kmeans(q, config.query_clusters, config.seed, iterations, start, valid)
+
+    def cluster_keys(
+        self,
+        k: Tensor,
+        q: Tensor,
+        config: ParkConfig,
+        *,
+        iterations: int,
+        start: Tensor | None,
+        valid: Tensor | None,
+        query_valid: Tensor | None,
+    ) -> Clustering:
+        from parkattn.kernels import cluster
+
+        if config.key_metric == "euclidean":
+            return self._kmeans(k, config.key_clusters, config.seed, iterations, start, valid)
+        metric = stabilise(cluster.query_metric(q, query_valid), alpha=config.alpha, epsilon=config.epsilon, s_min=config.s_min)
+        if config.metric_root == "cholesky" and config.alpha >= SAFE_SHRINKAGE:
+            root = torch.linalg.cholesky_ex(metric, check_errors=False).L
+        else:
+            root = metric_root(metric, config.metric_root)
+        count = min(config.key_clusters, k.shape[2])
+        features = cluster.transform_keys(k, root, initial_tokens(k.shape[2], count, config.seed).to(k.device, non_blocking=True))
+        labels, _, sizes = self._kmeans(features, config.key_clusters, config.seed, iterations, start, valid)
+        order, offsets = cluster.sort_labels(labels, count)
+        return Clustering(labels, cluster.segment_mean(k, order, offsets).view(*k.shape[:2], count, -1), sizes)
+
+    def importance(
+        self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
+    ) -> Tensor:
+        """PAMA, and the one softmax per query block that it replaces: PAMA over the cluster means, one row each.
+
+        Means and centroids are rounded to q's dtype.
+        """
+        from parkattn.kernels import importance, permute
+
+        if kind not in ("pama", "query-centroid"):
+            raise ValueError(
+                f"importance: expected pama or query-centroid with backend={self.name!r}, got {kind!r}; use backend='reference'."
+            )
+        b, h, _, d = q.shape
+        centroids, sizes = keys.centroids.to(q.dtype).view(b * h, -1, d), keys.sizes.reshape(b * h, -1).contiguous()
+        if kind == "pama":
+            rows = permute.gather_rows(q, query_blocks.order)
+            offsets = query_blocks.offsets[..., : queries.clusters + 1].reshape(b * h, -1).contiguous()
+            weights = importance.pama(rows, offsets, centroids, sizes, scale=scale)
+        else:
+            rows = queries.centroids.to(q.dtype).view(b * h, -1, d)
+            offsets = torch.arange(queries.clusters + 1, dtype=torch.int32, device=q.device).repeat(b * h, 1)
+            weights = importance.pama(rows, offsets, centroids, sizes, scale=scale) * (queries.sizes > 0).view(b * h, -1, 1)
+        return weights.view(b, h, queries.clusters, keys.clusters)
+
+    def arrange(self, labels: Tensor, count: int) -> Blocks:
+        from parkattn.kernels import cluster
+
+        labels = labels.to(torch.int32)
+        return Blocks(labels, *cluster.sort_labels(labels, count))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
+        from parkattn.kernels import cluster, permute
+
+        if v.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"v: expected q's head dim {q.shape[-1]} with backend={self.name!r}, got {shape_of(v)}; use backend='reference'."
+            )
+        if scale is not None and not scale > 0:
+            raise ValueError(f"scale: expected a positive number with backend={self.name!r}, got {scale}; use backend='reference'.")
+        b, h, m, d = k.shape
+        blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
+        order, out = plan.queries.order.reshape(b * h, -1), torch.empty_like(q)
+        keys, values = permute.gather_rows(k, plan.keys.order), permute.gather_rows(v, plan.keys.order)
+        stand_ins = {}
+        if compensate:
+            means = (cluster.segment_mean(x, plan.keys.order, plan.keys.offsets) for x in (k, v))
+            stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
+        if self.gluon:
+            from parkattn.kernels.attend_gluon import attend_hopper
+
+            rows = permute.gather_rows(q, plan.queries.order)
+            return attend_hopper(rows, keys, values, *blocks, scale=scale, out_order=order, out=out, **stand_ins)[0]
+        from parkattn.kernels.attend_triton import attend_ragged
+
+        by_head = (x.view(b, h, m, d) for x in (keys, values))
+        return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=order, out=out, **stand_ins)[0]
+
+    def _kmeans(self, x: Tensor, clusters: int, seed: int, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
+        from parkattn.kernels import cluster
+
+        b, h, n, _ = x.shape
+        count = min(clusters, n)
+        first = initial_tokens(n, count, seed).to(x.device, non_blocking=True)
+        if start is not None:
+            start = start.clamp(max=count)
+        elif valid is not None:
+            start = _label_first_tokens(valid, count, seed).unsqueeze(1).expand(b, h, n)
+        if start is not None and valid is not None:
+            start = torch.where(valid.unsqueeze(1), start, count)
+        if start is not None:
+            start = start.to(torch.int32)
+        labels, centroids, sizes, _, _ = cluster.kmeans(x, first, iterations=iterations, start=start, valid=valid)
+        return Clustering(labels, centroids, sizes)
+
+
+def _label_first_tokens(valid: Tensor, count: int, seed: int) -> Tensor:
+    """Labels [b n] that give each first centroid its own token among the valid ones and every other token none (count).
+
+    The definition draws from the valid tokens; their number is on the GPU, so the draw is scaled there.
+    """
+    draw = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(valid.device, non_blocking=True)
+    members = valid.sum(-1, keepdim=True)
+    used = members.clamp(max=count)  # as many clusters as tokens
+    cluster = torch.arange(count + 1, device=valid.device)
+    edges = (cluster * members // used.clamp(min=1)).minimum(members)
+    chosen = edges[:, :-1] + (draw * edges.diff(dim=-1)).long()
+    # rank of every valid token among the valid ones; clusters past `used` match none
+    rank = (valid.cumsum(-1) - 1).masked_fill(~valid, -1)
+    chosen = chosen.masked_fill(cluster[:-1] >= used, valid.shape[1])
+    at = torch.searchsorted(chosen, rank).clamp(max=count - 1)
+    hit = (chosen.gather(1, at) == rank) & valid
+    return torch.where(hit, at, count)
+
+
+def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[bool, str]:
+    """Whether the Gluon kernel runs, and why or why not."""
+    if importlib.util.find_spec("triton") is None:
+        raise ModuleNotFoundError(
+            "backend 'triton': the package triton is not installed; pip install 'parkattn[triton]', or use backend='reference'."
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(f"backend: expected a CUDA device for 'triton', got {device}; move q, k, v to CUDA or use backend='reference'.")
+    if dtype not in DTYPES:
+        raise TypeError(f"backend: expected bfloat16 or float16 for 'triton', got {dtype}; cast q, k, v or use backend='reference'.")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"backend: expected a head dim of 64, 128 or 256 for 'triton', got {head_dim}; use backend='reference'.")
+    if interpreted:
+        return False, "TRITON_INTERPRET=1 runs no Gluon"
+    if torch.version.hip is not None:
+        raise ValueError("backend: expected an NVIDIA GPU for 'triton', got an AMD one, untested; use backend='reference'.")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ValueError(f"backend: expected a GPU from sm_80 on for 'triton', got sm_{major}{minor}; use backend='reference'.")
+    if (major, minor) != (9, 0):
+        return False, f"the GPU is sm_{major}{minor}, not sm_90"
+    if head_dim not in GLUON_HEAD_DIMS:
+        return False, f"the Hopper kernel has head dims 64 and 128, not {head_dim}"
+    return True, f"the GPU is sm_90 and the head dim {head_dim}"

@@ -1,0 +1,173 @@
+"""Sparse attention of a reuse step against dense attention in the same run.
+
+A step starts from q, k, v [b h n d] as views of [b n h d] memory and a plan, and holds everything the call needs: gather into
+block order, work list on the GPU, attention, rows written back to token order. Dense attention is timed before and after.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from parkattn.attend import attend_with_lse
+from parkattn.backend import resolve
+from parkattn.backend.triton import TritonBackend
+from parkattn.bench.problems import HUNYUAN, TINY, WAN_1_3B, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
+from parkattn.bench.timing import Call, extra_mb, free_memory, steady_ms
+from parkattn.permute import gather
+from parkattn.plan import Plan
+
+CASES: dict[str, tuple[Shape, float]] = {
+    "wan2.1-14b, density 0.25": (WAN_14B, 0.25),
+    "wan2.1-14b, density 0.10": (WAN_14B, 0.10),
+    "wan2.1-14b, density 0.40": (WAN_14B, 0.40),
+    "hunyuan, density 0.25": (HUNYUAN, 0.25),
+    "wan2.1-1.3b, density 0.25": (WAN_1_3B, 0.25),
+}
+
+
+def kernels_for(device: torch.device, dim: int) -> list[str]:
+    """The attention kernels this device runs at this head dim; the first is what the Triton backend takes."""
+    gluon = "attention in Gluon" in resolve("triton", device, torch.bfloat16, dim).reason
+    return ["gluon", "triton"] if gluon else ["triton"]
+
+
+def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+    """Both kernels on block-ordered tensors against the float64 definition: empty blocks, compensation, poison, repeats, lse."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for dim in (64,) if rehearse else (64, 128, 256):
+        shape = TINY if rehearse else Shape(3, 1500, 12, 70, dim)
+        for kernel in kernels_for(device, dim):
+            for dtype, compensate in ((bf16, False), (fp16, True)):
+                yield from _gate_kernel(kernel, shape, dtype, compensate, device, 2 if rehearse else 10)
+
+
+def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+    """More than 2^31 elements per tensor; only the last blocks of both sides meet."""
+    n = 2048 if rehearse else 2**24 + 4096 + 40
+    ends = (torch.tensor([[0, n - 500, n]], device=device).int(), torch.tensor([[0, 1000, n - 300, n]], device=device).int())
+    mask = torch.tensor([[[False, False, False], [False, False, True]]], device=device)
+    dim = 64 if rehearse else 128
+    q, k, v = (torch.randn(1, n, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+    exact = scaled_dot_product_attention(q[:, -500:].double(), k[:, -300:].double(), v[:, -300:].double())
+    plain = scaled_dot_product_attention(q[:, -500:], k[:, -300:], v[:, -300:]).double()
+    allowed = 2 * (plain - exact).abs().max() + torch.finfo(q.dtype).eps * exact.abs().max()
+    for kernel in kernels_for(device, dim):
+        out, _ = _launch(kernel)(q, k, v, *ends, mask, out=torch.full_like(q, torch.nan))
+        yield verdict(f"{kernel} past 2^31 elements", (out[:, -500:].double() - exact).abs().max(), allowed, elements=q.numel())
+        yield verdict(f"{kernel} rows without keys are 0", out[:, :-500].abs().max(), 0)
+        del out
+        free_memory()
+
+
+def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+    for name, (shape, asked) in ({"tiny": (TINY, 0.5)} if rehearse else CASES).items():
+        plan = random_plan(shape, asked, device)
+        q, k, v = rows(shape, device)
+        density = plan.density().mean().item()
+        flops = 4 * shape.heads * shape.tokens**2 * shape.dim * density
+        calls = dense_calls(q, k, v)
+        baselines = set(calls)
+        calls |= _sparse_calls(q, k, v, plan)
+        found = steady_ms(calls, repeats)
+        first = next(iter(calls))
+        found[first] = (found[first] + steady_ms({first: calls[first]}, 3)[first]) / 2
+        for label, ms in found.items():
+            useful = 0.0 if label in baselines else flops / ms / 1e9
+            yield {
+                "benchmark": "attend",
+                "case": name,
+                "shape": shape._asdict(),
+                "density": density,
+                "kernel": label,
+                "ms": ms,
+                "baseline": first,
+                "ratio": ms / found[first],
+                **({} if label in baselines else {"useful_tflops": useful, "share_of_roofline": useful / peak["tflops"]}),
+                "extra_mb": extra_mb(calls[label]),
+            }
+        del q, k, v, plan, calls
+        free_memory()
+
+
+def dense_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    """cuDNN through PyTorch (PyTorch's own choice without a GPU), and FlashAttention-3 where fa3-fwd is installed."""
+    if q.device.type != "cuda":
+        return {"pytorch": lambda: scaled_dot_product_attention(q, k, v)}
+
+    def cudnn() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v)
+
+    calls: dict[str, Call] = {"cudnn": cudnn}
+    try:
+        flash = importlib.import_module("fa3_fwd_interface").flash_attn_func
+    except ImportError:
+        return calls
+    by_token = [x.transpose(1, 2) for x in (q, k, v)]
+    return calls | {"fa3": lambda: flash(*by_token)}
+
+
+def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for kernel in kernels_for(q.device, q.shape[-1]):
+        ours = TritonBackend(f"{kernel} asked for", gluon=kernel == "gluon")
+        calls[kernel] = partial(ours.attend, q, k, v, plan, scale=None, compensate=False)
+        calls[f"{kernel} compensated"] = partial(ours.attend, q, k, v, plan, scale=None, compensate=True)
+    try:
+        other = resolve("flashinfer", q.device, q.dtype, q.shape[-1])
+    except ModuleNotFoundError:
+        return calls
+    return calls | {"flashinfer with its plan": lambda: other.attend(q, k, v, plan, scale=None, compensate=False)}
+
+
+def _gate_kernel(kernel: str, shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device, times: int) -> Iterator[Case]:
+    plan = random_plan(shape, 0.35, device, seed=shape.dim, empty=True)
+    q, k, v = (gather(x, side)[0] for x, side in zip(rows(shape, device, dtype), (plan.queries, plan.keys, plan.keys), strict=True))
+    flags = plan.compensable() if compensate else None
+    blocks = (plan.queries.offsets[0], plan.keys.offsets[0], plan.mask[0])
+    stand_ins = {}
+    if flags is not None:
+        means = (_block_means(x, plan.keys.offsets[0]).to(dtype) for x in (k, v))
+        stand_ins = {"compensate": flags[0], **dict(zip(("centroids", "mean_values"), means, strict=True))}
+
+    def run() -> tuple[Tensor, Tensor]:
+        out, lse = _launch(kernel)(q, k, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, **stand_ins)
+        return out, lse
+
+    def definition(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, b, c = (t[None].to(kind) for t in (q, k, v))
+        out, lse = attend_with_lse(a, b, c, plan.queries, plan.keys, plan.mask, compensate=flags)
+        return out[0].double(), lse[0].double()
+
+    (exact, exact_lse), (plain, _), (out, lse) = definition(torch.float64), definition(dtype), run()
+    unit = torch.finfo(dtype).eps
+    name = f"{kernel} d{shape.dim} {str(dtype)[6:]}{' compensated' if compensate else ''}"
+    # stand-ins are rounded to the kernel's dtype, which moves a score by |q| |c| eps / sqrt(d)
+    slack = 2 if compensate else 1
+    allowed = 2 * (plain - exact).abs().max() + slack * unit * exact.abs().max()
+    yield verdict(name, (out.double() - exact).abs().max(), allowed)
+    yield verdict(f"{name}: repeats bit-equal", 0 if repeats_equal(run, times) else 1, 0)
+    seen = exact_lse.isfinite()
+    yield verdict(f"{name}: lse", (lse.double() - exact_lse)[seen].abs().max(), 2e-3 if not compensate else 2e-2)
+    yield verdict(f"{name}: lse -inf where no key is kept", (lse.isinf() != ~seen).sum(), 0)
+
+
+def _block_means(x: Tensor, ends: Tensor) -> Tensor:
+    """[h m d] in block order, int32 [h kb+1] -> fp32 [h kb d]"""
+    sums = torch.nn.functional.pad(x.double().cumsum(1), (0, 0, 1, 0))
+    picked = sums.gather(1, ends.long()[..., None].expand(-1, -1, x.shape[-1])).diff(dim=1)
+    return (picked / ends.diff(dim=-1).clamp(min=1)[..., None]).float()
+
+
+def _launch(kernel: str) -> Any:
+    if kernel == "gluon":
+        return importlib.import_module("parkattn.kernels.attend_gluon").attend_hopper
+    return importlib.import_module("parkattn.kernels.attend_triton").attend_ragged

@@ -1,0 +1,126 @@
+"""`park bench cpu | decisions | pama | kmeans | qrkc | attend | layer | gpu`: gate, measure, table, record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it.")
+console = Console()
+
+Record = Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Calls per median.")]
+Rehearse = Annotated[bool, typer.Option(help="Tiny sizes; with TRITON_INTERPRET=1 on the CPU.")]
+
+
+@app.command("cpu")
+def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typer.Option(min=1)] = 2) -> None:
+    """Sparse against dense attention on the CPU at densities 0.5, 0.25 and 0.1."""
+    from parkattn.bench.cpu import measure_cpu
+    from parkattn.record import append_records
+
+    records = list(track(measure_cpu(repeats=repeats, threads=threads), "measuring", total=3, console=console, transient=True))
+    table = Table("density", "dense ms", "sparse ms", "speed-up", "plan ms", "calls to break even", title="4 heads, 8,192 tokens, dim 64")
+    for row in records:
+        table.add_row(*(str(row[name]) for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")))
+    console.print(table)
+    if record is not None:
+        append_records(record, records)
+        console.print(f"appended to {record}")
+
+
+@app.command("decisions")
+def decisions(record: Record = None) -> None:
+    """The settings the paper leaves open (iterations, seed, warm start, ...), one at a time, by recall."""
+    from parkattn.bench.decisions import measure_decisions
+    from parkattn.record import append_records
+
+    records = list(track(measure_decisions(), "measuring", total=32, console=console, transient=True))
+    table = Table("choice", "value", "recall", "density", "QK-score error")
+    for row in records:
+        value = ", ".join(f"{name} = {setting}" for name, setting in row["value"].items())
+        table.add_row(row["choice"], value, *(str(row[name]) for name in ("recall", "density", "score_error")))
+    console.print(table)
+    if record is not None:
+        append_records(record, records)
+        console.print(f"appended to {record}")
+
+
+@app.command("pama")
+def pama(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+    """Fused PAMA against PyTorch: the paper's table."""
+    _run("pama", record, repeats, rehearse, ("shape.name", "kernel", "ms", "speedup", "extra_mb", "share_of_roofline"))
+
+
+@app.command("kmeans")
+def kmeans(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+    """One k-means iteration against flash-kmeans (where installed) and the GEMM alone."""
+    _run("kmeans", record, repeats, rehearse, ("shape.clusters", "iteration_ms", "flash_kmeans_ms", "speedup", "gemm_ms_at_roofline"))
+
+
+@app.command("qrkc")
+def qrkc(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+    """What QRKC adds to k-means."""
+    _run("qrkc", record, repeats, rehearse, ("ms", "metric_ms", "cholesky_ms", "transform_ms", "means_ms"))
+
+
+@app.command("attend")
+def attend(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+    """A reuse step's sparse attention against dense attention, FlashAttention-3 and FlashInfer (where installed)."""
+    _run("attend", record, repeats, rehearse, ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline"))
+
+
+@app.command("layer")
+def layer(record: Record = None, repeats: Repeats = 5, rehearse: Rehearse = False) -> None:
+    """One whole layer: plan, refresh step, reuse step."""
+    _run("layer", record, repeats, rehearse, ("part", "ms", "ratio", "density", "extra_mb"))
+
+
+@app.command("gpu")
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder for gpu.jsonl.")],
+    budget: Annotated[float, typer.Option(help="Seconds for all sections.")] = 570,
+    rehearse: Rehearse = False,
+) -> None:
+    """Every gate and every figure in one command of at most ten minutes."""
+    from parkattn.bench.gpu import run_all
+
+    outcome = run_all(out, budget_s=budget, rehearse=rehearse)
+    console.print(f"wrote {out / 'gpu.jsonl'}")
+    if any(result != "passed" for result in outcome.values()):
+        raise typer.Exit(1)
+
+
+def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...]) -> None:
+    from parkattn.bench.gpu import GATES, MEASURES
+    from parkattn.bench.problems import expect_all_pass
+    from parkattn.bench.timing import bench_device, gpu_environment, roofline
+    from parkattn.record import append_records
+
+    device = bench_device()
+    passed = expect_all_pass(GATES[f"gate-{name}"](device, rehearse=rehearse))
+    console.print(f"gate: {len(passed)} checks passed")
+    peak, facts = roofline(device), gpu_environment()
+    table = Table(
+        *columns,
+        title=f"{facts.get('gpu', facts['cpu'])}: {peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run",
+    )
+    for row in MEASURES[name](device, peak, repeats=repeats, rehearse=rehearse):
+        table.add_row(*(_shown(row, column) for column in columns))
+        if record is not None:
+            append_records(record, [{**row, "roofline": peak, "rehearsal": rehearse, "environment": facts}])
+    console.print(table)
+    if record is not None:
+        console.print(f"appended to {record}")
+
+
+def _shown(row: dict[str, Any], column: str) -> str:
+    value: Any = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,98 @@
+"""What the GPU benchmarks run on: the paper's shapes, uneven blocks, clustered tokens, and the error rule of every gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parkattn.plan import Blocks, Plan
+
+
+class Shape(NamedTuple):
+    heads: int
+    tokens: int
+    query_blocks: int
+    key_blocks: int
+    dim: int = 128
+
+
+WAN_14B = Shape(40, 75_600, 128, 512)
+WAN_1_3B = Shape(12, 75_600, 128, 512)
+HUNYUAN = Shape(24, 115_200, 128, 1024)
+TINY = Shape(2, 96, 4, 8, 64)  # a rehearsal under the interpreter
+
+Case = dict[str, Any]
+
+
+def verdict(name: str, error: Tensor | float, allowed: Tensor | float, **more: Any) -> Case:
+    """One line of a gate. NaN fails."""
+    error, allowed = float(error), float(allowed)
+    return {"gate": name, "ok": error <= allowed, "error": error, "allowed": allowed, **more}
+
+
+def expect_all_pass(cases: Iterator[Case]) -> list[Case]:
+    """The gate before a measurement: a fast wrong answer is not a result."""
+    found = list(cases)
+    failed = [case for case in found if not case["ok"]]
+    if failed:
+        case = failed[0]
+        raise RuntimeError(f"gate {case['gate']!r}: error {case.get('error')} is above {case.get('allowed')}, so nothing was timed.")
+    return found
+
+
+def repeats_equal(call: Any, times: int) -> bool:
+    def parts(found: Any) -> list[Tensor]:
+        return [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+
+    first = parts(call())
+    return all(all(torch.equal(a, b) for a, b in zip(first, parts(call()), strict=True)) for _ in range(times - 1))
+
+
+def offsets(bh: int, tokens: int, blocks: int, device: torch.device, *, seed: int = 0, empty: bool = False) -> Tensor:
+    """int32 [bh blocks+1]: sizes in proportion to gamma(2) draws; with `empty` every fourth block of the first half is empty."""
+    g = torch.Generator().manual_seed(seed)
+    weight = torch._standard_gamma(torch.full((bh, blocks), 2.0), generator=g).double()
+    if empty:
+        weight[:, 1 : blocks // 2 : 4] = 0
+    ends = (weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens).round()
+    ends[:, -1] = tokens
+    return torch.nn.functional.pad(ends, (1, 0)).int().to(device)
+
+
+def random_plan(shape: Shape, density: float, device: torch.device, *, seed: int = 0, empty: bool = False) -> Plan:
+    """A plan with uneven blocks, random orders and a random mask that leaves no query block without keys."""
+    h, n = shape.heads, shape.tokens
+    g = torch.Generator().manual_seed(seed)
+
+    def blocks(count: int, which: int) -> Blocks:
+        ends = offsets(h, n, count, device, seed=seed + which, empty=empty)
+        order = torch.stack([torch.randperm(n, device=device) for _ in range(h)])
+        names = torch.arange(count, device=device, dtype=torch.int32)
+        by_position = torch.stack([names.repeat_interleave(row.diff()) for row in ends])
+        labels = torch.empty_like(by_position).scatter_(1, order, by_position)
+        return Blocks(labels[None], order.int()[None], ends[None])
+
+    queries, keys = blocks(shape.query_blocks, 1), blocks(shape.key_blocks, 2)
+    mask = torch.rand(1, h, shape.query_blocks, shape.key_blocks, generator=g) < density
+    mask[..., -1] |= ~mask.any(-1)
+    return Plan(queries, keys, mask.to(device), shape.query_blocks, shape.key_blocks, False, torch.ones(1, h, device=device))
+
+
+def rows(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [1 h n d] as views of [1 n h d] memory, as models have them."""
+    q, k, v = (torch.randn(1, shape.tokens, shape.heads, shape.dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
+    return q, k, v
+
+
+def mixture(shape: Shape, centres: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Tokens around uneven centres with a large offset common to a head, as keys have; [1 h n d] as a view of [1 n h d]."""
+    h, n, d = shape.heads, shape.tokens, shape.dim
+    centre = torch.randn(h, centres, d, device=device)
+    which = torch.multinomial(torch.randn(h, centres, device=device).exp(), n, replacement=True)
+    x = torch.empty(1, n, h, d, device=device, dtype=dtype)
+    for i in range(h):
+        x[0, :, i] = (centre[i, which[i]] + 0.7 * torch.randn(n, d, device=device) + 2 * centre[i, :1]).to(dtype)
+    return x.transpose(1, 2)

@@ -1,0 +1,348 @@
+"""Ragged block-sparse attention forward for Hopper (sm_90), in Gluon: TMA granules packed into 128-key tiles.
+
+One persistent program per multiprocessor takes query tiles of `worklist` in order: one producer warp fills two rings of shared
+memory with key and value tiles, granule by granule, and runs on into the next query tile while the last one is finished; two
+consumer warpgroups own 64 query rows each, so that the exponentials of one run under the matrix products of the other. A query tile
+of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and join their sums at the end (alone, one
+warpgroup needs as long for 64 rows as two for 128). Output rows go straight to their place in token order. Which program takes
+which tile varies, what is computed for a tile does not: results are bit-equal from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .attend_gluon_producer import produce
+from .tiles_attend import GluonTile, gluon_tile
+from .worklist import WIDE, build_worklist
+
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+WARPGROUP_ROWS = 64
+
+
+@gluon.jit
+def _after(value):
+    """value, past a sleep never taken (a NaN payload no arithmetic makes). The assembler moves no wait above it: left alone it
+    hoists the wait for P.V above the exponentials, and the two no longer overlap."""
+    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+                                     "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def _read_marks(i, marks, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, MODE: gl.constexpr, S: gl.constexpr):
+    """What the scores of the i-th tile of its kind need, read before they are there: per column the valid rows of its granule,
+    or the bias of its stand-in key."""
+    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    found = gl.full([KEYS], TAIL, gl.int32, layout=gl.SliceLayout(0, S))
+    if MODE == "stand-ins":
+        found = gl.load(marks + i * KEYS + col)
+    elif MODE == "tails":
+        found = gl.load(marks + i * (KEYS // TAIL) + col // TAIL) & 31
+    return found
+
+
+@gluon.jit
+def _apply_marks(s, found, KEYS: gl.constexpr, TAIL: gl.constexpr, MODE: gl.constexpr, S: gl.constexpr):
+    if MODE == "stand-ins":
+        s = s + found[None, :]
+    elif MODE != "plain":
+        col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        s = gl.where((col % TAIL < found)[None, :], s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, m, z, factor, MASKED: gl.constexpr):
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    shift = top
+    if MASKED:  # a row that has seen no valid key yet
+        shift = gl.where(top == -float("inf"), 0.0, top)
+    p = gl.exp2(s * factor - shift[:, None])
+    decay = gl.exp2(m - shift)
+    return p, top, z * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def _pass_on(at, full, empty, STAGES: gl.constexpr):
+    """Free a ring slot that the other warpgroup uses."""
+    mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    mbarrier.arrive(empty.index(at % STAGES), count=1)
+
+
+@gluon.jit
+def _step(at, begin, stride, acc, p16, m, z, q, i, marks, rings, bars, factor, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr,
+          STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr, P: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
+    """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does."""
+    _q_ring, k_ring, v_ring = rings
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
+    slot = at % STAGES
+    earlier = at - stride
+    before = earlier % STAGES
+    if stride == 2:  # the tiles between are the other warpgroup's
+        _pass_on(at - 1, k_full, k_empty, STAGES)
+        if at - 3 >= begin:
+            _pass_on(at - 3, v_full, v_empty, STAGES)
+    found = _read_marks(i, marks, KEYS, WIDE, TAIL, MODE, S)
+    mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)
+    s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), gl.zeros([64, KEYS], gl.float32, layout=S), use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)
+    acc = warpgroup_mma(p16, v_ring.index(before), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    s = _apply_marks(s, found, KEYS, TAIL, MODE, S)
+    p, m, z, decay = _softmax(s, m, z, factor, MODE != "plain")
+    p16 = gl.convert_layout(p.to(p16.dtype), P)
+    z = _after(z)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None]
+    return acc, p16, m, z
+
+
+@gluon.jit
+def _own_from(first, bound, stride):
+    """This warpgroup's first tile past its first one that is not below bound."""
+    return first + stride + gl.maximum(bound - first - 1, 0) // stride * stride
+
+
+@gluon.jit
+def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
+                A: gl.constexpr):  # fmt: skip
+    out_b, out_h, out_n = out_strides
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, A))
+    live = i < rows
+    token = row + i
+    if SCATTER:
+        token = gl.load(order + head.to(gl.int64) * n + token, mask=live, other=0)
+    inverse = gl.where(z > 0, 1.0 / z, 0.0)
+    base = out + (head // heads).to(gl.int64) * out_b + (head % heads).to(gl.int64) * out_h
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, A))
+    gl.store(
+        base + token.to(gl.int64)[:, None] * out_n + column[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=live[:, None]
+    )
+    if LSE:
+        value = gl.where(z > 0, (m + gl.log2(z)) * 0.6931471805599453, -float("inf"))
+        gl.store(lse + head.to(gl.int64) * n + token, value, mask=live)
+
+
+@gluon.jit
+def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+              QSTAGES: gl.constexpr, D: gl.constexpr, W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
+    _wide_lists, tail_lists, _tiles, _count, mailbox, bias_lists = lists
+    n, _m, _kb, _wide_width, tails_width, bias_width = shape
+    out, out_strides, heads, order, lse = result
+    q_ring, k_ring, v_ring = rings
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    x_acc, x_rows, x_full, x_empty = exchange
+    mail = mailbox + gl.program_id(0) * (QSTAGES * 8)
+    begin = 0
+    r = 0
+    shared_tiles = 0
+    mbarrier.wait(q_full.index(W), 0)
+    rows = gl.load(mail + 3)
+    while rows > 0:
+        record = mail + (r % QSTAGES) * 8
+        all_tiles = gl.load(record + 6)
+        total = all_tiles
+        if COMPENSATE:
+            total = all_tiles + bias_width // KEYS
+        end = begin + total
+        q_slot = (r % QSTAGES) * 2 + W
+        # a tile of at most 64 rows is shared: both warpgroups hold its rows and take every other key tile
+        shared = (rows <= 64) & (total > 1)
+        if shared | (rows > W * 64):
+            stride = gl.where(shared, 2, 1)
+            first = gl.where(shared, W, 0)
+            plain_tiles = gl.load(record + 5)
+            q = q_ring.index(q_slot)
+            if W == 1:  # noqa: SIM102 (the outer one is decided at compile time)
+                if shared:
+                    _pass_on(begin, k_full, k_empty, STAGES)
+            at = begin + first
+            mbarrier.wait(k_full.index(at % STAGES), (at // STAGES) & 1)
+            s = warpgroup_mma(
+                q, k_ring.index(at % STAGES).permute((1, 0)), gl.zeros([64, KEYS], gl.float32, layout=S), use_acc=False, is_async=True
+            )
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(at % STAGES), count=1)
+            if first >= plain_tiles:
+                marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
+                if first >= all_tiles:
+                    if COMPENSATE:
+                        stand_ins = bias_lists + gl.load(record + 1).to(gl.int64) * bias_width
+                        s = _apply_marks(
+                            s, _read_marks(first - all_tiles, stand_ins, KEYS, WIDE, TAIL, "stand-ins", S), KEYS, TAIL, "stand-ins", S
+                        )
+                else:
+                    s = _apply_marks(
+                        s, _read_marks(first - gl.load(record + 4), marks, KEYS, WIDE, TAIL, "tails", S), KEYS, TAIL, "tails", S
+                    )
+            m = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
+            z = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
+            p, m, z, _decay = _softmax(s, m, z, factor, True)
+            p16 = gl.convert_layout(p.to(q_ring.dtype), P)
+            acc = gl.zeros([64, D], gl.float32, layout=A)
+            for j in range(first + stride, plain_tiles, stride):
+                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, tail_lists, rings, bars, factor, KEYS, WIDE, TAIL, STAGES,
+                                       S, A, P, "plain")  # fmt: skip
+            # the letter is read again rather than kept: registers are what the loop above is short of
+            wide_tiles = gl.load(record + 4)
+            marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
+            for j in range(_own_from(first, plain_tiles, stride), all_tiles, stride):
+                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, j - wide_tiles, marks, rings, bars, factor, KEYS, WIDE, TAIL, STAGES,
+                                       S, A, P, "tails")  # fmt: skip
+            if COMPENSATE:
+                stand_ins = bias_lists + gl.load(record + 1).to(gl.int64) * bias_width
+                for j in range(_own_from(first, all_tiles, stride), total, stride):
+                    acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, j - all_tiles, stand_ins, rings, bars, factor, KEYS, WIDE, TAIL, STAGES,
+                                           S, A, P, "stand-ins")  # fmt: skip
+            head = gl.load(record)
+            row = gl.load(record + 2) + gl.where(shared, 0, W * 64)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
+            last = begin + first + (total - 1 - first) // stride * stride
+            if (stride == 2) & (last - 1 >= begin):
+                _pass_on(last - 1, v_full, v_empty, STAGES)
+            mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+            acc = warpgroup_mma(p16, v_ring.index(last % STAGES), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+            if (stride == 2) & (last + 1 < end):
+                _pass_on(last + 1, k_full, k_empty, STAGES)
+                _pass_on(last + 1, v_full, v_empty, STAGES)
+            m = gl.convert_layout(m, gl.SliceLayout(1, A))
+            z = gl.convert_layout(z, gl.SliceLayout(1, A))
+            if shared:
+                if W == 1:
+                    mbarrier.wait(x_empty.index(0), (shared_tiles & 1) ^ 1)
+                    x_acc.store(acc)
+                    x_rows.index(0).store(m)
+                    x_rows.index(1).store(z)
+                    mbarrier.arrive(x_full.index(0), count=1)
+                else:
+                    mbarrier.wait(x_full.index(0), shared_tiles & 1)
+                    m_other = x_rows.index(0).load(gl.SliceLayout(1, A))
+                    top = gl.maximum(m, m_other)
+                    shift = gl.where(top == -float("inf"), 0.0, top)
+                    mine = gl.exp2(m - shift)
+                    other = gl.exp2(m_other - shift)
+                    acc = acc * mine[:, None] + x_acc.load(A) * other[:, None]
+                    z = z * mine + x_rows.index(1).load(gl.SliceLayout(1, A)) * other
+                    m = top
+                    mbarrier.arrive(x_empty.index(0), count=1)
+                shared_tiles += 1
+            if W == 0:
+                _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
+            else:
+                _store_rows(
+                    acc, m, z, head, row, gl.where(shared, 0, rows - 64), out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A
+                )
+        else:  # one key tile for at most 64 rows: nothing to share
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
+            for j in range(begin, end):
+                _pass_on(j, k_full, k_empty, STAGES)
+                _pass_on(j, v_full, v_empty, STAGES)
+        begin = end
+        r += 1
+        mbarrier.wait(q_full.index((r % QSTAGES) * 2 + W), (r // QSTAGES) & 1)
+        rows = gl.load(mail + (r % QSTAGES) * 8 + 3)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit(do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_width"])
+def attend_hopper_kernel(
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, wide_lists, tail_lists, tiles, count, mailbox, bias, out, order, lse, factor,
+    heads, n, m, kb, wide_width, tails_width, bias_width, out_b, out_h, out_n,
+    D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
+    COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
+
+    Grid: one program per multiprocessor. Traffic per query tile of 128 rows: its rows once, and 4 d bytes per listed key from L2.
+    """
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [QSTAGES * 2, 64, D], SHARED)
+    k_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
+    v_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
+    x_acc = gl.allocate_shared_memory(gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
+    x_rows = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+    bars = (
+        _barriers(QSTAGES * 2, 1),
+        _barriers(QSTAGES * 2, 1),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2),
+    )
+    exchange = (x_acc, x_rows, _barriers(1, 1), _barriers(1, 1))
+    fence_async_shared()
+    gl.thread_barrier()
+    descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc)
+    lists = (wide_lists, tail_lists, tiles, count, mailbox, bias)
+    shape = (n, m, kb, wide_width, tails_width, bias_width)
+    result = (out, (out_b, out_h, out_n), heads, order, lse)
+    rings = (q_ring, k_ring, v_ring)
+    gl.warp_specialize([
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, 0, COMPENSATE, SCATTER, LSE)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, 1, COMPENSATE, SCATTER, LSE)),
+        (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, COMPENSATE)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def attend_hopper(
+    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
+    compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
+    out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False, tile: GluonTile | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention over the kept blocks, on block-ordered contiguous q [bh n d], k, v [bh m d]; bf16 or fp16, d 64 or 128.
+
+    Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
+    adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
+    of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
+    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite.
+    """
+    bh, n, d = q.shape
+    m, kb = k.shape[1], mask.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    tile = tile or gluon_tile(d)
+    out = torch.empty_like(q) if out is None else out
+    rows = out if out.ndim == 4 else out[None]
+    lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
+    if n == 0 or bh == 0:
+        return out, lse
+    if m == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
+    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=2 * WARPGROUP_ROWS, key_tile=tile.keys,
+                          compensate=compensate, scale=scale, tail=tile.tail)  # fmt: skip
+
+    def box(x: Tensor, height: int, width: int) -> TensorDescriptor:
+        flat = x.reshape(-1, d)
+        return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [height, width], SWIZZLED)
+
+    stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
+    programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
+    mailbox = torch.empty(programs, tile.query_stages, 8, dtype=torch.int32, device=q.device)
+    attend_hopper_kernel[(programs,)](
+        box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
+        box(stand_ins[0], WIDE, 64), box(stand_ins[1], WIDE, 64), work.wide, work.tails, work.tiles, work.count, mailbox,
+        q if work.bias is None else work.bias, out, q if out_order is None else out_order, q if lse is None else lse,
+        float(scale * 1.4426950408889634), rows.shape[1], n, m, kb, work.wide.shape[1], work.tails.shape[1],
+        0 if work.bias is None else work.bias.shape[1], rows.stride(0), rows.stride(1), rows.stride(2),
+        SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None, **tile.constants(d), num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,105 @@
+"""The producer warp of `attend_gluon`: hands out query tiles and keeps the rings of query, key and value tiles full."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def _copy(desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.constexpr, D: gl.constexpr):
+    """Granule of G rows to rows [at*G, at*G+G) of a tile. A [KEYS, D] tile with 128-byte swizzle lies in shared memory as D/64
+    column slabs of [KEYS, 64], so a granule arrives as D/64 boxes."""
+    PER: gl.constexpr = KEYS // G
+    slabs = tile._reinterpret(desc.dtype, [(D // 64) * PER, G, 64], desc.layout)
+    for c in gl.static_range(D // 64):
+        tma.async_copy_global_to_shared(desc, [row, c * 64], full, slabs.index(c * PER + at))
+
+
+@gluon.jit
+def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide, desc_tail, desc_comp, ring, full_ring, empty_ring,
+          KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
+    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency."""
+    PER: gl.constexpr = KEYS // WIDE
+    PER_T: gl.constexpr = KEYS // TAIL
+    slot = at % STAGES
+    phase = ((at // STAGES) & 1) ^ 1
+    full = full_ring.index(slot)
+    tile = ring.index(slot)
+    if j < wide_tiles:
+        rows = (gl.load(wide + j * PER) + row0,)
+        for g in gl.static_range(1, PER):
+            rows = rows + (gl.load(wide + j * PER + g) + row0,)  # noqa: RUF005
+        mbarrier.wait(empty_ring.index(slot), phase)
+        mbarrier.expect(full, KEYS * D * 2)
+        for g in gl.static_range(PER):
+            _copy(desc_wide, rows[g], g, WIDE, full, tile, KEYS, D)
+    elif j < all_tiles:
+        # four granules at a time keep the producer inside its registers
+        pieces = tails + (j - wide_tiles) * PER_T
+        mbarrier.wait(empty_ring.index(slot), phase)
+        mbarrier.expect(full, KEYS * D * 2)
+        slabs = tile._reinterpret(desc_tail.dtype, [(D // 64) * PER_T, TAIL, 64], desc_tail.layout)
+        for g in range(0, PER_T, 4):
+            for i in gl.static_range(4):
+                piece = (gl.load(pieces + g + i) >> 5) + row0
+                for c in gl.static_range(D // 64):
+                    tma.async_copy_global_to_shared(desc_tail, [piece, c * 64], full, slabs.index(c * PER_T + g + i))
+    elif COMPENSATE:
+        stand_in = comp_row0 + (j - all_tiles) * KEYS
+        mbarrier.wait(empty_ring.index(slot), phase)
+        mbarrier.expect(full, KEYS * D * 2)
+        for g in gl.static_range(PER):
+            _copy(desc_comp, stand_in + g * WIDE, g, WIDE, full, tile, KEYS, D)
+
+
+@gluon.jit
+def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+              QSTAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc = descs
+    wide_lists, tail_lists, tiles, count, mailbox, _bias = lists
+    n, m, kb, wide_width, tails_width, bias_width = shape
+    q_ring, k_ring, v_ring = rings
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    mail = mailbox + gl.program_id(0) * (QSTAGES * 8)
+    last = gl.load(count)
+    done = 0
+    r = 0
+    tile = gl.atomic_add(count + 1, 1, sem="relaxed")
+    while tile < last:
+        record = tiles + tile * 8
+        letter = mail + (r % QSTAGES) * 8
+        head = gl.load(record)
+        list_id = gl.load(record + 1)
+        wide_tiles = gl.load(record + 4)
+        all_tiles = gl.load(record + 6)
+        total = all_tiles
+        if COMPENSATE:
+            total = all_tiles + bias_width // KEYS
+        wide = wide_lists + list_id.to(gl.int64) * wide_width
+        tails = tail_lists + list_id.to(gl.int64) * tails_width
+        for w in gl.static_range(2):
+            mbarrier.wait(q_empty.index((r % QSTAGES) * 2 + w), ((r // QSTAGES) & 1) ^ 1)
+        for f in gl.static_range(8):
+            gl.store(letter + f, gl.load(record + f))
+        for w in gl.static_range(2):
+            q_slot = (r % QSTAGES) * 2 + w
+            mbarrier.expect(q_full.index(q_slot), 64 * D * 2)
+            # a tile of at most 64 rows goes to both warpgroups
+            q_from = head * n + gl.load(record + 2) + gl.where(gl.load(record + 3) <= 64, 0, w * 64)
+            tma.async_copy_global_to_shared(q_desc, [q_from, 0], q_full.index(q_slot), q_ring.index(q_slot))
+        # keys run one tile ahead of values, the order in which the consumers free the slots
+        for j in range(total + 1):
+            if j < total:
+                _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, k_wide, k_tail, c_desc, k_ring, k_full, k_empty,
+                      KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)  # fmt: skip
+            if j > 0:
+                _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, v_wide, v_tail, u_desc, v_ring, v_full, v_empty,
+                      KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)  # fmt: skip
+        done += total
+        r += 1
+        tile = gl.atomic_add(count + 1, 1, sem="relaxed")
+    for w in gl.static_range(2):
+        mbarrier.wait(q_empty.index((r % QSTAGES) * 2 + w), ((r // QSTAGES) & 1) ^ 1)
+    gl.store(mail + (r % QSTAGES) * 8 + 3, 0)
+    for w in gl.static_range(2):
+        mbarrier.arrive(q_full.index((r % QSTAGES) * 2 + w), count=1)

@@ -1,0 +1,161 @@
+"""Ragged block-sparse attention forward in Triton, for every GPU from sm_80 up.
+
+One program per query tile walks the key granules of its query block (`worklist`): tiles of 32-row granules without a mask,
+then tiles of 8-row granules with one. Rows are read through pointers, so the gather into block order and the scatter back
+can be folded into the loads and stores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tiles_attend import TritonTile, arch_of, triton_tile
+from .worklist import WIDE, WorkList, build_worklist
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _product(a, b, acc, INTERPRETED: tl.constexpr):
+    """acc + a b. The interpreter multiplies bf16 as raw bits, so it gets float32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _attend_keys(
+    q, acc, m, z, k_head, v_head, key_order, rows, bias, stride_kn, stride_vn, factor, D: tl.constexpr, GATHER: tl.constexpr, MASKED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One online-softmax step over the keys in `rows`; bias is added to the scores when MASKED."""
+    column = tl.arange(0, D)
+    if GATHER:
+        rows = tl.load(key_order + rows)
+    k = tl.load(k_head + rows.to(tl.int64)[:, None] * stride_kn + column[None, :])
+    s = _product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), INTERPRETED)
+    if MASKED:
+        s += bias[None, :]
+    top = tl.maximum(m, tl.max(s, 1) * factor)
+    shift = top
+    if MASKED:  # a row that has seen no valid key yet
+        shift = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.exp2(s * factor - shift[:, None])
+    decay = tl.exp2(m - shift)
+    z = z * decay + tl.sum(p, 1)
+    v = tl.load(v_head + rows.to(tl.int64)[:, None] * stride_vn + column[None, :])
+    acc = _product(p.to(v.dtype), v, acc * decay[:, None], INTERPRETED)
+    return acc, top, z
+
+
+@triton.jit(do_not_specialize=["heads", "n", "m_keys", "kb", "wide_width", "tails_width", "bias_width"])
+def attend_kernel(
+    q, k, v, centroids, mean_values, wide_lists, tail_lists, tiles, count, bias, query_order, key_order, out, lse, factor,
+    heads, n, m_keys, kb, wide_width, tails_width, bias_width,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, GATHER_Q: tl.constexpr, GATHER_K: tl.constexpr,
+    COMPENSATE: tl.constexpr, LSE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
+
+    Grid: the most query tiles there can be; programs past count[0] leave at once. Traffic per program: its query rows once,
+    4 d bytes per listed key (from L2: programs run head by head).
+    """
+    pid = tl.program_id(0)
+    if pid >= tl.load(count):
+        return
+    record = tiles + pid.to(tl.int64) * 8
+    head = tl.load(record).to(tl.int64)
+    list_id = tl.load(record + 1).to(tl.int64)
+    first = tl.load(record + 2)
+    rows = tl.load(record + 3)
+    wide_tiles = tl.load(record + 4)
+    all_tiles = tl.load(record + 6)
+    b = head // heads
+    h = head % heads
+    i = tl.arange(0, QUERIES)
+    column = tl.arange(0, D)
+    key = tl.arange(0, KEYS)
+    live = i < rows
+    token = tl.where(live, first + i, first).to(tl.int64)
+    if GATHER_Q:
+        token = tl.load(query_order + head * n + token).to(tl.int64)
+    q_tile = tl.load(q + b * stride_qb + h * stride_qh + token[:, None] * stride_qn + column[None, :])
+    k_head = k + b * stride_kb + h * stride_kh
+    v_head = v + b * stride_vb + h * stride_vh
+    order = key_order + head * m_keys
+    wide = wide_lists + list_id * wide_width
+    tails = tail_lists + list_id * tails_width
+    acc = tl.zeros([QUERIES, D], tl.float32)
+    m = tl.full([QUERIES], -float("inf"), tl.float32)
+    z = tl.zeros([QUERIES], tl.float32)
+    no_bias = tl.zeros([KEYS], tl.float32)
+    for j in range(wide_tiles):
+        key_rows = tl.load(wide + j * (KEYS // WIDE) + key // WIDE) + key % WIDE
+        acc, m, z = _attend_keys(
+            q_tile, acc, m, z, k_head, v_head, order, key_rows, no_bias, stride_kn, stride_vn, factor, D, GATHER_K, False, INTERPRETED
+        )
+    for j in range(all_tiles - wide_tiles):
+        piece = tl.load(tails + j * (KEYS // TAIL) + key // TAIL)
+        key_rows = tl.minimum((piece >> 5) + key % TAIL, m_keys - 1)
+        cut = tl.where(key % TAIL < (piece & 31), 0.0, -float("inf"))
+        acc, m, z = _attend_keys(
+            q_tile, acc, m, z, k_head, v_head, order, key_rows, cut, stride_kn, stride_vn, factor, D, GATHER_K, True, INTERPRETED
+        )
+    if COMPENSATE:
+        for j in range(bias_width // KEYS):
+            block = j * KEYS + key
+            stand_in = tl.load(bias + list_id * bias_width + block)
+            acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, order, tl.minimum(block, kb - 1), stand_in,
+                                     D, D, factor, D, False, True, INTERPRETED)  # fmt: skip
+    total = tl.where(z > 0, z, 1.0)  # a row without keys: acc is 0
+    target = out + b * stride_ob + h * stride_oh + token[:, None] * stride_on + column[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
+    if LSE:
+        value = tl.where(z > 0, (m + tl.log2(total)) * 0.6931471805599453, -float("inf"))
+        tl.store(lse + head * n + token, value, mask=live)
+
+
+def attend_ragged(
+    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
+    compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
+    query_order: Tensor | None = None, key_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
+    tile: TritonTile | None = None, work: WorkList | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m; bf16 or fp16, d 64, 128 or 256.
+
+    Without orders everything is in block order. With query_order int32 [bh n], q is read and `out` and lse are written in
+    token order; with key_order int32 [bh m], k and v are read in token order: any strides, the last one 1.
+    Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
+    adds skipped flagged blocks through one stand-in key each. lse is fp32 [bh n].
+    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite.
+    """
+    q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in (q, k, v))
+    batch, heads, n, d = q4.shape
+    bh, m, kb = batch * heads, k4.shape[2], mask.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    tile = tile or triton_tile(d, arch_of(q.device))
+    out = torch.empty_like(q) if out is None else out
+    o4 = out if out.ndim == 4 else out[None]
+    lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
+    if n == 0 or bh == 0:
+        return out, lse
+    if m == 0:
+        return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
+    if work is None:
+        work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
+                              compensate=compensate, scale=scale)  # fmt: skip
+    stand_ins = (k, v) if compensate is None else (centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous())
+    attend_kernel[(work.tiles.shape[0],)](
+        q4, k4, v4, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
+        work.wide if query_order is None else query_order, work.wide if key_order is None else key_order, out, work.wide if lse is None else lse,
+        float(scale * 1.4426950408889634), heads, n, m, kb, work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1],
+        *q4.stride()[:3], *k4.stride()[:3], *v4.stride()[:3], *o4.stride()[:3],
+        D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None, GATHER_K=key_order is not None,
+        COMPENSATE=compensate is not None, LSE=with_lse, INTERPRETED=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,77 @@
+"""Frozen tile choices of the attention kernels: pure functions of head dimension and architecture, each with what chose it.
+
+Times: one H200, bf16, (heads, tokens, d) = (40, 75600, 128), 128 x 512 uneven blocks, density 0.25, cuDNN dense 204-207 ms.
+The card is at its power limit there: the same call takes 55 ms when repeated and 50 ms after a light spell, so only repeated
+calls of one kernel are compared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class TritonTile(NamedTuple):
+    """queries x keys per step, warps, software-pipeline stages"""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class GluonTile(NamedTuple):
+    """keys per step, rows of the small granules, key/value ring slots, query ring slots, registers of the producer warp"""
+
+    keys: int = 128
+    tail: int = 8
+    stages: int = 2
+    query_stages: int = 2
+    producer_registers: int = 24
+
+    def constants(self, d: int) -> dict[str, int]:
+        """The kernel's constants. Three register shares of 168 are split between two consumers and the producer."""
+        return {
+            "D": d,
+            "KEYS": self.keys,
+            "WIDE": 32,
+            "TAIL": self.tail,
+            "STAGES": self.stages,
+            "QSTAGES": self.query_stages,
+            "CONSUMER_REGISTERS": (504 - self.producer_registers) // 2,
+            "PRODUCER_REGISTERS": self.producer_registers,
+        }
+
+
+def arch_of(device: torch.device) -> int:
+    """80, 90, 120, ...; 90 stands in where there is no GPU (the interpreter)."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def gluon_tile(d: int) -> GluonTile:
+    """sm_90 only; 225 KB of shared memory at d = 128, 113 KB at d = 64.
+
+    Measured at d = 128, attention with its work list: 54.8 ms (two sessions of ten calls; sessions differ by up to 1.5 ms). Clearly
+    slower: 64 keys x 4 slots, 61.1 against 55.6 to 57.0. No difference beyond that spread: tail 16 (59.0 against 58.5, first version; more
+    padding), one query slot (56.4 against 55.3 and 56.4), three key slots (56.9 against 57.1), taking turns at the matrix unit (58.5 with
+    against 58.7 without, then 57.1 against 56.7), tiles that mix wide granules with tails (54.8 against 54.8): the simplest was kept.
+    d = 64 takes the same choice, not timed.
+    """
+    return GluonTile()
+
+
+def triton_tile(d: int, arch: int) -> TritonTile:
+    """At most 64 KB of shared memory except on sm_90, so 99 KB cards have room; no spills in the plain form.
+
+    Measured on sm_90, d = 128: 128x128 w8 s3 82.6 ms, 64x64 w4 s3 88.4, 128x128 w8 s2 91.1, 128x64 w8 s3 91.3, 128x64 w4 s3 92.2,
+    64x128 w4 s3 113.5. Other rows were not timed (no such card here): the largest tile that compiles without spills.
+    """
+    if d == 256:
+        return TritonTile(64, 64, 8, 2) if arch == 90 else TritonTile(64, 32, 8, 2)
+    if arch == 90:
+        return TritonTile(128, 128, 8, 3)
+    return TritonTile(128, 64, 8, 2)

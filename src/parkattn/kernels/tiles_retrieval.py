@@ -1,0 +1,95 @@
+"""Tile choices of the retrieval kernels (PAMA, k-means, sort, permutation): pure functions of (head_dim, dtype, arch).
+
+Every choice fits 99 KB of shared memory (sm_86, sm_89, sm_120) unless it is for sm_90 alone.  "Measured" means one H200,
+bf16, d = 128, medians in milliseconds within one run; everything else is what compiles without spills.
+"""
+
+import torch
+
+# formatted by hand: a table
+# fmt: off
+
+HEAD_DIMS = (64, 128, 256)
+
+
+def arch_of(x: torch.Tensor) -> int:
+    """90 for sm_90; 0 on the CPU, where the interpreter runs."""
+    if x.device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return major * 10 + minor
+
+
+def check_rows(x: torch.Tensor, name: str) -> None:
+    """The kernels read whole rows: the last dimension must be dense and as wide as one of HEAD_DIMS."""
+    if x.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"{name}: head dim must be one of {HEAD_DIMS}, got {x.shape[-1]}; use backend='reference'")
+    if x.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must have stride 1, got {x.stride(-1)}; call .contiguous()")
+
+
+def permute_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
+    """Measured at (40, 75,600): 0.42 to 0.45."""
+    return {"ROWS": 4096 // head_dim, "num_warps": 4, "num_stages": 1}
+
+
+def assign_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
+    """Measured at (40, 75,600) with 128 / 512 / 1,024 clusters: 0.40 / 1.05 / 1.95.  Next best: 128x128, 8 warps 0.45 / 1.10 / 2.09;
+    256x64, 8 warps 0.48 / 1.10 / 2.08.  Keeping the best of every column until the end (no reduction per chunk) is slower: 0.60 / 1.33 / 2.33."""
+    if head_dim == 256:
+        return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+    return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def segment_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
+    """Measured at (40, 75,600), 512 segments: 32 rows 0.30, 64 rows 0.30, 16 rows 0.32; 8 warps 0.41.  The bytes alone take 0.19."""
+    return {"ROWS": 4096 // head_dim, "num_warps": 4, "num_stages": 1}
+
+
+def segment_splits(segments: int, arch: int) -> int:
+    """Programs per segment: enough in all to fill a GPU, and to keep one long segment from being the tail.
+
+    Measured at (40, 75,600) with 128 uneven segments: 4 programs each 0.28, one each 0.66.
+    """
+    return next(s for s in (1, 2, 4, 8, 16) if s * segments >= 16_384 or s == (16 if arch else 2))
+
+
+def sort_tile(arch: int) -> dict:
+    """Measured at (40, 75,600), 512 labels: 1,024 tokens, 4 warps 0.23; 8 warps 0.24; 512 tokens 0.23; 2,048 tokens 0.33 to 0.41."""
+    # the interpreter takes 2 s to sort 1,024 keys
+    return {"TOKENS": 1024 if arch else 64, "num_warps": 4, "num_stages": 1}
+
+
+def metric_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
+    """Measured at (40, 75,600): 0.31; 4 warps and 4 stages 0.31; BK 128 0.48."""
+    return {"BK": 64, "num_warps": 8, "num_stages": 2 if head_dim == 256 else 3}
+
+
+def transform_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
+    """Measured at (40, 75,600): 0.88; one stage 0.95; 8 steps and 3 stages 0.89; 128 rows and 8 warps 1.35."""
+    return {"BM": 32 if head_dim == 256 else 64, "STEPS": 16, "num_warps": 4, "num_stages": 1 if head_dim == 256 else 2}
+
+
+def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> dict:
+    """Full-K PAMA; width: key blocks rounded up to a power of two.
+
+    sm_90, d = 128: the Gluon kernel, as many 32 KB stages as fit beside the probabilities.  Measured at (24, 115,200, 1,024)
+    3.12, at (40, 75,600, 1,024) 3.67, at (40, 75,600, 512) 2.02 (3 stages 2.26; next chunk's GEMM issued early 2.10).
+    Elsewhere plain Triton: BM * width fp32 logits live in the registers of 8 warps.
+    """
+    if arch == 90 and head_dim == 128:
+        return {"GLUON": True, "stages": 2 if width == 1024 else 4}
+    return {"BM": 16 if width >= 512 else 32, "BD": 32 if width == 1024 else 64, "num_warps": 8, "num_stages": 1 if width == 1024 else 2}
+
+
+def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, dict]:
+    """Two-pass PAMA: (pass 1, pass 2).  Measured at (24, 115,200, 1,024): 4.15; pass 1 with 128x128 4.04 and 4.59 in two runs;
+    pass 2 with 64x128 4.56, with 128x64 and 8 warps 5.10.  Both passes in one persistent kernel: 6.5."""
+    if head_dim == 256:
+        return ({"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
+    return ({"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
+
+
+def prefers_full_key(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> bool:
+    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (3.1 against 4.2).  Not measured elsewhere: short rows only."""
+    return width <= (1024 if arch == 90 and head_dim == 128 else 256)

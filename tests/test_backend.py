@@ -1,0 +1,338 @@
+"""The seam between the definitions and the kernels: who is chosen and why, what is refused, and that all backends agree.
+
+The interpreter must be chosen before triton is imported, so what runs kernels runs in a pytest of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
+from parkattn.attend import attend, dense_attention
+from parkattn.backend import resolve
+from parkattn.cluster import Clustering, initial_tokens
+from parkattn.importance import ESTIMATORS
+from parkattn.permute import arrange, gather, scatter
+from parkattn.reuse import PlanStore
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
+few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@outside
+def test_the_triton_backend_under_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "addopts=", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert re.search(r"1\d passed", run.stdout), "the interpreted tests were skipped"
+
+
+# ---------------------------------------------------------------------------------------------- who is chosen, and why
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Answers about a GPU that is not here."""
+    pytest.importorskip("triton")
+    return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+def test_auto_takes_the_definitions_off_cuda_and_says_so():
+    for device in ("cpu", "meta"):
+        chosen = resolve("auto", torch.device(device), torch.float32, 48)
+        assert chosen.name == "reference" and "auto" in chosen.reason and device in chosen.reason
+
+
+@outside
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "kernel"),
+    [((9, 0), 128, "Gluon"), ((9, 0), 64, "Gluon"), ((9, 0), 256, "Triton"), ((8, 0), 128, "Triton"), ((12, 0), 128, "Triton")],
+)
+def test_auto_takes_triton_on_cuda_with_the_reason_for_its_attention_kernel(gpu, capability, head_dim, kernel):
+    gpu(*capability)
+    chosen = resolve("auto", CUDA, torch.bfloat16, head_dim)
+    assert chosen.name == "triton"
+    assert f"attention in {kernel} because" in chosen.reason
+    assert chosen.gluon == (kernel == "Gluon")
+
+
+@outside
+@pytest.mark.parametrize(
+    ("capability", "device", "dtype", "head_dim", "got"),
+    [
+        ((9, 0), CPU, torch.bfloat16, 128, "cpu"),
+        ((9, 0), CUDA, torch.float32, 128, "float32"),
+        ((9, 0), CUDA, torch.float64, 128, "float64"),
+        ((9, 0), CUDA, torch.bfloat16, 96, "96"),
+        ((7, 5), CUDA, torch.float16, 128, "sm_75"),
+    ],
+)
+@pytest.mark.parametrize("name", ["triton", "auto"])
+def test_what_the_kernels_cannot_run_is_refused_in_one_line_with_the_alternative(gpu, name, capability, device, dtype, head_dim, got):
+    if name == "auto" and device == CPU:
+        return
+    gpu(*capability)
+    with pytest.raises((ValueError, TypeError)) as refused:
+        resolve(name, device, dtype, head_dim)
+    message = str(refused.value)
+    assert got in message and "use backend='reference'" in message and "\n" not in message
+
+
+@outside
+def test_a_call_on_the_cpu_is_refused_not_redirected():
+    pytest.importorskip("triton")
+    q = torch.randn(1, 1, 20, 64).bfloat16()
+    with pytest.raises(ValueError, match="use backend='reference'"):
+        park_attention(q, q, q, ParkConfig(backend="triton"))
+
+
+@outside
+def test_missing_packages_name_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[flashinfer\]'"):
+        resolve("flashinfer", CUDA, torch.bfloat16, 128)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[triton\]'"):
+        resolve("triton", CUDA, torch.bfloat16, 128)
+
+
+@outside
+def test_the_definitions_load_no_triton():
+    use = "import parkattn; x = torch.randn(1, 1, 30, 8); parkattn.park_attention(x, x, x)"
+    code = f"import sys, torch; before = 'triton' in sys.modules; {use}; print('triton' in sys.modules and not before)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_an_unknown_backend_is_refused_when_the_config_is_made():
+    with pytest.raises(ValueError, match="backend: expected one of auto, flashinfer, reference, triton"):
+        ParkConfig(backend="cuda")
+    assert ParkConfig.from_dict(ParkConfig(backend="reference").to_dict()).backend == "reference"
+
+
+@given(st.integers(0, 99), st.integers(1, 60), st.integers(1, 40), st.floats(0.05, 1))
+@settings(deadline=None)
+def test_first_tokens_among_valid_ones_are_those_of_the_definition(seed, n, count, share):
+    from parkattn.backend.triton import _label_first_tokens
+
+    valid = torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share
+    valid[:, seed % n] = True
+    count = min(count, n)
+    labels = _label_first_tokens(valid, count, seed)
+    for row, found in zip(valid, labels, strict=True):
+        members = row.nonzero().squeeze(1)
+        tokens = members[initial_tokens(len(members), min(count, len(members)), seed)]
+        expected = torch.full((n,), count)
+        expected[tokens] = torch.arange(len(tokens))
+        assert torch.equal(found, expected)
+
+
+# ---------------------------------------------------------------------------------------------- the backends agree
+
+
+def tokens(seed: int, centres: int, n: int, d: int, valid: torch.Tensor | None = None, h: int = 2) -> torch.Tensor:
+    """[b h n d] as a view of [b n h d] memory: tight groups, one per stretch of the valid tokens.
+
+    Each group then holds one first token and rounding moves no token to another group: every backend must find them.
+    """
+    g = torch.Generator().manual_seed(seed)
+    valid = torch.ones(1, n, dtype=torch.bool) if valid is None else valid
+    group = (valid.cumsum(-1) - 1).clamp(min=0) * centres // valid.sum(-1, keepdim=True)
+    centre = 2 * torch.randn(len(valid), centres, h, d, generator=g)
+    x = centre.gather(1, group[..., None, None].expand(-1, -1, h, d)) + 0.02 * torch.randn(len(valid), n, h, d, generator=g)
+    return x.bfloat16().transpose(1, 2)
+
+
+def config_for(**changes) -> ParkConfig:
+    return ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, **changes)
+
+
+def expect_same_plan(ours, theirs) -> None:
+    assert torch.equal(ours.mask, theirs.mask)
+    for side in ("queries", "keys"):
+        for part in ("labels", "order", "offsets"):
+            assert torch.equal(getattr(getattr(ours, side), part), getattr(getattr(theirs, side), part)), (side, part)
+    torch.testing.assert_close(ours.estimated_mass, theirs.estimated_mass, rtol=1e-2, atol=1e-2)
+    assert (ours.query_clusters, ours.key_clusters, ours.padding) == (theirs.query_clusters, theirs.key_clusters, theirs.padding)
+
+
+KEY_VALID = torch.arange(48)[None] < torch.tensor([[48], [37]])
+CALLS = {"text": {"text": slice(40, 48)}, "text and padding": {"text": slice(0, 7), "key_valid": KEY_VALID}}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", CALLS)
+def test_plans_equal_those_of_the_definitions(name):
+    call = CALLS[name]
+    clustered = call.get("key_valid", torch.ones(1, 48, dtype=torch.bool)).clone()
+    clustered[:, call.get("text", slice(0, 0))] = False
+    q, k = tokens(1, 4, 48, 64, clustered, h=1), tokens(2, 6, 48, 64, clustered, h=1)
+    ours, theirs = (build_plan(q, k, config_for(backend=backend), **call) for backend in ("triton", "reference"))
+    expect_same_plan(ours, theirs)
+    assert (ours.keys.sizes[..., :6] > 0).all()
+
+
+@in_interpreter
+@pytest.mark.parametrize("changes", [{}, {"key_metric": "euclidean", "importance": "query-centroid"}, {"alpha": 0.0}], ids=str)
+def test_every_setting_with_a_kernel_equals_the_definition(changes):
+    q, k = tokens(3, 4, 50, 64), tokens(4, 6, 40, 64)
+    ours, theirs = (build_plan(q, k, config_for(backend=backend, **changes)) for backend in ("triton", "reference"))
+    expect_same_plan(ours, theirs)
+
+
+@in_interpreter
+def test_a_warm_start_follows_the_earlier_labels():
+    """Labels renamed in the earlier plan: only a start from them gives the new plan those names."""
+    q, k = tokens(5, 4, 40, 64, h=1), tokens(6, 6, 40, 64, h=1)
+    config = config_for(backend="reference", warm_iterations=1)
+    earlier = build_plan(q, k, config)
+    renamed = replace(earlier, queries=arrange(3 - earlier.queries.labels, 4), keys=arrange(5 - earlier.keys.labels, 6))
+    ours, theirs = (build_plan(q, k, config.replace(backend=backend), start=renamed) for backend in ("triton", "reference"))
+    expect_same_plan(ours, theirs)
+    assert torch.equal(ours.keys.labels, renamed.keys.labels) and not torch.equal(ours.keys.labels, earlier.keys.labels)
+
+
+@in_interpreter
+@settings(few, max_examples=4)
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 90), m=st.integers(1, 150), d=st.sampled_from([64, 128]), b=st.integers(1, 2),
+    half=st.booleans(), compensate=st.booleans(), scale=st.sampled_from([None, 0.3]),
+)  # fmt: skip
+def test_attention_error_is_at_most_twice_that_of_pytorch(seed, n, m, d, b, half, compensate, scale):
+    dtype = torch.float16 if half else torch.bfloat16
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(b, t, 2, d, generator=g).to(dtype).transpose(1, 2) for t in (n, m, m))
+    valid = torch.rand(b, m, generator=g) < 0.8
+    valid[:, 0] = True
+    config = ParkConfig(query_clusters=3, key_clusters=7, kmeans_iterations=1, top_p=None, top_k=0.4, compensate=compensate)
+    plan = build_plan(q, k, config.replace(backend="reference"), key_valid=valid)
+    out = park_attention(q, k, v, config.replace(backend="triton"), plan=plan, scale=scale)
+
+    def definition(dtype):
+        x = (gather(t.to(dtype), side) for t, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+        flags = plan.compensable() if compensate else None
+        return scatter(attend(*x, plan.queries, plan.keys, plan.mask, scale=scale, compensate=flags), plan.queries).double()
+
+    exact = definition(torch.float64)
+    allowed = 2 * (definition(dtype) - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
+    assert out.dtype == dtype and out.shape == q.shape
+    assert (out.double() - exact).abs().max() <= allowed
+
+
+@in_interpreter
+def test_with_every_block_kept_the_output_is_dense_attention():
+    q, k, v = (tokens(seed, 5, 60, 64, h=1) for seed in (5, 6, 7))
+    out = park_attention(q, k, v, ParkConfig(query_clusters=3, key_clusters=5, kmeans_iterations=1, top_p=1.0, backend="triton"))
+    exact = dense_attention(q.double(), k.double(), v.double())
+    plain = dense_attention(q, k, v).double()
+    assert (out.double() - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2 * torch.finfo(q.dtype).eps * exact.abs().max()
+
+
+@in_interpreter
+def test_a_stored_plan_is_sorted_again_by_the_kernels():
+    q, k = tokens(8, 4, 70, 64, h=1), tokens(9, 6, 70, 64, h=1)
+    plan = build_plan(q, k, config_for(backend="reference"), text=slice(60, 70))
+    store = PlanStore()
+    store.put(("transformer", 0, "branch"), plan, 3)
+    held = store.get(("transformer", 0, "branch"), resolve("triton", q.device, q.dtype, 64).arrange)
+    expect_same_plan(held.plan, plan)
+    expected = arrange(plan.keys.labels, plan.keys.count)
+    assert torch.equal(held.plan.keys.order, expected.order) and held.plan.keys.order.dtype == torch.int32
+
+
+@in_interpreter
+def test_park_runs_its_phases_on_the_kernels():
+    q, k, v = (tokens(seed, centres, 48, 64, h=1) for seed, centres in ((10, 4), (11, 6), (12, 6)))
+    outputs = {}
+    for backend in ("triton", "reference"):
+        park = Park(config_for(backend=backend, dense_steps=1, refresh_interval=5, reference_steps=1))
+        outputs[backend] = [park(q, k, v, CallSite(layer=0, step=step, total_steps=10)) for step in range(3)]
+    for ours, theirs in zip(*outputs.values(), strict=True):
+        assert ours.stats.phase == theirs.stats.phase
+        torch.testing.assert_close(ours.stats.density, theirs.stats.density)
+        torch.testing.assert_close(ours.out, theirs.out, rtol=2e-2, atol=2e-2)
+    assert [output.stats.phase for output in outputs["triton"]] == ["dense", "refresh", "reuse"]
+
+
+@in_interpreter
+def test_importance_rows_sum_to_one_and_match_their_definition():
+    q, k = (torch.randn(1, 1, 70, 64, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
+    backend = resolve("triton", q.device, q.dtype, 64)
+    config = config_for()
+    options = {"iterations": 1, "start": None, "valid": None}
+    queries, keys = backend.cluster_queries(q, config, **options), backend.cluster_keys(k, q, config, **options, query_valid=None)
+    blocks = backend.arrange(queries.labels, queries.clusters)
+    for kind in ("pama", "query-centroid"):
+        found = backend.importance(kind, q, k, blocks, queries, keys, scale=None)
+        exact = ESTIMATORS[kind](q.double(), k.double(), queries.labels, queries.clusters, keys.labels, keys.clusters)
+        # scores move by one rounding of a centroid, |q| |c| eps / sqrt(d), and weights by at most that share
+        slack = torch.finfo(q.dtype).eps * q.double().norm(dim=-1).max() * keys.centroids.norm(dim=-1).max() / 8
+        assert (found - exact).abs().max() <= 2 * slack * exact.max()
+        torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+
+
+@in_interpreter
+def test_what_has_no_kernel_is_refused_with_the_alternative():
+    q, config = tokens(13, 4, 40, 64), config_for(backend="triton")
+    plan = build_plan(q, q, config.replace(backend="reference"))
+    nothing = Clustering(q[..., 0].int(), q[:, :, :1], q[..., :1, 0].int())
+    for kind in ("exact", "full-key"):
+        with pytest.raises(ValueError, match=r"importance: .* use backend='reference'"):
+            resolve("triton", q.device, q.dtype, 64).importance(kind, q, q, plan.queries, nothing, nothing, scale=None)
+    with pytest.raises(ValueError, match=r"v: .* use backend='reference'"):
+        park_attention(q, q, q[..., :32], config, plan=plan)
+    with pytest.raises(ValueError, match=r"scale: .* use backend='reference'"):
+        park_attention(q, q, q, config, plan=plan, scale=-1.0)
+
+
+# ---------------------------------------------------------------------------------------------- benchmarks behind the same seam
+
+
+@outside
+def test_a_gpu_benchmark_without_a_gpu_is_refused_in_one_line():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    from typer.testing import CliRunner
+
+    from parkattn.bench.commands import app
+
+    for name in ("pama", "kmeans", "qrkc", "attend", "layer"):
+        failure = CliRunner().invoke(app, [name]).exception
+        assert isinstance(failure, ValueError) and "expected a CUDA GPU" in str(failure) and "\n" not in str(failure)
+
+
+def test_a_gate_that_fails_or_gives_nan_stops_the_measurement():
+    from parkattn.bench.problems import expect_all_pass, verdict
+
+    assert len(expect_all_pass(iter([verdict("equal", 0.5, 0.5)]))) == 1
+    for error in (0.6, torch.tensor(torch.nan)):
+        with pytest.raises(RuntimeError, match="gate 'worse'"):
+            expect_all_pass(iter([verdict("fine", 0, 0), verdict("worse", error, 0.5)]))
+
+
+@in_interpreter
+def test_the_gpu_gates_hold_at_tiny_sizes():
+    from parkattn.bench import pama, qrkc
+    from parkattn.bench.problems import expect_all_pass
+
+    for gate in (pama.gate, qrkc.gate):
+        assert len(expect_all_pass(gate(CPU, rehearse=True))) == 2

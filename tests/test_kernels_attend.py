@@ -1,0 +1,294 @@
+"""Attention kernels without a GPU: the Triton kernel under the interpreter against float64, and every kernel compiled ahead of time.
+
+The interpreter must be chosen before triton is imported, so those tests run in a pytest of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+on_compiler = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+one_by_one = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+
+
+@on_compiler
+def test_the_kernel_under_the_interpreter():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(pathlib.Path(__file__))],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+# ---------------------------------------------------------------------------------------------- ragged problems
+
+
+def offsets(bh: int, blocks: int, tokens: int, generator: torch.Generator, empty: float = 0.2) -> torch.Tensor:
+    """Uneven blocks, some empty -> int32 [bh blocks+1]"""
+    weight = torch.rand(bh, blocks, generator=generator, dtype=torch.float64) ** 3 + 1e-6
+    weight[torch.rand(bh, blocks, generator=generator) < empty] = 0
+    weight[:, 0] += 1e-9
+    ends = (weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens).round().int()
+    ends[:, -1] = tokens
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def labels_of(block_offsets: torch.Tensor) -> torch.Tensor:
+    blocks = torch.arange(block_offsets.shape[1] - 1)
+    return torch.stack([blocks.repeat_interleave(row.diff()) for row in block_offsets])
+
+
+def pair_mask(query_offsets, key_offsets, mask):
+    """bool [bh n m]: the token pairs that are kept."""
+    rows = torch.take_along_dim(mask, labels_of(query_offsets)[:, :, None], dim=1)
+    return torch.take_along_dim(rows, labels_of(key_offsets)[:, None, :], dim=2)
+
+
+def problem(seed: int, n: int, m: int, d: int, qb: int, kb: int, density: float, dtype: torch.dtype, bh: int = 2):
+    generator = torch.Generator().manual_seed(seed)
+    query_offsets, key_offsets = offsets(bh, qb, n, generator), offsets(bh, kb, m, generator)
+    mask = torch.rand(bh, qb, kb, generator=generator) < density
+    mask[0, -1] = False  # a query block that keeps nothing
+    q, k, v = (torch.randn(bh, t, d, generator=generator).to(dtype) for t in (n, m, m))
+    return 2 * q, k, v, query_offsets, key_offsets, mask
+
+
+def definition(q, k, v, query_offsets, key_offsets, mask, dtype, compensate=None, centroids=None, mean_values=None):
+    """softmax over the kept keys, and over the stand-ins of skipped flagged blocks, in `dtype` -> out, lse (float64)"""
+    scale = q.shape[-1] ** -0.5
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    scores = (q @ k.transpose(1, 2)).double() * scale
+    scores = scores.masked_fill(~pair_mask(query_offsets, key_offsets, mask), -torch.inf)
+    if compensate is not None:
+        sizes = key_offsets.diff(dim=1)
+        enters = (compensate & (sizes > 0))[:, None, :] & ~mask
+        enters = torch.take_along_dim(enters, labels_of(query_offsets)[:, :, None], dim=1)
+        stand_in = (q @ centroids.to(dtype).transpose(1, 2)).double() * scale + sizes.double().log()[:, None, :]
+        scores = torch.cat([scores, stand_in.masked_fill(~enters, -torch.inf)], 2)
+        v = torch.cat([v, mean_values.to(dtype)], 1)
+    weights = torch.softmax(scores, -1).nan_to_num(0)  # a row without keys
+    return (weights.to(dtype) @ v).double(), torch.logsumexp(scores, -1)
+
+
+def assert_close(out, q, k, v, query_offsets, key_offsets, mask, **stand_ins):
+    """Error at most twice that of the same-dtype PyTorch computation plus one rounding unit."""
+    exact, lse = definition(q, k, v, query_offsets, key_offsets, mask, torch.float64, **stand_ins)
+    same, _ = definition(q, k, v, query_offsets, key_offsets, mask, q.dtype, **stand_ins)
+    unit = torch.finfo(q.dtype).eps * exact.abs().max()
+    assert not out.isnan().any()
+    assert (out.double() - exact).abs().max() <= 2 * (same - exact).abs().max() + unit
+    return lse
+
+
+@in_interpreter
+@settings(one_by_one, max_examples=8)
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 130), m=st.integers(1, 300), d=st.sampled_from([64, 64, 128, 256]), qb=st.integers(1, 6),
+    kb=st.integers(1, 20), density=st.floats(0, 1), half=st.booleans(), compensated=st.booleans(),
+)  # fmt: skip
+def test_ragged_attention(seed, n, m, d, qb, kb, density, half, compensated):
+    from parkattn.kernels.attend_triton import attend_ragged
+    from parkattn.kernels.tiles_attend import TritonTile
+
+    q, k, v, *blocks = problem(seed, n, m, d, qb, kb, density, torch.float16 if half else torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    stand_ins = {}
+    if compensated:
+        centroids, mean_values = (torch.randn(2, kb, d, generator=generator).to(q.dtype) for _ in range(2))
+        stand_ins = {"compensate": torch.rand(2, kb, generator=generator) < 0.7, "centroids": centroids, "mean_values": mean_values}
+    runs = []
+    for _ in range(2):
+        poisoned = torch.full_like(q, torch.nan)
+        runs.append(attend_ragged(q, k, v, *blocks, out=poisoned, with_lse=True, tile=TritonTile(64, 64, 4, 2), **stand_ins))
+    (out, lse), again = runs
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    expected = assert_close(out, q, k, v, *blocks, **stand_ins)
+    assert torch.equal(lse.isinf(), expected.isinf())
+    assert torch.allclose(lse.double(), expected, atol=1e-4)
+    assert (out[expected.isinf()] == 0).all()
+
+
+@in_interpreter
+def test_token_order_is_folded_into_loads_and_stores():
+    from parkattn.kernels.attend_triton import attend_ragged
+    from parkattn.kernels.tiles_attend import TritonTile
+
+    q, k, v, *blocks = problem(3, 90, 150, 64, 4, 9, 0.5, torch.bfloat16, bh=4)
+    tile = TritonTile(32, 32, 4, 2)
+    expected, expected_lse = attend_ragged(q, k, v, *blocks, with_lse=True, tile=tile)
+    query_order, key_order = (torch.stack([torch.randperm(t) for _ in range(4)]) for t in (90, 150))
+
+    def tokens(x, order):  # [bh t d] in block order -> a [b h t d] view of [b t h d] memory in token order
+        unsorted = torch.empty_like(x).scatter_(1, order[..., None].expand_as(x), x)
+        return unsorted.reshape(2, 2, *x.shape[1:]).transpose(1, 2).contiguous().transpose(1, 2)
+
+    out, lse = attend_ragged(
+        tokens(q, query_order), tokens(k, key_order), tokens(v, key_order), *blocks, query_order=query_order.int(), key_order=key_order.int(),
+        with_lse=True, tile=tile,
+    )  # fmt: skip
+    assert out.stride() == tokens(q, query_order).stride()
+    assert torch.equal(out, tokens(expected, query_order))
+    assert torch.equal(lse.gather(1, query_order), expected_lse)
+
+
+@in_interpreter
+def test_no_queries_and_no_keys():
+    from parkattn.kernels.attend_triton import attend_ragged
+
+    q, k, v, *blocks = problem(0, 20, 30, 64, 2, 3, 0.5, torch.float16)
+    none = torch.zeros(2, 4, dtype=torch.int32)
+    out, lse = attend_ragged(q, k[:, :0], v[:, :0], blocks[0], none, blocks[2], with_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    assert attend_ragged(q[:, :0], k, v, none[:, :3], blocks[1], blocks[2])[0].shape == (2, 0, 64)
+
+
+# ---------------------------------------------------------------------------------------------- work lists
+
+
+def listed_pairs(work, bh, qb, n, m, key_tile, tail):
+    """int [bh n m]: how often the lists visit each token pair; checks that unmasked tiles are full."""
+    seen = torch.zeros(bh, n, m, dtype=torch.int32)
+    per_tile = key_tile // 32
+    for head, which, first, rows, wide, plain, tiles, _ in work.tiles[: work.count[0]].tolist():
+        assert which // qb == head
+        for j in range(tiles):
+            starts, records = [], []
+            if j < wide:
+                starts = work.wide[which, j * per_tile : (j + 1) * per_tile].tolist()
+            else:
+                records = work.tails[which, (j - wide) * key_tile // tail : (j - wide + 1) * key_tile // tail].tolist()
+            assert j >= plain or all(record & 31 == tail for record in records)
+            assert 32 * len(starts) + tail * len(records) == key_tile
+            for start, valid in [(s, 32) for s in starts] + [(r >> 5, r & 31) for r in records]:
+                seen[head, first : first + rows, start : start + valid] += 1
+    return seen
+
+
+@in_interpreter
+@settings(one_by_one, max_examples=10)
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 200), m=st.integers(1, 400), qb=st.integers(1, 9), kb=st.integers(1, 40),
+    density=st.floats(0, 1), tiles=st.sampled_from([(128, 128, 8), (64, 64, 8), (128, 128, 16), (32, 32, 8)]),
+)  # fmt: skip
+def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
+    from parkattn.kernels.worklist import build_worklist
+
+    _, _, _, query_offsets, key_offsets, mask = problem(seed, n, m, 1, qb, kb, density, torch.float32)
+    query_tile, key_tile, tail = tiles
+    work = build_worklist(
+        query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=query_tile, key_tile=key_tile, tail=tail
+    )
+    assert torch.equal(listed_pairs(work, 2, qb, n, m, key_tile, tail), pair_mask(query_offsets, key_offsets, mask).int())
+    records = work.tiles[: work.count[0]]
+    assert records[:, 3].sum() == 2 * n
+    assert (records[:, 0].diff() >= 0).all()
+    for head in range(2):
+        assert (records[records[:, 0] == head, 6].diff() <= 0).all()  # longest lists first
+
+
+# ---------------------------------------------------------------------------------------------- ahead of time
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+
+
+def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon: bool = False, **options):
+    """The kernel for an absent GPU -> (shared memory, stack frame in bytes); a stack frame means spills."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    aligned = {
+        place[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*" or name.startswith(("stride", "out_"))
+    }
+    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, {place[name]: value for name, value in constants.items()}, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    reader = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([str(reader), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return binary.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1]), binary.asm["ptx"]
+
+
+TRITON_TYPES = {
+    **dict.fromkeys(("q", "k", "v", "centroids", "mean_values", "out"), "*bf16"),
+    **dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "query_order", "key_order"), "*i32"),
+    "bias": "*fp32",
+    "lse": "*fp32",
+    "factor": "fp32",
+}
+
+
+@on_compiler
+@pytest.mark.parametrize(
+    ("arch", "d", "everything"),
+    [(80, 128, False), (90, 128, False), (90, 128, True), (90, 256, False), (120, 64, False), (120, 128, True), (120, 256, False)],
+)
+def test_triton_kernel_builds_and_fits(arch, d, everything):
+    from parkattn.kernels.attend_triton import attend_kernel
+    from parkattn.kernels.tiles_attend import triton_tile
+
+    tile = triton_tile(d, arch)
+    switches = dict.fromkeys(("GATHER_Q", "GATHER_K", "COMPENSATE", "LSE"), everything)
+    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "INTERPRETED": False, **switches}
+    shared, stack, ptx = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
+    assert shared <= SHARED_MEMORY[arch]
+    assert stack <= (128 if everything else 0)
+    assert ("wgmma.mma_async" in ptx) == (arch == 90)
+
+
+@on_compiler
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_work_list_kernels_build(arch):
+    from parkattn.kernels.worklist import list_keys_kernel, list_queries_kernel
+
+    types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
+    types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "inverse_scale": "fp32"}
+    constants = {"KEY_TILE": 128, "WIDE": 32, "TAIL": 8, "LANES": 1024, "COMPENSATE": True}  # 512 key blocks
+    assert compiled(list_keys_kernel, types, constants, arch, num_warps=8)[1] == 0
+    assert compiled(list_queries_kernel, types, {"QUERY_TILE": 128, "LANES": 128, "CHUNK": 1024}, arch, num_warps=4)[1] == 0
+
+
+@on_compiler
+@pytest.mark.parametrize(("d", "element", "everything"), [(64, "fp16", False), (128, "bf16", True)])
+def test_gluon_kernel_builds_and_fits(d, element, everything):
+    from parkattn.kernels.attend_gluon import SWIZZLED, attend_hopper_kernel
+    from parkattn.kernels.tiles_attend import gluon_tile
+
+    tile = gluon_tile(d)
+    boxes = {
+        "q_desc": (64, d),
+        "k_tail": (tile.tail, 64),
+        "v_tail": (tile.tail, 64),
+        **dict.fromkeys(("k_wide", "v_wide", "c_desc", "u_desc"), (32, 64)),
+    }
+    types = {name: f"tensordesc<{element}[{height}, {width}],{SWIZZLED!r}>" for name, (height, width) in boxes.items()}
+    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "mailbox", "order"), "*i32")
+    types |= {"bias": "*fp32", "lse": "*fp32", "out": f"*{element}", "factor": "fp32"}
+    constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything}
+    shared, stack, ptx = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)
+    assert shared <= SHARED_MEMORY[90]
+    # at d = 128 a few words are kept on the stack for the whole launch and read once per query tile, outside the loops over keys
+    assert stack <= (0 if d == 64 else 64)
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
