@@ -1,11 +1,13 @@
 """PARK: training-free block-sparse attention for video diffusion transformers.
 
-from parkattn import ParkConfig, park_attention
-out = park_attention(q, k, v, ParkConfig(top_p=0.9))  # [batch, heads, tokens, dim]
+import parkattn
+parkattn.enable(pipe)                   # a diffusers pipeline: Wan, HunyuanVideo and their family
+out = parkattn.park_attention(q, k, v)  # or one attention call: [batch, heads, tokens, dim]
 """
 
 from parkattn.attention import Park, build_plan, park_attention
 from parkattn.config import ParkConfig
+from parkattn.integrations import disable, enable, summary
 from parkattn.methods import METHODS, make_method
 from parkattn.plan import Plan
 from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite
@@ -22,6 +24,9 @@ __all__ = [
     "ParkConfig",
     "Plan",
     "build_plan",
+    "disable",
+    "enable",
     "make_method",
     "park_attention",
+    "summary",
 ]

@@ -1,0 +1,62 @@
+"""One line on a diffusers pipeline: enable, disable, summary.
+
+parkattn.enable(pipe)            # PARK with the preset of the model
+video = pipe(prompt).frames[0]
+print(parkattn.summary(pipe))
+parkattn.disable(pipe)           # every processor object is the old one again
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parkattn.config import ParkConfig
+from parkattn.integrations.models import MODELS, row_for
+from parkattn.integrations.session import Session, close_session_of, session_of, transformers_of
+from parkattn.integrations.summary import Summary
+from parkattn.methods import make_method
+from parkattn.reuse import Schedule
+
+__all__ = ["MODELS", "Session", "Summary", "disable", "enable", "sequence_parallel_plan", "summary"]
+
+
+def enable(
+    target: Any, config: ParkConfig | str | None = None, *, method: str = "park", total_steps: int | None = None, **changes: Any
+) -> Session:
+    """Run `method` in the video self-attention of a pipeline or a transformer.
+
+    config: a ParkConfig, a preset's name, or None for the model's preset; changes override single fields. Enabling again
+    replaces what was enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
+    """
+    if config is None:
+        config = row_for(next(iter(transformers_of(target).values()))).preset
+    if isinstance(config, str):
+        config = ParkConfig.preset(config)
+    config = config.replace(**changes)
+    made = make_method(method, config)
+    if isinstance(target, torch.nn.Module) and hasattr(made, "config"):
+        Schedule(config, total_steps)  # refuses now what would fail in the first forward
+    return Session(target, made, total_steps)
+
+
+def disable(target: Any) -> None:
+    """Undo enable without a trace; does nothing where nothing is enabled."""
+    close_session_of(target)
+
+
+def summary(target: Any) -> Summary:
+    """What the last generation did, per layer."""
+    session = session_of(target)
+    if session is None:
+        raise ValueError(
+            "summary: expected a pipeline or transformer on which parkattn.enable was called, got one without; call enable first."
+        )
+    return session.summary()
+
+
+def sequence_parallel_plan(target: Any) -> dict[str, Any] | None:
+    """The cp_plan to pass to enable_parallelism: ours where diffusers has none (HunyuanVideo), None where it has its own."""
+    plan = row_for(next(iter(transformers_of(target).values()))).sequence_parallel
+    return plan() if plan is not None else None

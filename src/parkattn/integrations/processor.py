@@ -1,0 +1,324 @@
+"""The stock attention processor, with its attention call handed to a method.
+
+The stock `__call__` is kept as it is, projections, norms, RoPE and LoRA included; only the function that it looks up for
+attention is another one. So nothing of a model is copied, and a new release of diffusers brings its own code along.
+
+A compiled transformer calls the operator `parkattn::attention` instead, which finds its processor by a number in a 0-dim
+tensor: a graph input, so that one graph serves every layer.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parkattn.integrations.sequence_parallel import attend_ulysses, why_not_sparse
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call of a model: q, k, v [b s h d]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    text_tokens: int
+    scale: float | None
+    dense: Callable[[], Tensor]  # the stock attention of this call -> [b s h d]
+    part: int = 0  # which call of the same layer: some stock code attends to one batch element after the other
+    reason: str | None = None  # why the call must be dense
+    compiled: bool = False
+
+
+# how a compiled graph finds a processor; weak, so that a deleted pipeline takes its processors along
+_PROCESSORS: weakref.WeakValueDictionary[int, MethodProcessor] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+# whose stock code is running, for stock code that hands nothing of its processor to the attention function
+_RUNNING: contextvars.ContextVar[_Caller] = contextvars.ContextVar("parkattn_running_processor")
+_SHARED = ("_attention_backend", "_parallel_config")  # what diffusers sets on processors
+
+
+class MethodProcessor:
+    """Stands in for one attention module's processor. Made by `replace_processor`."""
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __init__(self, stock: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool) -> None:
+        self.stock = stock
+        self.attend = attend
+        self.text = text
+        self.pair_mask = pair_mask
+        for name in _SHARED:
+            setattr(self, name, getattr(stock, name, None))
+        number = next(_NUMBERS)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        _PROCESSORS[number] = self
+
+    def give_back(self) -> Any:
+        """The stock processor, with the backend and the parallelism that were chosen in the meantime."""
+        for name in _SHARED:
+            if getattr(self, name) is not getattr(self.stock, name, None):
+                setattr(self.stock, name, getattr(self, name))
+        return self.stock
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text_tokens: int, options: CallOptions, compiled: bool = False
+    ) -> Tensor:
+        """Where the tokens of a sequence are spread over ranks, they are brought together first: [b s h d] -> [b s h d]."""
+        parallel = self._parallel_config if options.parallel else None
+        # tensor parallelism spreads heads, not tokens
+        if parallel is None or getattr(parallel, "context_parallel_config", parallel) is None:
+            return self._attend(q, k, v, mask, text_tokens, options, compiled)
+        refusal = why_not_sparse(parallel, text_tokens)
+        if refusal is not None:
+            dense = functools.partial(self._dense, q, k, v, mask, options, parallel)
+            return self.attend(AttentionCall(q, k, v, mask, text_tokens, options.scale, dense, options.part, refusal, compiled))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text_tokens: int) -> Tensor:
+            return self._attend(q, k, v, mask, text_tokens, options, compiled)
+
+        return attend_ulysses(attend, q, k, v, mask, text_tokens, self.text, parallel, options.scale)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text_tokens: int, options: CallOptions, compiled: bool
+    ) -> Tensor:
+        dense = functools.partial(self._dense, q, k, v, mask, options, None)
+        return self.attend(AttentionCall(q, k, v, mask, text_tokens, options.scale, dense, options.part, options.why_dense(), compiled))
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions, parallel: Any) -> Tensor:
+        if options.by_head:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=options.dropout, is_causal=options.causal, scale=options.scale
+            )
+            return out.transpose(1, 2)
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        return dispatch_attention_fn(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=options.dropout,
+            is_causal=options.causal,
+            scale=options.scale,
+            backend=self._attention_backend,
+            parallel_config=parallel,
+        )
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    scale: float | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    parallel: bool = False
+    by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
+    part: int = 0
+
+    def why_dense(self) -> str | None:
+        if self.causal:
+            return "the call is causal"
+        return "the call has dropout" if self.dropout else None
+
+
+class _Caller:
+    """Who calls the attention function."""
+
+    def __init__(self, processor: MethodProcessor, video_tokens: int) -> None:
+        self.processor = processor
+        self.video_tokens = video_tokens
+        self.calls = 0
+
+
+class _StockSelf:
+    """What stock code sees as `self`: the stock processor, except that its backend leads back to ours."""
+
+    def __init__(self, caller: _Caller) -> None:
+        self._stock = caller.processor.stock
+        # stock code passes these two on to the attention function, which is how `_dispatch` learns who calls
+        self._attention_backend = caller
+        self._parallel_config = caller.processor._parallel_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+class KeyPadding:
+    """A text mask [b s] that withstands being blown up to [b 1 n n] by stock code: every step of that leaves it as it is."""
+
+    def __init__(self, valid: Tensor) -> None:
+        self.valid = valid
+        self.shape = valid.shape
+
+    def bool(self) -> KeyPadding:
+        return KeyPadding(self.valid.bool())
+
+    def view(self, *shape: int) -> KeyPadding:
+        return self
+
+    def repeat(self, *times: int) -> KeyPadding:
+        return self
+
+    def transpose(self, *axes: int) -> KeyPadding:
+        return self
+
+    def __and__(self, other: KeyPadding) -> KeyPadding:
+        return self
+
+
+class _Functional:
+    """torch.nn.functional, with our attention, and with a `pad` that knows KeyPadding."""
+
+    def __init__(self) -> None:
+        self.traced: _Caller | None = None  # who calls, while a graph is traced: torch.compile cannot follow a ContextVar
+
+    def scaled_dot_product_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        caller = _RUNNING.get() if self.traced is None else self.traced
+        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=caller.calls)
+        caller.calls += 1
+        return _call(caller, q, k, v, attn_mask, options).transpose(1, 2)
+
+    def pad(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, KeyPadding):
+            return KeyPadding(torch.nn.functional.pad(x.valid, *args, **kwargs))
+        return torch.nn.functional.pad(x, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
+
+
+def _dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    attention_kwargs: dict[str, Any] | None = None,
+    *,
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> Tensor:
+    """In place of diffusers' dispatch_attention_fn."""
+    mask = attn_mask.valid[:, None, None, :] if isinstance(attn_mask, KeyPadding) else attn_mask
+    return _call(backend, query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=parallel_config is not None))
+
+
+def _call(caller: _Caller, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions) -> Tensor:
+    processor = caller.processor
+    text_tokens = 0 if processor.text == "none" else q.shape[1] - caller.video_tokens
+    if torch.compiler.is_compiling():
+        flags = (options.scale, options.dropout, options.causal, options.parallel, options.by_head, options.part)
+        return _attention_op(q, k, v, mask, processor.handle, text_tokens, *flags)
+    return processor.attention(q, k, v, mask, text_tokens, options)
+
+
+@torch.library.custom_op("parkattn::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    handle: Tensor,
+    text_tokens: int,
+    scale: float | None,
+    dropout: float,
+    causal: bool,
+    parallel: bool,
+    by_head: bool,
+    part: int,
+) -> Tensor:
+    processor = _PROCESSORS.get(int(handle))
+    if processor is None:
+        raise RuntimeError("parkattn::attention: expected an enabled transformer, got a graph whose session is gone; compile it again.")
+    options = CallOptions(scale, dropout, causal, parallel, by_head, part)
+    return processor.attention(q, k, v, mask, text_tokens, options, compiled=True).contiguous()
+
+
+@_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def replace_processor(attention: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool) -> MethodProcessor:
+    """Put a MethodProcessor in place of the attention module's own processor, and return it."""
+    stock: Any = type(attention.processor)
+    made = _class_for(stock)(attention.processor, attend, text, pair_mask)
+    set_processor(attention, made)
+    return made
+
+
+def set_processor(attention: Any, processor: Any) -> None:
+    if hasattr(attention, "set_processor"):
+        attention.set_processor(processor)
+    else:  # Mochi's attention module has no such method
+        attention.processor = processor
+
+
+@functools.cache
+def _class_for(stock: type) -> type[MethodProcessor]:
+    """One class, and one copy of the stock code, for all layers: what a graph is compiled for."""
+    stock_call: Any = stock.__call__
+    names = getattr(getattr(stock_call, "__code__", None), "co_names", ())
+    functional = _Functional()
+    if "dispatch_attention_fn" in names and "_attention_backend" in names:
+        replaced: dict[str, Any] = {"dispatch_attention_fn": _dispatch, "F": functional}
+    elif "scaled_dot_product_attention" in names:
+        replaced = {"F": functional}
+    else:
+        raise ValueError(
+            f"processor: expected one that hands its backend to dispatch_attention_fn, or calls F.scaled_dot_product_attention, got "
+            f"{stock.__name__}; set the model's default processor before enable, or leave this model dense."
+        )
+    by_context = "dispatch_attention_fn" not in replaced
+    names_seen = {**stock_call.__globals__, **replaced}
+    # by this name torch.compile would look globals up in the stock module, where cross-attention finds its own
+    names_seen.pop("__name__")
+    copied: Any = types.FunctionType(stock_call.__code__, names_seen, stock_call.__name__, stock_call.__defaults__, stock_call.__closure__)
+    copied.__kwdefaults__ = stock_call.__kwdefaults__
+
+    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
+    @functools.wraps(stock_call)
+    def call(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.pair_mask and kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = KeyPadding(kwargs["attention_mask"])
+        caller = _Caller(self, hidden_states.shape[1])
+        if not by_context:
+            return copied(_StockSelf(caller), attn, hidden_states, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            functional.traced = caller
+            out = copied(_StockSelf(caller), attn, hidden_states, *args, **kwargs)
+            functional.traced = None
+            return out
+        token = _RUNNING.set(caller)
+        try:
+            return copied(_StockSelf(caller), attn, hidden_states, *args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    return type(f"Method{stock.__name__}", (MethodProcessor,), {"__call__": call, "__doc__": MethodProcessor.__doc__})

@@ -1,0 +1,70 @@
+"""Attention whose tokens are spread over ranks by diffusers' enable_parallelism.
+
+Ulysses hands every rank all tokens of some heads, which is all that a method per head needs. Ring hands it all heads of
+some keys, from which no plan can be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def why_not_sparse(parallel: Any, text_tokens: int) -> str | None:
+    """None where attend_ulysses applies."""
+    degrees = getattr(parallel, "context_parallel_config", None)
+    if degrees is None:
+        return f"the parallelism of {type(parallel).__name__} is not that of diffusers; use enable_parallelism"
+    if (degrees.ring_degree or 1) > 1:
+        return "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
+    if text_tokens and getattr(degrees, "ulysses_anything", False):
+        return "ulysses_anything hides how text was split over the ranks; pad to a multiple of ulysses_degree"
+    return None
+
+
+def attend_ulysses(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    text_tokens: int,
+    text: str,
+    parallel: Any,
+    scale: float | None,
+) -> Tensor:
+    """attend(q, k, v, mask, text_tokens) sees every token of this rank's heads, in the order of one process.
+
+    q, k, v [b s h d] and text_tokens are this rank's share; mask is that of the whole sequence.
+    """
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
+
+    ranks = parallel.context_parallel_config.ulysses_degree
+
+    def forward_op(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if not text_tokens:
+            return attend(query, key, value, mask, 0).contiguous()
+        query, key, value = (in_one_piece(x, ranks, text_tokens, text) for x in (query, key, value))
+        out = attend(query, key, value, mask, text_tokens * ranks)
+        return in_rank_pieces(out, ranks, text_tokens, text).contiguous()
+
+    # the mask goes past diffusers, which cannot know its order, and in 0.36 refuses any
+    return _templated_context_parallel_attention(
+        q, k, v, None, 0.0, False, scale, False, False, forward_op=forward_op, backward_op=None, _parallel_config=parallel
+    )
+
+
+def in_one_piece(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor:
+    """[video_0 text_0 video_1 text_1 ..] -> [video text], or the same with text first: [b n h d]."""
+    pieces = x.unflatten(1, (ranks, -1))
+    cut = text_tokens if text == "first" else pieces.shape[2] - text_tokens
+    return torch.cat([pieces[:, :, :cut].flatten(1, 2), pieces[:, :, cut:].flatten(1, 2)], 1)
+
+
+def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor:
+    """The inverse of in_one_piece."""
+    cut = text_tokens * ranks if text == "first" else x.shape[1] - text_tokens * ranks
+    return torch.cat([x[:, :cut].unflatten(1, (ranks, -1)), x[:, cut:].unflatten(1, (ranks, -1))], 2).flatten(1, 2)

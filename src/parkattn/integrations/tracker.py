@@ -1,0 +1,172 @@
+"""Where a generation stands: step, number of steps, branch and token grid, read without touching the GPU.
+
+One tracker per pipeline, so that Wan2.2's second expert does not restart the warm-up. Sources of the step, best first: the
+pipeline's cache context (step_index), the scheduler's counters, and, where neither counts, forwards whose timestep changed.
+Everything is put on instances and taken off again by `detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class StepTracker:
+    def __init__(self, scheduler_of: Callable[[], Any], on_new_run: Callable[[], None], total_steps: int | None = None) -> None:
+        """scheduler_of returns the pipeline's scheduler, which users may replace between runs; None for a bare transformer."""
+        self.step: int | None = None
+        self.total_steps = total_steps
+        self.branch = "forward 0"
+        self.grid: tuple[int, int, int] | None = None
+        self._scheduler_of = scheduler_of
+        self._on_new_run = on_new_run
+        self._undo: list[Callable[[], Any]] = []
+        self._context: tuple[str, dict[str, Any]] | None = None
+        self._layers_seen: set[tuple[str, int]] = set()
+        self.forget_run()
+
+    def forget_run(self) -> None:
+        """Whatever comes next begins a run."""
+        self.step = None
+        self._run: Any = None  # the scheduler's timesteps: a new tensor for every run
+        self._begun = False
+        self._uncounted: set[str | None] = set()  # branches of a compiled transformer seen before the scheduler began to count
+        self._last_timestep: float | None = None
+        self._forwards_in_step = 0
+        self._inside_forward = False
+
+    def attach(self, transformer: torch.nn.Module) -> None:
+        names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
+            if not torch.compiler.is_compiling():
+                self.begin_forward({**dict(zip(names, args, strict=False)), **kwargs})
+                self.grid = _grid(module, args, kwargs)
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._inside_forward = False
+
+        self._undo.append(transformer.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(transformer.register_forward_hook(after).remove)
+        if hasattr(transformer, "cache_context"):
+            self._follow_contexts(transformer)
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.forget_run()
+
+    def begin_forward(self, arguments: dict[str, Any] | None) -> None:
+        """arguments of the transformer's forward; None where they are not known."""
+        scheduler = self._scheduler_of()
+        timesteps = getattr(scheduler, "timesteps", None)
+        # an exception inside a transformer that has no scheduler shows only in a forward that never ended
+        aborted = self._inside_forward and scheduler is None
+        if aborted or timesteps is not self._run:
+            self.forget_run()
+        self._inside_forward = arguments is not None
+        first, self._begun, self._run = not self._begun, True, timesteps
+        name, facts = self._context or (None, {})
+        step = facts.get("step_index")
+        step = _counter(scheduler) if step is None else step
+        step = self._count(arguments, first, name) if step is None else int(step)
+        if first or (step is not None and self.step is not None and step < self.step):
+            self._on_new_run()
+        # a pipeline that opens no context runs its branches one after the other
+        self._forwards_in_step = self._forwards_in_step + 1 if step == self.step and not first else 0
+        self.branch = name if name is not None else f"forward {self._forwards_in_step}"
+        self.step = step
+        total = len(timesteps) if timesteps is not None else facts.get("num_inference_steps")
+        self.total_steps = total if total is not None else self.total_steps
+        self._layers_seen.clear()
+
+    def at_layer(self, transformer: str, layer: int) -> None:
+        """Called by compiled attention. Where the whole transformer is compiled its forwards are not seen: a layer that comes again begins one."""
+        if self._inside_forward:
+            return
+        if not self._layers_seen or (transformer, layer) in self._layers_seen:
+            self.begin_forward(None)
+        self._layers_seen.add((transformer, layer))
+
+    def _count(self, arguments: dict[str, Any] | None, first: bool, branch: str | None) -> int | None:
+        """Where neither context nor scheduler counts, or not yet: the timestep's place in the schedule, else the number of changes.
+
+        Reads a device value, which costs a synchronisation.
+        """
+        timestep = (arguments or {}).get("timestep")
+        if timestep is None:
+            # some schedulers begin to count after the first step, which shows each branch once
+            known = self._run is not None and branch not in self._uncounted and (first or branch is not None)
+            self._uncounted.add(branch)
+            return 0 if known else None
+        # the largest, because image-to-video gives the tokens of its clean first frame the timestep 0
+        value = float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
+        last, self._last_timestep = self._last_timestep, value
+        schedule = self._run.tolist() if isinstance(self._run, torch.Tensor) else []
+        if value in schedule:
+            return schedule.index(value)
+        # denoising runs downwards: a rise begins a new run
+        if first or self.step is None or last is None or value > last:
+            return 0
+        return self.step + (value != last)
+
+    def _follow_contexts(self, transformer: Any) -> None:
+        stock = transformer.cache_context
+
+        @contextlib.contextmanager
+        def cache_context(name: str, *args: Any, **facts: Any) -> Iterator[None]:
+            self._context = (name, facts)
+            self._layers_seen.clear()
+            try:
+                with stock(name, *args, **facts):
+                    yield
+            finally:
+                self._context = None
+
+        self._undo.append(put_on_instance(transformer, "cache_context", cache_context))
+
+
+def put_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Shadow a method on one instance; returns how to take it off, which does not keep the owner alive."""
+    value.shadowed = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    of_owner, of_value = weakref.ref(owner), weakref.ref(value)
+
+    def undo() -> None:
+        alive, ours = of_owner(), of_value()
+        # somebody who shadowed it after us keeps their place
+        if alive is None or ours is None or alive.__dict__.get(name) is not ours:
+            return
+        if ours.shadowed is None:
+            del alive.__dict__[name]
+        else:
+            setattr(alive, name, ours.shadowed)
+
+    return undo
+
+
+def _counter(scheduler: Any) -> int | None:
+    step = getattr(scheduler, "step_index", None)
+    return getattr(scheduler, "begin_index", None) if step is None else step
+
+
+def _grid(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, int] | None:
+    """(frames, height, width) in tokens, for transformers that take [b c f h w] and name their patch in the config."""
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    config = getattr(module, "config", None)
+    patch = getattr(config, "patch_size", None)
+    if isinstance(patch, int):
+        patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
+    if not isinstance(hidden, torch.Tensor) or hidden.ndim != 5 or not isinstance(patch, (tuple, list)) or len(patch) != 3:
+        return None
+    if type(module).__name__.startswith("CogVideoX"):  # takes [b f c h w]
+        hidden = hidden.transpose(1, 2)
+    frames, height, width = (size // p for size, p in zip(hidden.shape[2:], patch, strict=True))
+    return frames, height, width

@@ -1,0 +1,161 @@
+"""torch.compile: full graphs, no more of them than stock, whatever the number of layers, and the same result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+import tiny_pipelines as tiny
+from parkattn.integrations import disable, enable, summary
+from test_integrations import SPARSE
+
+pytestmark = [
+    # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+CONFIG = SPARSE.replace(refresh_interval=2)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def apart_from_time(report) -> dict:
+    return {**report.to_dict(), "attention_seconds": None, "seconds_saved": None}
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compile_whole(pipe) -> None:
+    pipe.transformer.compile(fullgraph=True, backend="eager")
+
+
+def compile_wrapped(pipe) -> None:
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+
+
+def compile_blocks(pipe) -> None:
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("way", [compile_whole, compile_blocks])
+def test_wan_compiles_to_one_full_graph_for_all_layers_steps_and_branches(way):
+    pipe = tiny.wan(num_layers=3)
+    enable(pipe, CONFIG)
+    eager, expected = tiny.run_wan(pipe), summary(pipe)
+    assert expected.calls["refresh"] > 0 < expected.calls["reuse"]
+    way(pipe)
+    for _ in range(2):
+        compiled = tiny.run_wan(pipe)
+        # this backend traces and guards as any other, and runs the operators of eager mode
+        assert torch.equal(compiled, eager)
+        assert apart_from_time(summary(pipe)) == apart_from_time(expected)
+    assert graphs() == 1
+
+
+def test_enabling_after_compile_and_disabling_again():
+    pipe = tiny.wan()
+    dense = tiny.run_wan(pipe)
+    enable(pipe, CONFIG)
+    sparse = tiny.run_wan(pipe)
+    disable(pipe)
+    compile_wrapped(pipe)
+    assert torch.equal(tiny.run_wan(pipe), dense)
+    enable(pipe, CONFIG)
+    assert torch.equal(tiny.run_wan(pipe), sparse)
+    disable(pipe)
+    assert torch.equal(tiny.run_wan(pipe), dense)
+
+
+def test_hunyuan_compiles_to_as_many_graphs_as_stock():
+    pipe = tiny.hunyuan(num_layers=2, num_single_layers=2)
+    compile_blocks(pipe)
+    tiny.run_hunyuan(pipe, steps=2)
+    stock = graphs()
+    pipe = tiny.hunyuan(num_layers=2, num_single_layers=2)
+    enable(pipe, CONFIG)
+    eager, expected = tiny.run_hunyuan(pipe), summary(pipe)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(pipe)
+    assert torch.equal(tiny.run_hunyuan(pipe), eager)
+    assert apart_from_time(summary(pipe)) == apart_from_time(expected)
+    assert graphs() == stock
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "ltx", "hunyuan 1.5"])
+def test_blocks_of_other_families_compile_to_as_many_graphs_as_stock(name):
+    build, words = {
+        "cogvideox": (tiny.cogvideox, tiny.noise(1, 16, 16)),
+        "ltx": (tiny.ltx, (torch.arange(16) < 9)[None]),
+        "hunyuan 1.5": (tiny.hunyuan15, (torch.arange(16) < 9)[None]),
+    }[name]
+    transformer, inputs, _ = build(words)
+
+    def compiled() -> torch.Tensor:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for block in transformer.transformer_blocks:
+            block.compile(fullgraph=True, backend="eager")
+        return transformer(**inputs, return_dict=False)[0]
+
+    with torch.no_grad():
+        compiled()
+        stock, transformer = graphs(), build(words)[0]
+        with enable(transformer, CONFIG, total_steps=1) as session:
+            eager = transformer(**inputs, return_dict=False)[0]
+            session.reset()
+            assert torch.equal(compiled(), eager)
+            assert summary(transformer).calls["refresh"] == 2
+    assert graphs() == stock
+
+
+def test_a_whole_compiled_transformer_whose_step_nobody_counts_stays_dense_and_says_so():
+    transformer = tiny.wan_transformer()
+    inputs = {
+        "hidden_states": tiny.noise(1, 16, 3, 8, 8),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": tiny.noise(1, 16, 16),
+    }
+    with torch.no_grad(), enable(transformer, CONFIG, total_steps=1):
+        torch.compile(transformer, fullgraph=True, backend="eager")(**inputs)
+        (reason,) = summary(transformer).dense_because
+    assert reason.startswith("the step is unknown: a compiled transformer without a scheduler")
+
+
+def test_the_operator_is_registered_as_torch_expects():
+    transformer = tiny.wan_transformer(num_layers=1)
+    enable(transformer, CONFIG, total_steps=1, dense_steps=1)
+    transformer(tiny.noise(1, 16, 3, 8, 8), torch.tensor([5.0]), tiny.noise(1, 16, 16))
+    q, k, v = (tiny.noise(1, 48, 2, 24, seed=seed) for seed in range(3))
+    arguments = (q, k, v, None, transformer.blocks[0].attn1.processor.handle, 0, None, 0.0, False, False, False, 0)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.parkattn.attention.default, arguments, test_utils=checks)
+    handle = arguments[4]
+    disable(transformer)
+    del transformer
+    import gc
+
+    gc.collect()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="expected an enabled transformer, got a graph whose session is gone"):
+        torch.ops.parkattn.attention(q, k, v, None, handle, 0, None, 0.0, False, False, False, 0)
+
+
+def test_importing_the_integration_imports_neither_diffusers_nor_the_compiler():
+    code = "import sys, parkattn.integrations; print([m for m in ('diffusers', 'transformers', 'torch._inductor', 'triton') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

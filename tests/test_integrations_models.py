@@ -1,0 +1,134 @@
+"""Every row of the models table, on a random transformer of that family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+import tiny_pipelines as tiny
+from parkattn.integrations import MODELS, disable, enable, summary
+from test_integrations import EVERY_BLOCK, SPARSE, trace
+
+# autocast, asked for by Mochi, does nothing in float32 on a CPU and says so
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+TINY = tiny.transformers()
+
+
+@pytest.fixture(params=TINY)
+def model(request):
+    transformer, inputs, text = TINY[request.param]
+    yield transformer, inputs, text
+    disable(transformer)
+
+
+def run(transformer, inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return transformer(**inputs, return_dict=False)[0]
+
+
+def tolerance(reference: torch.Tensor) -> float:
+    """n eps for a sum of n terms in another order, once per layer: at most 3 layers of at most 73 tokens."""
+    return 3 * 73 * torch.finfo(torch.float32).eps * reference.abs().max().item()
+
+
+def test_every_row_of_the_table_is_tried_here():
+    assert {type(transformer).__name__ for transformer, _, _ in TINY.values()} == set(MODELS)
+
+
+def test_with_every_block_the_output_is_that_of_dense_attention(model):
+    transformer, inputs, _ = model
+    dense = run(transformer, inputs)
+    enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0)
+    torch.testing.assert_close(run(transformer, inputs), dense, rtol=0, atol=tolerance(dense))
+    report = summary(transformer)
+    assert len(report.layers) == len(MODELS[type(transformer).__name__].attentions(transformer))
+    assert report.calls["dense"] == report.calls["reuse"] == 0
+    assert all(row["refresh"] == 1 for row in report.layers)
+
+
+def test_sparse_attention_sees_the_video_and_keeps_text_apart(model):
+    transformer, inputs, text = model
+    dense = run(transformer, inputs)
+    enable(transformer, SPARSE, total_steps=2)
+    seen = trace(transformer)
+    sparse = run(transformer, inputs)
+    assert (sparse - dense).abs().max() > tolerance(dense)
+    assert all(site.text == text for site, _ in seen)
+    assert all(stats.phase == "refresh" for _, stats in seen)
+    assert all(site.grid in ((3, 4, 4), None) for site, _ in seen)
+    disable(transformer)
+    assert torch.equal(run(transformer, inputs), dense)
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "hunyuan i2v", "hunyuan 1.5", "mochi"])
+def test_padding_never_reaches_the_video(name):
+    """Whatever a refiner makes of padded text: what stands there at the first block must not matter."""
+    transformer, inputs, _ = TINY[name]
+    padding = ~inputs["encoder_attention_mask"].bool()
+    changed = {**inputs, "encoder_hidden_states": torch.where(padding[..., None], 3.0, inputs["encoder_hidden_states"])}
+    outputs = []
+    for arguments in (inputs, changed):
+        with enable(transformer, SPARSE, total_steps=1):
+            outputs.append(run(transformer, arguments))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=tolerance(outputs[0]))
+
+
+def test_the_two_halves_of_a_batched_guidance_call_keep_plans_of_their_own():
+    """Mochi's stock processor attends to one batch element after the other."""
+    transformer, inputs, _ = TINY["mochi"]
+    other = {name: value.flip(1) if value.ndim > 2 else value for name, value in inputs.items()}
+    both = {name: torch.cat([inputs[name], other[name]]) for name in inputs}
+    later = {"timestep": torch.tensor([100, 100])}
+    with enable(transformer, SPARSE, total_steps=2, refresh_interval=2, reference_steps=1):
+        run(transformer, both)
+        together = run(transformer, {**both, **later})
+        assert summary(transformer).calls == {"dense": 0, "refresh": 4, "reuse": 4}
+    with enable(transformer, SPARSE, total_steps=2, refresh_interval=2, reference_steps=1):
+        run(transformer, other)
+        alone = run(transformer, {**other, "timestep": torch.tensor([100])})
+    torch.testing.assert_close(together[1:], alone, rtol=0, atol=tolerance(alone))
+
+
+def test_a_block_causal_mask_stays_dense_with_a_reason():
+    transformer = tiny.wan_transformer(cls="SkyReelsV2Transformer3DModel", num_frame_per_block=3)
+    inputs = TINY["skyreels"][1]
+    dense = run(transformer, inputs)
+    enable(transformer, SPARSE, total_steps=1)
+    assert torch.equal(run(transformer, inputs), dense)
+    assert summary(transformer).dense_because == {"the mask [1, 1, 48, 48] of torch.bool is more than key padding": 2}
+
+
+def test_hunyuan15_never_builds_the_mask_of_all_pairs(monkeypatch):
+    """[tokens, tokens] is 5.7 GB at 75,600 tokens."""
+    transformer, inputs, _ = TINY["hunyuan 1.5"]
+    tokens, built = 48 + 25, []
+    repeat = torch.Tensor.repeat
+
+    def watched(self, *times):
+        out = repeat(self, *times)
+        built.extend([out.shape] if out.shape[-2:] == (tokens, tokens) else [])
+        return out
+
+    monkeypatch.setattr(torch.Tensor, "repeat", watched)
+    run(transformer, inputs)
+    assert len(built) == 2, "the stock processor builds one per layer"
+    built.clear()
+    for dense_steps in (0, 1):
+        with enable(transformer, SPARSE, total_steps=2, dense_steps=dense_steps):
+            run(transformer, inputs)
+    assert built == []
+
+
+def test_a_model_outside_the_table_is_refused_by_name():
+    import diffusers
+
+    torch.manual_seed(0)
+    latte = diffusers.LatteTransformer3DModel(
+        num_attention_heads=1, attention_head_dim=8, in_channels=4, out_channels=4, num_layers=1, sample_size=8, patch_size=2,
+        cross_attention_dim=8, caption_channels=8, norm_type="ada_norm_single", num_embeds_ada_norm=10,
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"expected one of CogVideoXTransformer3DModel, .*WanVACETransformer3DModel, got LatteTransformer3DModel"
+    ):
+        enable(latte, total_steps=1)

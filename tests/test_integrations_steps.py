@@ -1,0 +1,322 @@
+"""Step, branch and layer identity: schedulers, caches, guidance, experts, bare transformers, and what else moves modules about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+diffusers = pytest.importorskip("diffusers")
+import tiny_pipelines as tiny  # noqa: E402
+from parkattn.integrations import disable, enable, summary  # noqa: E402
+from test_integrations import EVERY_BLOCK, SPARSE, built, tolerance, trace  # noqa: E402
+
+# numpy's complaint about schedulers of diffusers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+
+@pytest.fixture
+def wan():
+    pipe = built("wan")
+    scheduler = pipe.scheduler
+    yield pipe
+    disable(pipe)
+    pipe.scheduler = scheduler
+
+
+@pytest.fixture
+def hunyuan():
+    pipe = built("hunyuan")
+    yield pipe
+    disable(pipe)
+
+
+def schedulers():
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    return {
+        "unipc": lambda: diffusers.UniPCMultistepScheduler(**flow),
+        "dpm++": lambda: diffusers.DPMSolverMultistepScheduler(**flow),
+        "euler": lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "lcm": lambda: diffusers.FlowMatchLCMScheduler(shift=3.0),
+        "heun": lambda: diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0),
+    }
+
+
+@pytest.mark.parametrize("scheduler", schedulers())
+def test_steps_are_counted_with_every_scheduler_on_the_first_and_second_run(wan, scheduler):
+    wan.scheduler = schedulers()[scheduler]()
+    enable(wan, SPARSE)
+    for _ in range(2):
+        seen = trace(wan)
+        tiny.run_wan(wan, steps=3)
+        steps = [site.step for site, _ in seen if site.layer == 0 and site.branch == "cond"]
+        assert steps == list(range(len(wan.scheduler.timesteps)))
+        assert {site.total_steps for site, _ in seen} == {len(wan.scheduler.timesteps)}
+
+
+def test_steps_are_counted_where_contexts_carry_no_step(hunyuan):
+    enable(hunyuan, SPARSE)
+    seen = trace(hunyuan)
+    tiny.run_hunyuan(hunyuan, steps=3, true_cfg_scale=3.0, negative_prompt="blurry")
+    for branch in ("cond", "uncond"):
+        assert [site.step for site, _ in seen if site.layer == 0 and site.branch == branch] == [0, 1, 2]
+    assert {site.grid for site, _ in seen} == {(3, 4, 4)}
+    assert all(site.text == slice(48, 48 + 64) for site, _ in seen)
+
+
+def test_a_pipeline_that_opens_no_contexts_has_its_branches_told_apart_by_their_order():
+    from PIL import Image
+
+    pipe = tiny.wan(pipeline=diffusers.WanVideoToVideoPipeline)
+    frames = [Image.new("RGB", (64, 64), (20 * i, 100, 200)) for i in range(9)]
+
+    def run():
+        return pipe(
+            video=frames, prompt="a cat", negative_prompt="blurry", height=64, width=64, num_inference_steps=5, strength=0.8,
+            max_sequence_length=16, generator=torch.Generator().manual_seed(0), output_type="latent",
+        ).frames  # fmt: skip
+
+    dense = run()
+    enable(pipe, EVERY_BLOCK, dense_steps=0)
+    seen = trace(pipe)
+    torch.testing.assert_close(run(), dense, rtol=0, atol=tolerance(dense))
+    where = [(site.step, site.branch, site.total_steps) for site, _ in seen if site.layer == 0]
+    # strength 0.8 begins at step 1 of 5
+    assert where == [(step, branch, 5) for step in (1, 2, 3, 4) for branch in ("forward 0", "forward 1")]
+
+
+def test_a_scheduler_replaced_after_enable_is_the_one_that_counts(wan):
+    enable(wan, SPARSE)
+    tiny.run_wan(wan, steps=2)
+    wan.scheduler = schedulers()["euler"]()
+    seen = trace(wan)
+    tiny.run_wan(wan, steps=3)
+    assert sorted({site.step for site, _ in seen}) == [0, 1, 2]
+
+
+def test_conditional_and_unconditional_plans_are_kept_apart(wan):
+    enable(wan, SPARSE)
+    seen = trace(wan)
+    guided = {}
+    from parkattn.integrations.session import session_of
+
+    def keep(pipe, step, t, tensors):
+        if step == 0:
+            guided.update(session_of(pipe).method.plans._packed)
+        return tensors
+
+    tiny.run_wan(wan, callback_on_step_end=keep)
+    assert {key.branch for key in guided} == {"cond", "uncond"}
+    assert len(guided) == 4
+    # the first step sees the same latents with and without guidance: so does the plan of the conditional branch
+    unguided = {}
+
+    def keep_unguided(pipe, step, t, tensors):
+        if step == 0:
+            unguided.update(session_of(pipe).method.plans._packed)
+        return tensors
+
+    tiny.run_wan(wan, guidance_scale=1.0, callback_on_step_end=keep_unguided)
+    assert {key.branch for key in unguided} == {"cond"}
+    for key, (plan, step) in unguided.items():
+        assert step == 0
+        assert torch.equal(plan.key_labels, guided[key][0].key_labels)
+    last = wan.transformer.config.num_layers - 1
+    labels = [guided[key][0].query_labels for key in guided if key.layer == last]
+    assert not torch.equal(*labels)
+    assert len(seen) > 0
+
+
+def test_the_second_expert_of_wan22_does_not_restart_the_warm_up():
+    pipe = built("wan2.2")
+    with enable(pipe, SPARSE, dense_steps=1):
+        seen = trace(pipe)
+        tiny.run_wan(pipe, steps=6)
+        report = summary(pipe)
+    by_expert = {
+        name: [(site.step, stats.phase) for site, stats in seen if site.transformer == name] for name in ("transformer", "transformer_2")
+    }
+    handover = min(step for step, _ in by_expert["transformer_2"])
+    assert handover > 1
+    assert {phase for step, phase in by_expert["transformer"] if step == 0} == {"dense"}
+    assert {phase for step, phase in by_expert["transformer_2"] if step == handover} == {"refresh"}
+    assert "dense" not in {phase for _, phase in by_expert["transformer_2"]}
+    assert [row["transformer"] for row in report.layers] == ["transformer"] * 2 + ["transformer_2"] * 2
+
+
+def test_two_videos_in_one_batch_equal_dense_with_every_block(wan, hunyuan):
+    for pipe, run, prompts in (
+        (wan, tiny.run_wan, ["a cat", "two dogs on the beach"]),
+        (hunyuan, tiny.run_hunyuan, ["a cat", "two dogs on the beach"]),
+    ):
+        extra = {"negative_prompt": ["blurry", "blurry"]} if run is tiny.run_wan else {}
+        dense = run(pipe, prompt=prompts, **extra)
+        with enable(pipe, EVERY_BLOCK):
+            torch.testing.assert_close(run(pipe, prompt=prompts, **extra), dense, rtol=0, atol=tolerance(dense))
+
+
+def test_a_video_is_the_same_alone_and_in_a_batch_of_equals(hunyuan):
+    enable(hunyuan, SPARSE)
+    latents = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    alone = tiny.run_hunyuan(hunyuan, latents=latents)
+    twice = tiny.run_hunyuan(hunyuan, prompt=["a cat walks on the grass"] * 2, latents=latents.repeat(2, 1, 1, 1, 1))
+    # projections of a larger batch may round differently, attention and plans do not
+    torch.testing.assert_close(twice, alone.repeat(2, 1, 1, 1, 1), rtol=0, atol=tolerance(alone))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_few_step_schedules_begin_dense_and_then_refresh_every_step(wan, steps):
+    enable(wan, "wan2.1-1.3b", query_clusters=4, key_clusters=6)
+    tiny.run_wan(wan, steps=steps, guidance_scale=1.0)
+    assert summary(wan).steps == {"dense": [0], "refresh": list(range(1, steps)), "reuse": []}
+
+
+def test_layers_that_a_cache_skips_refresh_when_their_own_plan_is_old(wan):
+    steps, interval = 12, 3
+    wan.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    try:
+        enable(wan, SPARSE, refresh_interval=interval, reference_steps=1)
+        seen = trace(wan)
+        first = tiny.run_wan(wan, steps=steps)
+        ran = {
+            layer: [(site.step, stats.phase) for site, stats in seen if site.layer == layer and site.branch == "cond"] for layer in (0, 1)
+        }
+        assert len(ran[0]) == steps
+        assert 1 < len(ran[1]) < steps, "the threshold must skip some steps and not all for this test to say anything"
+        for calls in ran.values():
+            refreshed = None
+            for step, phase in calls:
+                due = refreshed is None or step - refreshed >= interval
+                assert phase == ("refresh" if due else "reuse"), (step, refreshed)
+                refreshed = step if due else refreshed
+        assert torch.equal(tiny.run_wan(wan, steps=steps), first)
+    finally:
+        disable(wan)
+        wan.transformer.disable_cache()
+
+
+def forward(transformer, timestep: float, seed: int = 0, text_seed: int = 1):
+    def noise(shape, s):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(s))
+
+    return transformer(
+        hidden_states=noise((1, 16, 3, 8, 8), seed),
+        timestep=torch.tensor([timestep]),
+        encoder_hidden_states=noise((1, 16, 16), text_seed),
+        return_dict=False,
+    )[0]
+
+
+def test_a_bare_transformer_counts_steps_by_its_timesteps():
+    transformer = tiny.wan_transformer()
+    enable(transformer, SPARSE, total_steps=3, dense_steps=1, refresh_interval=1)
+    seen = trace(transformer)
+    with torch.no_grad():
+        for _ in range(2):
+            del seen[:]
+            for timestep in (999.0, 600.0, 200.0):
+                forward(transformer, timestep)
+                forward(transformer, timestep, text_seed=2)
+            where = [(site.step, site.branch, stats.phase) for site, stats in seen if site.layer == 0]
+            assert where == [
+                (0, "forward 0", "dense"), (0, "forward 1", "dense"),
+                (1, "forward 0", "refresh"), (1, "forward 1", "refresh"),
+                (2, "forward 0", "refresh"), (2, "forward 1", "refresh"),
+            ]  # fmt: skip
+
+
+def test_a_bare_transformer_forgets_a_run_that_failed_inside():
+    transformer = tiny.wan_transformer()
+
+    def two_steps():
+        return [forward(transformer, timestep) for timestep in (999.0, 600.0)]
+
+    with torch.no_grad():
+        enable(transformer, SPARSE, total_steps=3)
+        fresh = two_steps()
+        enable(transformer, SPARSE, total_steps=3)
+        hook = transformer.proj_out.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forward(transformer, 999.0, seed=7)
+        hook.remove()
+        assert all(map(torch.equal, two_steps(), fresh))
+        assert summary(transformer).calls == {"dense": 0, "refresh": 2, "reuse": 2}
+
+
+def test_a_bare_transformer_asks_for_the_number_of_steps_at_once():
+    with pytest.raises(ValueError, match="total_steps: expected the number of steps, got None"):
+        enable(tiny.wan_transformer())
+
+
+def test_per_token_timesteps_do_not_hide_a_new_step():
+    """Image-to-video gives its clean first frame the timestep 0."""
+    transformer = tiny.wan_transformer()
+    enable(transformer, SPARSE, total_steps=2)
+    seen = trace(transformer)
+    with torch.no_grad():
+        for timestep in (900.0, 300.0):
+            per_token = torch.full((1, 48), timestep)
+            per_token[:, :16] = 0
+            transformer(
+                hidden_states=torch.zeros(1, 16, 3, 8, 8),
+                timestep=per_token,
+                encoder_hidden_states=torch.zeros(1, 16, 16),
+                return_dict=False,
+            )
+    assert [site.step for site, _ in seen if site.layer == 0] == [0, 1]
+
+
+def test_fused_projections_give_the_same_result(wan):
+    enable(wan, SPARSE)
+    apart = tiny.run_wan(wan)
+    wan.transformer.fuse_qkv_projections()
+    try:
+        torch.testing.assert_close(tiny.run_wan(wan), apart, rtol=0, atol=tolerance(apart))
+    finally:
+        wan.transformer.unfuse_qkv_projections()
+    assert summary(wan).calls["refresh"] > 0
+
+
+class LowRank(torch.nn.Module):
+    """What PEFT puts around a projection."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        generator = torch.Generator().manual_seed(0)
+        self.down = torch.randn(2, base.in_features, generator=generator)
+        self.up = torch.randn(base.out_features, 2, generator=generator) * 0.1
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.down.T @ self.up.T
+
+
+def test_lora_goes_through_the_method_untouched():
+    pipe = tiny.wan()
+    plain = tiny.run_wan(pipe)
+    enable(pipe, EVERY_BLOCK)
+    for block in pipe.transformer.blocks:
+        block.attn1.to_q, block.attn1.to_v = LowRank(block.attn1.to_q), LowRank(block.attn1.to_v)
+    adapted = tiny.run_wan(pipe)
+    disable(pipe)
+    dense = tiny.run_wan(pipe)
+    assert (dense - plain).abs().max() > tolerance(dense)
+    torch.testing.assert_close(adapted, dense, rtol=0, atol=tolerance(dense))
+    assert isinstance(pipe.transformer.blocks[0].attn1.to_q, LowRank)
+
+
+@pytest.mark.parametrize("level", ["leaf_level", "block_level"])
+def test_group_offloading_changes_nothing(level):
+    from diffusers.hooks import apply_group_offloading
+
+    pipe = tiny.wan()
+    enable(pipe, SPARSE)
+    resident = tiny.run_wan(pipe)
+    blocks = {"num_blocks_per_group": 1} if level == "block_level" else {}
+    cpu = torch.device("cpu")
+    try:
+        apply_group_offloading(pipe.transformer, onload_device=cpu, offload_device=cpu, offload_type=level, **blocks)
+    except AttributeError:
+        pytest.skip("this release of diffusers offloads nothing on a machine without an accelerator")
+    assert torch.equal(tiny.run_wan(pipe), resident)
+    assert summary(pipe).calls["refresh"] > 0
+    assert summary(pipe).state_bytes == 0
