@@ -1,0 +1,98 @@
+"""The state of a training run: stages with their clocks, one atomically replaced safetensors file, optimizer tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+class Stage:
+    """Steps, clock, learning rate and history of one stage; knows nothing of what is trained."""
+
+    def __init__(self, name: str, steps: int, seconds: float, report_every: int) -> None:
+        self.name, self.steps, self.seconds, self.report_every = name, steps, seconds, report_every
+        self.step, self.before = 0, 0.0
+        self.began: float | None = None
+        self.history: list[list[float]] = []
+        self.sum: Tensor | None = None
+
+    @property
+    def elapsed(self) -> float:
+        return self.before + (time.monotonic() - self.began if self.began else 0.0)
+
+    def begin(self) -> None:
+        """Starts the clock: a stage that waits for another must not age."""
+        self.began = time.monotonic()
+
+    def end(self) -> None:
+        self.before, self.began = self.elapsed, None
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, max(self.step / self.steps, self.elapsed / self.seconds))
+
+    def rate(self, peak: float, warmup: int) -> float:
+        return peak * min(1.0, (self.step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress)))
+
+    def record(self, loss: Tensor) -> None:
+        self.sum = loss.detach() if self.sum is None else self.sum + loss.detach()
+        self.step += 1
+        if self.step % self.report_every == 0:
+            mean = self.sum.item() / self.report_every
+            if not math.isfinite(mean):
+                raise FloatingPointError(f"{self.name}: loss is {mean} at step {self.step}; lower the learning rate and resume")
+            self.sum = None
+            self.history.append([self.step, mean, round(self.elapsed, 1)])
+            if len(self.history) % 5 == 0:
+                say(f"{self.name} step {self.step} loss {mean:.4f} {self.elapsed:.0f} s {100 * self.progress:.0f} %")
+
+    def to_dict(self) -> dict:
+        return {"step": self.step, "elapsed": self.elapsed, "history": self.history}
+
+    def restore(self, saved: dict) -> None:
+        self.step, self.before, self.history = saved["step"], saved["elapsed"], saved["history"]
+
+
+def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:
+    partial = path.with_suffix(".partial")
+    save_file({k: v.detach().contiguous().cpu().clone() for k, v in tensors.items()}, partial, {"record": json.dumps(record)})
+    partial.replace(path)
+
+
+def load_state(path: Path) -> tuple[dict[str, Tensor], dict]:
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["record"])  # noqa: SIM118 (not a dict)
+
+
+def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}/{key}": value for key, value in tensors.items()}
+
+
+def unprefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key[len(prefix) + 1 :]: value for key, value in tensors.items() if key.startswith(prefix + "/")}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"{name}/{part}": value for name, p in parameters.items() for part, value in optimizer.state[p].items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    for name, p in parameters.items():
+        # fused AdamW wants the moments in the memory layout of the parameter
+        optimizer.state[p] = {
+            part: torch.empty_like(p).copy_(value) if value.shape == p.shape else value.to(p.device)
+            for part, value in unprefixed(name, tensors).items()
+        }
