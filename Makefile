@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 	$(BIN)/park demo --out out/demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(INSTALLED)
 	$(BIN)/park bench cpu

@@ -1,4 +1,4 @@
-"""The command `park`: parsing, one call, printing."""
+"""The command `park`: the parts' own commands under one name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rich.progress import track
 from rich.table import Table
 
 import parkattn
+from parkattn.bench import commands as bench
+from parkattn.studio import commands as studio
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
-bench = typer.Typer(no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it.")
-app.add_typer(bench, name="bench")
+app.registered_commands += studio.app.registered_commands
+app.add_typer(bench.app, name="bench")
 console = Console()
 
 
@@ -46,43 +48,6 @@ def demo(
         console.print(f"wrote {path}")
 
 
-@bench.command("cpu")
-def bench_cpu(
-    record: Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")] = None,
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int, typer.Option(min=1)] = 2,
-) -> None:
-    """Sparse against dense attention on the CPU at densities 0.5, 0.25 and 0.1."""
-    from parkattn.bench.cpu import measure_cpu
-    from parkattn.record import append_records
-
-    records = list(track(measure_cpu(repeats=repeats, threads=threads), "measuring", total=3, console=console, transient=True))
-    table = Table("density", "dense ms", "sparse ms", "speed-up", "plan ms", "calls to break even", title="4 heads, 8,192 tokens, dim 64")
-    for row in records:
-        table.add_row(*(str(row[name]) for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")))
-    console.print(table)
-    if record is not None:
-        append_records(record, records)
-        console.print(f"appended to {record}")
-
-
-@bench.command("decisions")
-def bench_decisions(record: Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")] = None) -> None:
-    """The settings the paper leaves open (iterations, seed, warm start, ...), one at a time, by recall."""
-    from parkattn.bench.decisions import measure_decisions
-    from parkattn.record import append_records
-
-    records = list(track(measure_decisions(), "measuring", total=32, console=console, transient=True))
-    table = Table("choice", "value", "recall", "density", "QK-score error")
-    for row in records:
-        value = ", ".join(f"{name} = {setting}" for name, setting in row["value"].items())
-        table.add_row(row["choice"], value, *(str(row[name]) for name in ("recall", "density", "score_error")))
-    console.print(table)
-    if record is not None:
-        append_records(record, records)
-        console.print(f"appended to {record}")
-
-
 @app.command()
 def presets() -> None:
     """The paper's settings by name."""
@@ -107,5 +72,5 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"park: {error}", style="red", markup=False, highlight=False)
+        Console(stderr=True).print(f"park: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -123,6 +123,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        # mkstemp makes files for the owner alone; a result is for whoever may read the folder
+        Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,262 @@
+"""Which half of PARK earns what: held-out prompts x seeds x methods at equal density, PSNR against dense attention.
+
+Every method gets the budget (top_k or top_p) at which its density on calibration calls is the asked one. Those calls are
+queries and keys of a dense run on a held-out prompt that is not in the table; the densities that really came out are in
+the table beside the PSNR. The floor is dense attention against itself: what PSNR says when nothing was changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from parkattn.attention import Park, build_plan
+from parkattn.baselines.dense import Dense
+from parkattn.checks import expect_choice, expect_count, expect_fraction
+from parkattn.config import ParkConfig
+from parkattn.methods import make_method
+from parkattn.metrics import fidelity
+from parkattn.plan import write_atomically
+from parkattn.record import append_records, environment
+from parkattn.reuse import Schedule
+from parkattn.site import AttentionOutput, CallSite
+from parkattn.sprites.grammar import held_out_scenes
+from parkattn.studio import checkpoints
+from parkattn.studio.generate import Request, config_for, fit_to_pipeline, generate_frames, prepare
+from parkattn.studio.video import expect_writable_folder
+
+METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
+BUDGETS = ("top_k", "top_p")
+FLOOR = "dense again"
+CLOSE_ENOUGH = 0.005  # of density, in calibration
+CALIBRATION_STEPS, CALIBRATION_LAYERS = 3, 6
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationSettings:
+    prompts: int = 8
+    seeds: tuple[int, ...] = (0,)
+    methods: tuple[str, ...] = METHODS
+    density: float = 0.4
+    budget: str = "top_k"
+
+    def __post_init__(self) -> None:
+        expect_count("prompts", self.prompts)
+        expect_fraction("density", self.density, zero=False)
+        expect_choice("budget", self.budget, BUDGETS)
+        for name in self.methods:
+            if not isinstance(make_method(name), Park):
+                raise ValueError(f"methods: expected methods with a {self.budget} budget, got {name!r}; its density cannot be set.")
+
+
+class CallRecorder(Dense):
+    """Dense attention that keeps the queries and keys of a few calls."""
+
+    def __init__(self, steps: set[int], layers: set[int]) -> None:
+        self.steps, self.layers = steps, layers
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, slice | None]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
+    ) -> AttentionOutput:
+        if site.step in self.steps and site.layer in self.layers and key_valid is None:
+            # the first branch of a step speaks for the others
+            self.kept.setdefault((site.step, site.layer), (q.clone(), k.clone(), site.text))
+        return super().__call__(q, k, v, site, scale=scale, key_valid=key_valid)
+
+
+def run_ablation(
+    request: Request, settings: AblationSettings, out: Path, *, overwrite: bool = False, say: Say = lambda line: None
+) -> dict[str, Any]:
+    """results.jsonl (one line per run, which is how it resumes), table.json and table.md in `out`."""
+    scenes = held_out_scenes(settings.prompts)
+    spare = next(scene for scene in held_out_scenes(4, seed=1) if scene not in scenes)
+    request, folder = prepare(dataclasses.replace(request, prompt=spare.sentence))
+    if not checkpoints.is_shipped(folder):
+        raise ValueError(
+            f"model: expected the shipped model, whose held-out prompts are known, got {request.model}; use park compare for others."
+        )
+    expect_writable_folder(out)
+    facts = {"request": request.to_dict(), "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
+    before = _before(out, facts, overwrite)
+    pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+    request = fit_to_pipeline(request, pipe)
+    config = config_for(request, pipe)
+    if before.get("budgets") is None:
+        before["budgets"] = calibrate(pipe, request, config, settings, say)
+        write_atomically(out / "settings.json", json.dumps({**facts, "budgets": before["budgets"]}, indent=1).encode())
+    rows = _rows(out)
+    for scene in scenes:
+        for seed in settings.seeds:
+            asked = dataclasses.replace(request, prompt=scene.sentence, seed=seed)
+            wanted = [*([FLOOR] if seed == settings.seeds[0] else []), *settings.methods]
+            done = {row["method"] for row in rows if (row["prompt"], row["seed"]) == (scene.sentence, seed)}
+            missing = [name for name in wanted if name not in done]
+            if not missing:
+                continue
+            reference = generate_frames(pipe, dataclasses.replace(asked, method="dense"), config, recall_rows=0)
+            for name in missing:
+                budgeted = config if name == FLOOR else _with_budget(config, settings.budget, before["budgets"][name]["value"])
+                made = generate_frames(pipe, dataclasses.replace(asked, method="dense" if name == FLOOR else name), budgeted)
+                row = _row(scene.sentence, seed, name, made, reference)
+                append_records(out / "results.jsonl", [row])
+                rows.append(row)
+                say(f"{scene.sentence}, seed {seed}, {name}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
+    table = tabulate(rows, settings) | {"settings": facts, "budgets": before["budgets"], "environment": environment()}
+    write_atomically(out / "table.json", json.dumps(table, indent=1).encode())
+    write_atomically(out / "table.md", to_markdown(table).encode())
+    return table
+
+
+def calibrate(pipe: Any, request: Request, config: ParkConfig, settings: AblationSettings, say: Say) -> dict[str, dict[str, float]]:
+    """The budget of each method at which the recorded calls have the asked density."""
+    assert request.steps
+    begin = Schedule(config, request.steps).dense_steps
+    steps = {round(begin + i * (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)) for i in range(CALIBRATION_STEPS)}
+    count = len(pipe.transformer.blocks)
+    layers = {round(i * (count - 1) / max(1, min(count, CALIBRATION_LAYERS) - 1)) for i in range(min(count, CALIBRATION_LAYERS))}
+    recorder = CallRecorder(steps, layers)
+    generate_frames(pipe, request, config, method=recorder, recall_rows=0, decode=False)
+    found = {}
+    for name in settings.methods:
+        method = make_method(name, config)
+        assert isinstance(method, Park)
+
+        def density(value: float, chosen: ParkConfig = method.config) -> float:
+            budgeted = _with_budget(chosen, settings.budget, value)
+            plans = (build_plan(q, k, budgeted, text=text) for q, k, text in recorder.kept.values())
+            return statistics.fmean(plan.density().mean().item() for plan in plans)
+
+        value, reached = solve(density, settings.density)
+        found[name] = {"value": value, "density": reached}
+        say(f"{name}: {settings.budget} = {value:.4f} gives density {reached:.3f} on the calibration calls")
+    return found
+
+
+def solve(density: Callable[[float], float], target: float, evaluations: int = 8) -> tuple[float, float]:
+    """A budget whose density is near the target, by false position between 0 and 1 (Illinois); the best point tried."""
+    low, high = (0.0, -target), (1.0, 1.0 - target)
+    best = (1.0, 1.0)
+    for _ in range(evaluations):
+        value = (low[0] * high[1] - high[0] * low[1]) / (high[1] - low[1])
+        value = min(max(value, 1e-3), 1.0)
+        reached = density(value)
+        if abs(reached - target) < abs(best[1] - target):
+            best = (value, reached)
+        if abs(reached - target) <= CLOSE_ENOUGH or value >= 1.0:
+            break
+        # halving the end that stays keeps the other end moving
+        if reached < target:
+            low, high = (value, reached - target), (high[0], high[1] / 2)
+        else:
+            low, high = (low[0], low[1] / 2), (value, reached - target)
+    return best
+
+
+def tabulate(rows: list[dict[str, Any]], settings: AblationSettings) -> dict[str, Any]:
+    """Means, spread, and the paired advantage of PARK over each method."""
+    by_method = {name: {(r["prompt"], r["seed"]): r for r in rows if r["method"] == name} for name in (*settings.methods, FLOOR)}
+    park = by_method.get("park", {})
+    lines: list[dict[str, Any]] = []
+    for name, runs in by_method.items():
+        if not runs:
+            continue
+        values = [r["psnr"] for r in runs.values()]
+        ahead = [park[key]["psnr"] - r["psnr"] for key, r in runs.items() if key in park] if name not in ("park", FLOOR) else []
+        lines.append({
+            "method": name, "runs": len(values), "psnr": statistics.fmean(values),
+            "psnr_std": statistics.stdev(values) if len(values) > 1 else None,
+            "ssim": statistics.fmean(r["ssim"] for r in runs.values()),
+            "density": _mean([r["density"] for r in runs.values()]), "recall": _mean([r["recall"] for r in runs.values()]),
+            "park_ahead_by": _mean(ahead), "park_ahead_in": sum(a > 0 for a in ahead) if ahead else None,
+            "standard_error": statistics.stdev(ahead) / math.sqrt(len(ahead)) if len(ahead) > 1 else None,
+        })  # fmt: skip
+    mean = {line["method"]: line["psnr"] for line in lines}
+    claims = {}
+    for upper, lower in (("park", "park-no-pama"), ("park", "park-no-qrkc"), ("park-no-pama", "centroid"), ("park-no-qrkc", "centroid")):
+        if upper in mean and lower in mean:
+            claims[f"{upper} above {lower}"] = mean[upper] > mean[lower]
+    return {"lines": lines, "claims": claims, "rows": rows}
+
+
+def to_markdown(table: dict[str, Any]) -> str:
+    def show(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    asked = table["settings"]["settings"]
+    text = [
+        f"Mean PSNR against dense attention at density {asked['density']} of the sparse steps ({asked['budget']} calibrated per method).",
+        "",
+    ]
+    text += [
+        "| method | runs | PSNR dB | ± | SSIM | density | recall | PARK ahead by dB | standard error | PARK ahead in |",
+        "|" + "---|" * 10,
+    ]
+    for line in table["lines"]:
+        cells = [line["method"], str(line["runs"]), show(line["psnr"], 2), show(line["psnr_std"], 2), show(line["ssim"], 4)]
+        cells += [show(line["density"], 3), show(line["recall"], 3), show(line["park_ahead_by"], 2), show(line["standard_error"], 2)]
+        cells.append("" if line["park_ahead_in"] is None else f"{line['park_ahead_in']} of {line['runs']}")
+        text.append("| " + " | ".join(cells) + " |")
+    text += ["", *(f"- {claim}: {'yes' if holds else '**no**'}" for claim, holds in table["claims"].items()), ""]
+    names = [line["method"] for line in table["lines"]]
+    text += ["| prompt | seed | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 2)]
+    for prompt, seed in dict.fromkeys((r["prompt"], r["seed"]) for r in table["rows"]):
+        values = {r["method"]: r["psnr"] for r in table["rows"] if (r["prompt"], r["seed"]) == (prompt, seed)}
+        text.append(f"| {prompt} | {seed} | " + " | ".join(show(values.get(name), 2) for name in names) + " |")
+    return "\n".join(text) + "\n"
+
+
+def _row(prompt: str, seed: int, name: str, made: Any, reference: Any) -> dict[str, Any]:
+    found = made.measured
+    return {
+        "prompt": prompt,
+        "seed": seed,
+        "method": name,
+        "psnr": statistics.fmean(fidelity.psnr_per_frame(made.frames, reference.frames)),
+        "ssim": statistics.fmean(fidelity.ssim_per_frame(made.frames, reference.frames)),
+        "density": found["density_sparse_steps"],
+        "recall": found["recall"]["mean"] if found["recall"] else None,
+        "denoise_seconds": found["seconds"]["denoise"],
+        "dense_denoise_seconds": reference.measured["seconds"]["denoise"],
+    }
+
+
+def _before(out: Path, facts: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    path, results = out / "settings.json", out / "results.jsonl"
+    if overwrite:
+        for old in (path, results):
+            old.unlink(missing_ok=True)
+    if not path.exists():
+        if results.exists():
+            raise ValueError(f"out: expected settings.json beside {results}, got none; pass --overwrite, or another --out.")
+        return {}
+    found = json.loads(path.read_text())
+    if {name: found.get(name) for name in facts} != json.loads(json.dumps(facts)):
+        raise ValueError(
+            f"out: expected a free folder or one with these settings, got {out} made with others; pass --overwrite, or another --out."
+        )
+    return dict(found)
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _with_budget(config: ParkConfig, budget: str, value: float) -> ParkConfig:
+    return config.replace(**{"top_p": None, "top_k": None, budget: value})
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.fmean(known) if known else None

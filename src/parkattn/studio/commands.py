@@ -1,0 +1,286 @@
+"""The commands `park generate`, `park compare`, `park ablation` and `park doctor`: parsing, one call, printing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from parkattn.studio.generate import StepReport
+
+app = typer.Typer(add_completion=False)
+console = Console()
+
+Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the shipped model when not given.")]
+Preset = Annotated[str | None, typer.Option(help="The paper's settings by name (park presets); the model's own when not given.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One PARK setting, e.g. top_p=0.8; repeatable.")]
+Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
+Height = Annotated[int | None, typer.Option()]
+Width = Annotated[int | None, typer.Option()]
+Frames = Annotated[int | None, typer.Option()]
+Fps = Annotated[int, typer.Option(help="Frames per second of the mp4.")]
+Guidance = Annotated[float | None, typer.Option(help="Guidance scale.")]
+Negative = Annotated[str | None, typer.Option(help="What the video must not show.")]
+TextTokens = Annotated[int | None, typer.Option(help="Longest prompt in tokens (max_sequence_length).")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')],
+    out: Annotated[Path, typer.Option(help="The mp4; its record is written beside it.")] = Path("out/video.mp4"),
+    model: Model = None,
+    method: Annotated[str, typer.Option(help="dense, park or another method's name.")] = "park",
+    preset: Preset = None,
+    settings: Settings = None,
+    seed: Seed = 0,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    fps: Fps = 16,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    text_tokens: TextTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "none",
+    overwrite: Overwrite = False,
+) -> None:
+    """A prompt in, an mp4 out, and a JSON record that repeats it."""
+    from parkattn.studio.generate import Request, generate_video
+
+    request = Request(
+        prompt=prompt, model=model, method=method, preset=preset, changes=_changes(settings), seed=seed, steps=steps, height=height,
+        width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
+        offload=offload,
+    )  # fmt: skip
+    with _interruptible("nothing was written"), _step_bar() as bar:
+        record, made = generate_video(request, out, overwrite=overwrite, progress=bar(method))
+    found = record["measured"]
+    if not made:
+        console.print(f"{out} is done already, with these settings; pass --overwrite to make it again.", markup=False, highlight=False)
+        return
+    seconds = found["seconds"]
+    console.print(
+        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding",
+        highlight=False,
+    )
+    console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False)
+
+
+@app.command()
+def compare(
+    prompt: Annotated[str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names separated by commas, or all; dense is always among them.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
+    model: Model = None,
+    preset: Preset = None,
+    settings: Settings = None,
+    seed: Seed = 0,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    fps: Fps = 16,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    text_tokens: TextTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "none",
+    recall_rows: Annotated[int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")] = 128,
+    overwrite: Overwrite = False,
+) -> None:
+    """Methods side by side on one prompt and seed: videos, metrics and a page to look at. Finished methods are kept."""
+    from parkattn.studio.compare import DEFAULT_PROMPT, choose_methods
+    from parkattn.studio.compare import compare as run
+    from parkattn.studio.generate import Request
+
+    names = choose_methods(methods)
+    request = Request(
+        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, preset=preset, changes=_changes(settings), seed=seed,
+        steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
+        device=device, dtype=dtype, offload=offload,
+    )  # fmt: skip
+    with _interruptible(f"finished methods are kept in {out}; run again to go on"), _step_bar() as bar:
+        current = {"show": bar(names[0])}
+
+        def announce(method: str, event: str) -> None:
+            if event == "kept":
+                console.print(f"{method}: done already, kept", highlight=False)
+            elif event == "start":
+                current["show"] = bar(method)
+
+        report = run(
+            request, names, out, overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce
+        )
+    table = Table(
+        "method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {request.prompt}"
+    )
+    for row in report["methods"]:
+        table.add_row(
+            row["method"],
+            "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}",
+            f"{row['ssim']['mean']:.4f}",
+            f"{row['density']:.0%}",
+            f"{row['recall']['mean']:.3f}" if row["recall"] else "",
+            f"{row['seconds']['denoise']:.1f}",
+            "" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+        )
+    console.print(table)
+    console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def ablation(
+    out: Annotated[Path, typer.Option(help="Folder for results and the table.")] = Path("out/ablation"),
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
+    methods: Annotated[str | None, typer.Option(help="Names separated by commas; PARK and its ablations when not given.")] = None,
+    density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.4,
+    budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_k or top_p.")] = "top_k",
+    settings: Settings = None,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
+    from parkattn.studio.ablation import METHODS, AblationSettings, run_ablation, to_markdown
+    from parkattn.studio.generate import Request
+
+    try:
+        numbers = tuple(int(seed) for seed in seeds.split(","))
+    except ValueError:
+        raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
+    names = tuple(methods.split(",")) if methods else METHODS
+    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
+    request = Request(
+        prompt="held out", changes=_changes(settings), steps=steps, height=height, width=width, frames=frames, device=device, dtype=dtype
+    )
+    with _interruptible(f"finished runs are kept in {out}; run again to go on"):
+        table = run_ablation(request, asked, out, overwrite=overwrite, say=lambda line: console.print(line, markup=False, highlight=False))
+    console.print(to_markdown(table), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    model: Annotated[str, typer.Option(help="Model of the estimate.")] = "wan2.1-14b",
+    frames: Annotated[int, typer.Option(min=1)] = 81,
+    height: Annotated[int, typer.Option(min=16)] = 720,
+    width: Annotated[int, typer.Option(min=16)] = 1280,
+    gpu: Annotated[str | None, typer.Option(help="GPU of the estimate; this machine's when not given.")] = None,
+    density: Annotated[float, typer.Option(min=0, max=1, help="Density of the sparse steps in the estimate.")] = 0.25,
+) -> None:
+    """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is broken."""
+    from parkattn.studio.doctor import examine
+
+    found = examine(model=model, frames=frames, height=height, width=width, gpu=gpu, density=density)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        _show_examination(found)
+    raise typer.Exit(0 if found["healthy"] else 1)
+
+
+def _show_examination(found: dict[str, Any]) -> None:
+    def line(name: str, text: str, good: bool | None = None) -> None:
+        mark = {True: "[green]ok[/]", False: "[red]no[/]", None: "  "}[good]
+        console.print(f" {mark} [bold]{name:14}[/] ", end="")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    where = found["environment"]
+    line("python, torch", f"{where['python']}, {where['torch']}, {where['threads']} threads on {where['cpu']}", True)
+    for gpu in found["gpu"] or [None]:
+        line(
+            "gpu",
+            f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB" if gpu else "none: everything runs on the CPU",
+            bool(gpu) or None,
+        )
+    line("video", found["video"]["why"], found["video"]["mp4"])
+    line("shipped model", found["shipped_model"]["why"], found["shipped_model"]["whole"])
+    test = found["self_test"]
+    line("self-test", f"{test['detail']}, {test['seconds']:.1f} s", test["passed"])
+    for stage in found["stages"]:
+        line(stage["stage"], f"{stage['uses']}: {stage['why']}")
+    for missing in found["missing"]:
+        line("not here", f"{missing['package']} (for {missing['for']}): {missing['install']}")
+    guess = found["estimate"]
+    text = f"{guess['model']} at {guess['tokens']:,} tokens: attention is {guess['attention_share']:.0%} of the work; at density "
+    text += f"{guess['density_of_sparse_steps']:.2f} at most {guess['bound']:.2f}x faster, {guess['bound_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0"
+    line("gain at best", text)
+    seconds = guess["dense_seconds_per_step_about"]
+    if seconds is not None:
+        line("", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({guess['tflop_per_step']:,.0f} TFLOP)")
+    for problem in found["problems"]:
+        line("problem", problem, False)
+
+
+@contextlib.contextmanager
+def _step_bar() -> Iterator[Callable[[str], Callable[[StepReport], None]]]:
+    """bar(method) begins a line; what it returns moves it."""
+    columns = (
+        TextColumn("{task.description:14}"),
+        BarColumn(),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}  {task.fields[state]:24}"),
+    )
+    progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+
+    def begin(method: str) -> Callable[[StepReport], None]:
+        task = None
+
+        def move(report: StepReport) -> None:
+            nonlocal task
+            state = "done" if report.phase == "done" else f"{report.phase}, density {report.density:.0%}"
+            if task is None:
+                # started here, so that a command which refuses leaves no empty line
+                progress.start()
+                task = progress.add_task(method, total=report.total, state=state)
+            progress.update(task, completed=report.step, total=report.total, state=state)
+
+        return move
+
+    try:
+        yield begin
+    finally:
+        if progress.tasks:
+            progress.stop()
+
+
+@contextlib.contextmanager
+def _interruptible(left: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"stopped; {left}", markup=False, highlight=False)
+        raise typer.Exit(130) from None
+
+
+def _changes(settings: list[str] | None) -> dict[str, Any]:
+    changes = {}
+    for entry in settings or []:
+        name, sign, value = entry.partition("=")
+        if not sign:
+            raise ValueError(f"--set: expected NAME=VALUE, got {entry!r}; write for example --set top_p=0.8.")
+        try:
+            changes[name.strip()] = json.loads(value)
+        except ValueError:
+            changes[name.strip()] = value
+    return changes

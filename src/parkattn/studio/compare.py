@@ -1,0 +1,191 @@
+"""Several methods on one prompt and seed: each video, the side-by-side, the metrics and the page."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parkattn.config import ParkConfig
+from parkattn.methods import METHODS
+from parkattn.metrics import fidelity
+from parkattn.plan import write_atomically
+from parkattn.record import environment
+from parkattn.sprites.grammar import EXAMPLE
+from parkattn.studio import checkpoints
+from parkattn.studio.generate import Progress, Request, config_for, find_done, fit_to_pipeline, generate_frames, prepare, write_record
+from parkattn.studio.observe import RECALL_ROWS
+from parkattn.studio.page import render_page
+from parkattn.studio.video import Frames, expect_writable_folder, side_by_side, video_library, write_mp4
+
+DEFAULT_PROMPT = EXAMPLE
+DEFAULT_METHODS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
+REFERENCE = "dense"
+FORMAT = "parkattn.comparison.1"
+
+Announce = Callable[[str, str], None]  # (method, "start" | "done" | "kept")
+
+
+def choose_methods(asked: str | None) -> list[str]:
+    """Names out of "a,b" or "all"; dense comes first, because the others are measured against it."""
+    names = (
+        list(DEFAULT_METHODS) if asked is None else list(METHODS) if asked == "all" else [n.strip() for n in asked.split(",") if n.strip()]
+    )
+    unknown = [name for name in names if name not in METHODS]
+    if unknown or not names:
+        raise ValueError(f"methods: expected all or some of {', '.join(METHODS)}, got {asked!r}; separate names by commas.")
+    return [REFERENCE, *dict.fromkeys(name for name in names if name != REFERENCE)]
+
+
+def compare(
+    request: Request,
+    methods: list[str],
+    out: Path,
+    *,
+    overwrite: bool = False,
+    recall_rows: int = RECALL_ROWS,
+    progress: Progress | None = None,
+    announce: Announce = lambda method, event: None,
+) -> dict[str, Any]:
+    """Everything under `out`; methods that are finished there are kept."""
+    video_library()
+    requests = {}
+    for method in methods:
+        requests[method], folder = prepare(dataclasses.replace(request, method=method))
+    kept = {} if overwrite else {m: r for m in methods if (r := _kept(requests[m], out, m)) is not None}
+    expect_writable_folder(out / "raw")
+    pipe = None
+    records: dict[str, dict[str, Any]] = {}
+    for method, asked in requests.items():
+        if method in kept:
+            records[method] = kept[method]
+            announce(method, "kept")
+            continue
+        announce(method, "start")
+        if pipe is None:
+            pipe = checkpoints.load_pipeline(folder, device=asked.device, dtype=asked.dtype, offload=asked.offload)
+            fit_to_pipeline(asked, pipe)
+        records[method] = _run(pipe, asked, out, recall_rows, progress)
+        announce(method, "done")
+    return write_report(records, out)
+
+
+def write_report(records: dict[str, dict[str, Any]], out: Path) -> dict[str, Any]:
+    """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished methods in `out`."""
+    clips = {method: _load_raw(out, method) for method in records}
+    resolved = records[REFERENCE]["resolved"]
+    write_mp4(out / "side_by_side.mp4", side_by_side(clips, REFERENCE), resolved["fps"])
+    rows = [_row(method, records, clips) for method in records]
+    report = {
+        "format": FORMAT,
+        "settings": {name: value for name, value in resolved.items() if name not in ("method", "config")},
+        "tokens": records[REFERENCE]["tokens"],
+        "lpips": fidelity.lpips_reason() or "measured",
+        "protocol": (fidelity.__doc__ or "").strip(),
+        "methods": rows,
+        "environment": environment(),
+    }
+    write_atomically(out / "metrics.json", json.dumps(report, indent=1).encode())
+    write_atomically(out / "metrics.csv", _csv([_flat(row) for row in rows]))
+    write_atomically(
+        out / "heads.csv", _csv([line for row in rows for line in _head_lines(row)] or [{"method": "", "layer": "", "head": ""}])
+    )
+    videos = {method: (out / f"{method}.mp4").read_bytes() for method in records}
+    write_atomically(out / "index.html", render_page(report, videos).encode())
+    return report
+
+
+def warm_up(pipe: Any, request: Request, config: ParkConfig) -> None:
+    """Lazy initialisation (and, on a GPU, kernel compilation) happens here and in nobody's time."""
+    steps = 3 if request.device.startswith("cuda") else 1
+    short = dataclasses.replace(request, steps=steps, frames=request.frames if steps > 1 else 1)
+    generate_frames(pipe, short, config.replace(dense_steps=1, dense_fraction=0.0), recall_rows=0)
+
+
+def _run(pipe: Any, request: Request, out: Path, recall_rows: int, progress: Progress | None) -> dict[str, Any]:
+    fitted = fit_to_pipeline(request, pipe)
+    config = config_for(fitted, pipe)
+    warm_up(pipe, fitted, config)
+    made = generate_frames(pipe, fitted, config, recall_rows=recall_rows, progress=progress)
+    assert fitted.frames and fitted.height and fitted.width
+    tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
+    _save_raw(out, request.method, made.frames)
+    video = out / f"{request.method}.mp4"
+    write_mp4(video, made.frames, request.fps)
+    return write_record(request, fitted, config, made.measured, video, tokens)
+
+
+def _kept(request: Request, out: Path, method: str) -> dict[str, Any] | None:
+    found = find_done(request, out / f"{method}.mp4")
+    return found if found is not None and _raw_path(out, method).exists() else None
+
+
+def _row(method: str, records: dict[str, dict[str, Any]], clips: dict[str, Frames]) -> dict[str, Any]:
+    found, base = records[method]["measured"], records[REFERENCE]["measured"]
+    row: dict[str, Any] = {"method": method, "config": records[method]["resolved"]["config"]}
+    for name, measure in (("psnr", fidelity.psnr_per_frame), ("ssim", fidelity.ssim_per_frame)):
+        values = measure(clips[method], clips[REFERENCE])
+        row[name] = {"mean": float(np.mean(values)), "worst": min(values), "per_frame": values}
+    lpips = fidelity.lpips_per_frame(clips[method], clips[REFERENCE])
+    row["lpips"] = None if lpips is None else {"mean": float(np.mean(lpips)), "worst": max(lpips), "per_frame": lpips}
+    # a method that was kept from an earlier run may have been timed on another machine
+    here, there = ({n: records[m]["environment"].get(n) for n in ("cpu", "threads", "gpu")} for m in (method, REFERENCE))
+    row["speedup"] = base["seconds"]["denoise"] / found["seconds"]["denoise"] if here == there else None
+    return row | {name: value for name, value in found.items() if name != "summary"}
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    recall = row["recall"] or {}
+    flat = {
+        "method": row["method"],
+        "psnr_db": row["psnr"]["mean"],
+        "psnr_worst_frame_db": row["psnr"]["worst"],
+        "ssim": row["ssim"]["mean"],
+    }
+    flat |= {
+        "lpips": row["lpips"]["mean"] if row["lpips"] else "",
+        "density": row["density"],
+        "density_sparse_steps": row["density_sparse_steps"],
+    }
+    flat |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")} | {"speedup_denoise": row["speedup"]}
+    flat |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
+    return flat | {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
+
+
+def _head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
+    density, recall = row["heat"]["density"] or [], row["heat"]["recall"]
+    return [
+        {"method": row["method"], "layer": layer, "head": head, "density": value, "recall": recall[layer][head] if recall else ""}
+        for layer, heads in enumerate(density)
+        for head, value in enumerate(heads)
+    ]
+
+
+def _csv(rows: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def _raw_path(out: Path, method: str) -> Path:
+    return out / "raw" / f"{method}.safetensors"
+
+
+def _save_raw(out: Path, method: str, frames: Frames) -> None:
+    from safetensors.numpy import save
+
+    write_atomically(_raw_path(out, method), save({"frames": np.ascontiguousarray(frames)}))
+
+
+def _load_raw(out: Path, method: str) -> Frames:
+    from safetensors.numpy import load_file
+
+    return load_file(_raw_path(out, method))["frames"]

@@ -1,0 +1,137 @@
+"""Is this machine ready, and what is to be gained on it? Facts, a self-test and arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from parkattn.attend import dense_attention
+from parkattn.attention import park_attention
+from parkattn.backend import resolve
+from parkattn.config import ParkConfig
+from parkattn.record import environment
+from parkattn.scene import clustered_scene
+from parkattn.sprites import CHECKPOINT
+from parkattn.studio import checkpoints
+from parkattn.studio.extras import INSTALL
+from parkattn.studio.gain import estimate
+from parkattn.studio.video import CODEC
+
+STAGES = {
+    "cluster": "k-means of queries, query-response clustering of keys",
+    "importance": "PAMA: how much each query block wants each key block",
+    "selection": "top-p or top-k",
+    "permute": "gather into block order and back",
+    "attend": "attention over the kept blocks",
+}
+HEAD_DIM = 128  # of Wan, HunyuanVideo and the shipped model
+NEEDED = {"torch": "everything", "numpy": "everything", "safetensors": "plans and checkpoints"}
+OPTIONAL = {
+    "diffusers": ("generate, compare", INSTALL),
+    "transformers": ("generate, compare", INSTALL),
+    "av": ("mp4 files", INSTALL),
+    "pillow": ("labels in side-by-side videos", INSTALL),
+    "triton": ("GPU kernels", "pip install triton"),
+    "accelerate": ("--offload", INSTALL),
+    "lpips": ("the LPIPS column", "pip install lpips torchvision"),
+    "matplotlib": ("park demo", "pip install 'parkattn[plots]'"),
+}
+
+
+def examine(*, model: str, frames: int, height: int, width: int, gpu: str | None, density: float) -> dict[str, Any]:
+    """Everything `park doctor` shows; "healthy" decides the exit code."""
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    test = self_test()
+    problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if _version(name) is None]
+    stages = stage_choices()
+    problems += [f"{stage['stage']}: {stage['why']}" for stage in stages if stage["uses"] == "nothing"]
+    problems += [] if test["passed"] else [f"self-test: {test['detail']}"]
+    return {
+        "healthy": not problems,
+        "problems": problems,
+        "environment": environment() | {"platform": platform.platform()},
+        "packages": {name: _version(name) for name in (*NEEDED, *OPTIONAL)},
+        "missing": [{"package": name, "for": why, "install": line} for name, (why, line) in OPTIONAL.items() if _version(name) is None],
+        "gpu": gpu_facts(),
+        "video": video_facts(),
+        "shipped_model": shipped_facts(),
+        "stages": stages,
+        "self_test": test,
+        "estimate": estimate(model, frames=frames, height=height, width=width, gpu=gpu or here, density=density),
+    }
+
+
+def stage_choices() -> list[dict[str, str]]:
+    """Which implementation each stage uses on this machine, and why."""
+    device, dtype = _device()
+    try:
+        backend = resolve("auto", torch.device(device), dtype, HEAD_DIM)
+        uses, why = backend.name, backend.reason
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        uses, why = "nothing", str(error)
+    choices = dict.fromkeys(STAGES, (uses, why)) | {"selection": ("reference", "a sort of the block importances, in PyTorch everywhere")}
+    return [{"stage": stage, "what": what, "uses": choices[stage][0], "why": choices[stage][1]} for stage, what in STAGES.items()]
+
+
+def self_test() -> dict[str, Any]:
+    """With every block kept PARK equals dense attention, on the CPU and, where there is one, on the GPU."""
+    begin = time.perf_counter()
+    kinds = [("cpu", torch.float32)] if _device()[0] == "cpu" else [("cpu", torch.float32), _device()]
+    keep_all = ParkConfig(query_clusters=4, key_clusters=8, top_p=1.0, dense_fraction=0.0)
+    reports, passed = [], True
+    for device, dtype in kinds:
+        q, k, v = (x.to(device, dtype) for x in clustered_scene(heads=2, grid=(4, 8, 8), dim=64)[:3])
+        try:
+            apart = park_attention(q, k, v, keep_all).float() - dense_attention(q.float(), k.float(), v.float())
+        except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
+            passed = False
+            reports.append(f"{device}: {str(error).splitlines()[0]}")
+            continue
+        # float32: another order of summation over 256 keys; bfloat16: weights and output are rounded to 8 bits each
+        bound = 256 * torch.finfo(dtype).eps if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        error_share = apart.abs().max().item() / v.abs().max().item()
+        passed = passed and error_share <= bound
+        reports.append(f"{device}: largest error {error_share:.1e} of the largest value, at most {bound:.1e} allowed")
+    detail = "all blocks kept against dense attention; " + "; ".join(reports)
+    return {"passed": passed, "detail": detail, "seconds": time.perf_counter() - begin}
+
+
+def _device() -> tuple[str, torch.dtype]:
+    """Where a user's model would run, and in what."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def gpu_facts() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)} for p in found]
+
+
+def video_facts() -> dict[str, Any]:
+    if importlib.util.find_spec("av") is None:
+        return {"mp4": False, "why": f"no package av; install it with: {INSTALL}"}
+    import av
+
+    ready = CODEC in av.codecs_available
+    return {"mp4": ready, "why": f"PyAV {av.__version__} {'with' if ready else 'without'} {CODEC}"}
+
+
+def shipped_facts() -> dict[str, Any]:
+    try:
+        checkpoints.check_folder(CHECKPOINT)
+    except ValueError as error:
+        return {"whole": False, "why": str(error)}
+    return {"whole": True, "why": f"{sum(f.stat().st_size for f in CHECKPOINT.rglob('*') if f.is_file()) / 2**20:.0f} MiB in {CHECKPOINT}"}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

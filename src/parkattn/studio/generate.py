@@ -1,0 +1,273 @@
+"""A prompt, a pipeline and a method: frames, measurements, an mp4 and the record that repeats it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parkattn.config import PRESETS, ParkConfig
+from parkattn.integrations import Session
+from parkattn.integrations.models import row_for
+from parkattn.methods import make_method
+from parkattn.plan import write_atomically
+from parkattn.record import environment
+from parkattn.site import AttentionMethod
+from parkattn.sprites import grammar
+from parkattn.studio import checkpoints
+from parkattn.studio.observe import RECALL_ROWS, Call, Observer, measured, synchronise
+from parkattn.studio.video import Frames, as_bytes, expect_writable_folder, video_library, write_mp4
+
+FORMAT = "parkattn.generation.1"
+# what the shipped model was trained for, in the size of the demo; other models bring their own defaults
+SHIPPED = {"steps": 16, "height": 320, "width": 480, "frames": 33, "guidance": 1.0, "text_tokens": 32}
+# below this the paper's 128 x 512 blocks would hold a handful of tokens each: shorter videos keep its block sizes instead
+SHORT_VIDEO = 16_384
+QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked: equal requests give equal videos on one machine. None: the model's own value."""
+
+    prompt: str
+    model: str | None = None
+    weights: str = ""  # fingerprint of the folder, filled in by `prepare`
+    method: str = "park"
+    preset: str | None = None
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # single ParkConfig fields
+    seed: int = 0
+    steps: int | None = None
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    fps: int = 16
+    guidance: float | None = None
+    negative: str | None = None
+    text_tokens: int | None = None  # the pipeline's max_sequence_length
+    device: str = "auto"
+    dtype: str = "auto"
+    offload: str = "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    step: int
+    total: int
+    phase: str
+    density: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    frames: Frames
+    measured: dict[str, Any]
+
+
+Progress = Callable[[StepReport], None]
+
+
+def prepare(request: Request) -> tuple[Request, Path]:
+    """The request with everything filled in that can be known without loading the model, and the model's folder."""
+    folder = checkpoints.find_model(request.model)
+    device = checkpoints.choose_device(request.device)
+    filled: dict[str, Any] = {
+        "device": device,
+        "dtype": checkpoints.choose_dtype(request.dtype, device),
+        "weights": checkpoints.fingerprint(folder),
+    }
+    if checkpoints.is_shipped(folder):
+        grammar.parse(request.prompt)
+        filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
+    if not request.prompt.strip():
+        raise ValueError("prompt: expected some words, got an empty one; describe the video.")
+    for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("seed", 0)):
+        value = filled.get(name, getattr(request, name))
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
+    make_method(request.method, (ParkConfig.preset(request.preset) if request.preset else ParkConfig()).replace(**request.changes))
+    return dataclasses.replace(request, **filled), folder
+
+
+def fit_to_pipeline(request: Request, pipe: Any) -> Request:
+    """Sizes and steps that were left to the pipeline, and a check that the model can make them."""
+    accepted = inspect.signature(pipe.__call__).parameters
+    needs = [n for n, p in accepted.items() if n == "image" and p.default is inspect.Parameter.empty]
+    if needs or "num_frames" not in accepted:
+        raise ValueError(
+            f"model: expected a text-to-video pipeline, got {type(pipe).__name__}; pass a Wan, HunyuanVideo or similar T2V model."
+        )
+    names = {"steps": "num_inference_steps", "height": "height", "width": "width", "frames": "num_frames"}
+    filled = {ours: accepted[theirs].default for ours, theirs in names.items() if getattr(request, ours) is None}
+    absent = [name for name, value in filled.items() if not isinstance(value, int)]
+    if absent:
+        raise ValueError(
+            f"{absent[0]}: expected a value, since {type(pipe).__name__} has none of its own, got nothing; pass --{absent[0]}."
+        )
+    request = dataclasses.replace(request, **filled)
+    assert request.frames and request.height and request.width
+    checkpoints.expect_size(pipe, request.frames, request.height, request.width)
+    return request
+
+
+def config_for(request: Request, pipe: Any) -> ParkConfig:
+    """The preset asked for, or the model's; a short video keeps the paper's tokens per block instead of its block counts."""
+    name = request.preset or row_for(pipe.transformer).preset
+    config = ParkConfig.from_dict(PRESETS[name])
+    assert request.frames and request.height and request.width
+    tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
+    if request.preset is None and tokens < SHORT_VIDEO:
+        config = config.replace(query_clusters=max(2, tokens // QUERIES_PER_BLOCK), key_clusters=max(4, tokens // KEYS_PER_BLOCK))
+    return config.replace(**request.changes)
+
+
+def generate_frames(
+    pipe: Any,
+    request: Request,
+    config: ParkConfig,
+    *,
+    method: AttentionMethod | None = None,
+    recall_rows: int = RECALL_ROWS,
+    decode: bool = True,
+    progress: Progress | None = None,
+) -> Generation:
+    """One video with one method (the request's, unless one is given); the pipeline is left as it was."""
+    ends: list[float] = []
+    total = request.steps
+    assert total is not None
+
+    def begun(call: Call) -> None:
+        # the first call of a step tells what the step will be
+        if progress is not None and call.site.layer == 0:
+            progress(StepReport(len(ends), total, call.stats.phase, call.stats.density.mean().item()))
+
+    def ended(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        synchronise(request.device)
+        ends.append(time.perf_counter())
+        return tensors
+
+    observer = Observer(method or make_method(request.method, config), recall_rows=recall_rows, on_call=begun)
+    begin = time.perf_counter()
+    with Session(pipe, observer) as session:
+        options = _call_options(request) | ({} if decode else {"output_type": "latent"})
+        try:
+            frames = pipe(**options, callback_on_step_end=ended).frames[0]
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
+                "memory; pass --offload model, or a smaller size."
+            ) from None
+        summary = session.summary().to_dict()
+    done = time.perf_counter()
+    if progress is not None:
+        progress(StepReport(total, total, "done", 1.0))
+    found = measured(observer, ends, total)
+    found["seconds"] = {
+        "text": (observer.began or begin) - begin,
+        "denoise": sum(row.get("seconds", 0.0) for row in found["steps"]),
+        "decode": done - (ends[-1] if ends else begin),
+        "attention": sum(found["attention_seconds"].values()),
+    }
+    found["seconds"]["total"] = sum(found["seconds"][name] for name in ("text", "denoise", "decode"))
+    found["summary"] = summary
+    return Generation(as_bytes(frames) if decode else np.empty((0, 0, 0, 3), np.uint8), found)
+
+
+def generate_video(
+    request: Request, out: Path, *, overwrite: bool = False, progress: Progress | None = None
+) -> tuple[dict[str, Any], bool]:
+    """out and out.with_suffix(".json"); the record, and whether it was made now (False: it was there already)."""
+    if out.suffix != ".mp4":
+        raise ValueError(f"out: expected a file name ending in .mp4, got {out}; rename it.")
+    video_library()
+    request, folder = prepare(request)
+    existing = None if overwrite else find_done(request, out)
+    if existing is not None:
+        return existing, False
+    expect_writable_folder(out.parent)
+    pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+    fitted = fit_to_pipeline(request, pipe)
+    config = config_for(fitted, pipe)
+    made = generate_frames(pipe, fitted, config, recall_rows=0, progress=progress)
+    write_mp4(out, made.frames, request.fps)
+    assert fitted.frames and fitted.height and fitted.width
+    tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
+    return write_record(request, fitted, config, made.measured, out, tokens), True
+
+
+def write_record(request: Request, fitted: Request, config: ParkConfig, found: dict[str, Any], video: Path, tokens: int) -> dict[str, Any]:
+    record = {
+        "format": FORMAT,
+        "request": request.to_dict(),
+        "resolved": fitted.to_dict() | {"config": config.to_dict()},
+        "tokens": tokens,
+        "command": repeat_command(fitted, video),
+        "video": {"file": video.name, "sha256": _sha256(video)},
+        "measured": found,
+        "environment": environment(),
+    }
+    write_atomically(video.with_suffix(".json"), json.dumps(record, indent=1).encode())
+    return record
+
+
+def find_done(request: Request, video: Path) -> dict[str, Any] | None:
+    """The record of a finished equal request; None where nothing is there; an error where something else is."""
+    path = video.with_suffix(".json")
+    if not video.exists() and not path.exists():
+        return None
+    advice = "pass --overwrite, or another --out"
+    try:
+        record = json.loads(path.read_text())
+        before = record["request"]
+        whole = _sha256(video) == record["video"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"out: expected a free name or a finished run, got {video} without its whole record; {advice}.") from None
+    asked = json.loads(json.dumps(request.to_dict()))
+    different = [f"{name} = {before.get(name)!r}, asked {value!r}" for name, value in asked.items() if before.get(name) != value]
+    if different:
+        raise ValueError(f"out: expected a free name, got {video} made with other settings ({'; '.join(different)}); {advice}.")
+    if not whole:
+        raise ValueError(f"out: expected the video its record describes, got {video} changed since; {advice}.")
+    return dict(record)
+
+
+def repeat_command(request: Request, video: Path) -> str:
+    import shlex
+
+    options = {n: v for n, v in request.to_dict().items() if n not in ("prompt", "changes", "weights") and v is not None}
+    words = ["park", "generate", request.prompt, "--out", str(video)]
+    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    return shlex.join(words)
+
+
+def _call_options(request: Request) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "prompt": request.prompt, "height": request.height, "width": request.width, "num_frames": request.frames,
+        "num_inference_steps": request.steps, "output_type": "np",
+        # on the CPU, so that a seed means the same noise on every device
+        "generator": torch.Generator("cpu").manual_seed(request.seed),
+    }  # fmt: skip
+    if request.guidance is not None:
+        options["guidance_scale"] = request.guidance
+    if request.negative is not None:
+        options["negative_prompt"] = request.negative
+    if request.text_tokens is not None:
+        options["max_sequence_length"] = request.text_tokens
+    return options
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

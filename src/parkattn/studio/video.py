@@ -1,0 +1,99 @@
+"""Frames to mp4 and back, and the side-by-side picture. Frames are uint8 [frames, height, width, 3]."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parkattn.studio.extras import INSTALL, package
+
+Frames = NDArray[np.uint8]
+CODEC = "libx264"
+DIFFERENCE_GAIN = 4  # differences of sparse attention are faint: the strip shows them four times as strong
+LABEL_HEIGHT = 24
+
+
+def video_library() -> Any:
+    """PyAV with an H.264 encoder, or one line that says what is missing."""
+    av = package("av", "mp4 files")
+    if CODEC not in av.codecs_available:
+        raise ModuleNotFoundError(
+            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {INSTALL}"
+        )
+    return av
+
+
+def as_bytes(frames: NDArray[np.floating]) -> Frames:
+    """[0, 1] to 8 bits, as a PNG of the frame would hold it."""
+    return np.round(np.clip(frames, 0, 1) * 255).astype(np.uint8)
+
+
+def write_mp4(path: Path, frames: Frames, fps: int) -> None:
+    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column. Whole or absent."""
+    av = video_library()
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    # the muxer rewrites the file to put its index first, so it needs a real file beside the final one
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".mp4")
+    os.close(handle)
+    try:
+        with av.open(temporary, "w", options={"movflags": "+faststart"}) as container:
+            stream = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "14", "preset": "medium", "bf": "0"})
+            stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+            container.mux(stream.encode())
+        Path(temporary).chmod(0o644)  # mkstemp makes files for their owner alone
+        Path(temporary).replace(path)
+    except BaseException as failure:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise OSError(f"out: expected room for {path}, got a full disk or quota; free some space and run again.") from None
+        raise
+
+
+def read_mp4(path: Path) -> Frames:
+    av = video_library()
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def expect_writable_folder(folder: Path) -> None:
+    """Fails before minutes are spent on a video that could not be saved."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"out: expected a folder that can be written, got {folder} ({error.strerror}); choose another place.") from None
+
+
+def side_by_side(clips: dict[str, Frames], reference: str) -> Frames:
+    """A row of labelled clips and, below, each one's difference from the reference; one clip: the clip alone."""
+    names = [reference, *(name for name in clips if name != reference)]
+    base = clips[reference].astype(np.int16)
+    columns = []
+    for name in names:
+        shown = clips[name]
+        parts = [_label(name, shown.shape, shown.shape[2]), shown]
+        if len(names) > 1:
+            text = "difference from it" if name == reference else f"difference x {DIFFERENCE_GAIN}"
+            apart = np.clip(np.abs(shown.astype(np.int16) - base) * DIFFERENCE_GAIN, 0, 255).astype(np.uint8)
+            parts += [_label(text, shown.shape, shown.shape[2]), apart]
+        columns.append(np.concatenate(parts, axis=1))
+    return np.concatenate(columns, axis=2)
+
+
+def _label(text: str, shape: tuple[int, ...], width: int) -> Frames:
+    image, draw = package("PIL.Image", "labels in videos"), package("PIL.ImageDraw", "labels in videos")
+    strip = image.new("RGB", (width, LABEL_HEIGHT), (16, 18, 24))
+    draw.Draw(strip).text((8, 6), text, fill=(235, 238, 245))
+    return np.broadcast_to(np.asarray(strip), (shape[0], LABEL_HEIGHT, width, 3))

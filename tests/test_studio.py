@@ -1,0 +1,197 @@
+"""`park generate`, `park compare` and `park ablation` on a tiny pipeline: what is written, repeated, resumed and measured."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+pytest.importorskip("av")
+
+from parkattn.attention import Park
+from parkattn.config import ParkConfig
+from parkattn.metrics.retrieval import attention_recall
+from parkattn.scene import clustered_scene
+from parkattn.site import CallSite
+from parkattn.studio import ablation, checkpoints, compare, generate, video
+from parkattn.studio.generate import Request
+from parkattn.studio.observe import Observer, sampled_recall
+
+SMALL = {"steps": 4, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """An untrained pipeline of the shipped model's classes, as a folder."""
+    from parkattn.sprites.model import SpriteModelConfig, build_pipeline
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    shape = SpriteModelConfig(heads=2, head_dim=32, layers=2, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
+    pipe = build_pipeline(shape)
+    # an untrained output layer predicts zero, and every method would give the same frames
+    torch.nn.init.normal_(pipe.transformer.proj_out.weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    pipe.save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def asked(model, **changes) -> Request:
+    config = {"query_clusters": 2, "key_clusters": 4, "top_p": 0.5}
+    return Request(prompt="a red circle moves right over blue waves", model=str(model), changes=config, **(SMALL | changes))
+
+
+def test_generate_writes_a_video_and_a_record_that_repeats_it(model, tmp_path):
+    reports = []
+    record, made = generate.generate_video(asked(model), tmp_path / "a.mp4", progress=reports.append)
+    assert made and sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.mp4"]
+    assert video.read_mp4(tmp_path / "a.mp4").shape == (5, 32, 48, 3)
+    assert record == json.loads((tmp_path / "a.json").read_text())
+    assert [(r.step, r.phase) for r in reports] == [(0, "dense"), (1, "refresh"), (2, "refresh"), (3, "refresh"), (4, "done")]
+    assert [row["phase"] for row in record["measured"]["steps"]] == ["dense", "refresh", "refresh", "refresh"]
+    assert record["measured"]["density"] == pytest.approx(np.mean([row["density"] for row in record["measured"]["steps"]]))
+    assert 0 < record["measured"]["density_sparse_steps"] < 1
+    again = Request(**{name: value for name, value in record["resolved"].items() if name != "config"})
+    generate.generate_video(again, tmp_path / "b.mp4")
+    assert np.array_equal(video.read_mp4(tmp_path / "a.mp4"), video.read_mp4(tmp_path / "b.mp4"))
+
+
+def test_a_second_run_is_done_already_and_other_settings_are_refused(model, tmp_path):
+    path = tmp_path / "a.mp4"
+    generate.generate_video(asked(model), path)
+    before = path.stat().st_mtime_ns
+    assert generate.generate_video(asked(model), path)[1] is False
+    with pytest.raises(ValueError, match=r"seed = 0, asked 1.*--overwrite"):
+        generate.generate_video(asked(model, seed=1), path)
+    assert path.stat().st_mtime_ns == before
+    assert generate.generate_video(asked(model, seed=1), path, overwrite=True)[1] is True
+    path.write_bytes(b"cut short")
+    with pytest.raises(ValueError, match="changed since"):
+        generate.generate_video(asked(model, seed=1), path)
+
+
+def test_an_interruption_leaves_nothing_behind(model, tmp_path):
+    def interrupt(report):
+        if report.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate.generate_video(asked(model), tmp_path / "a.mp4", progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interruption_while_encoding_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(video.video_library().VideoFrame, "from_ndarray", interrupt, raising=True)
+    with pytest.raises(KeyboardInterrupt):
+        video.write_mp4(tmp_path / "a.mp4", np.zeros((2, 32, 32, 3), np.uint8), 8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_observer_changes_no_output_and_measures_the_plans_recall():
+    q, k, v, *_ = clustered_scene(heads=2, grid=(4, 8, 8), dim=32)
+    config = ParkConfig(query_clusters=4, key_clusters=8, top_p=0.7, dense_steps=0)
+    observer, site = Observer(Park(config), recall_rows=10**6), CallSite(step=1, total_steps=4)
+    out, stats = observer(q, k, v, site)
+    alone = Park(config)
+    assert torch.equal(out, alone(q, k, v, site).out) and stats.phase == "refresh"
+    plan = alone.plans.get(site.key).plan
+    assert torch.allclose(observer.calls[0].recall, attention_recall(q, k, plan))
+    # an even sample of a quarter of the rows: within four standard errors of a share in [0, 1]
+    assert (sampled_recall(q, k, plan, 64) - attention_recall(q, k, plan)).abs().max() < 4 * 0.5 / 64**0.5
+    assert observer.measuring[1] > 0
+
+
+def test_frames_of_odd_size_are_made_even_and_survive_the_codec(tmp_path):
+    frames = np.zeros((3, 33, 47, 3), np.uint8)
+    frames[:, 8:24, 8:24] = (200, 40, 40)
+    video.write_mp4(tmp_path / "a.mp4", frames, 8)
+    read = video.read_mp4(tmp_path / "a.mp4")
+    assert read.shape == (3, 34, 48, 3)
+    assert np.abs(read[:, 12:20, 12:20].astype(int) - (200, 40, 40)).max() < 16
+    # the index stands before the frames, so that a browser can start at once
+    data = (tmp_path / "a.mp4").read_bytes()
+    assert data.index(b"moov") < data.index(b"mdat")
+
+
+def test_the_difference_strip_is_black_for_the_reference_and_four_times_the_difference_beside_it():
+    dense = np.full((1, 32, 32, 3), 100, np.uint8)
+    sheet = video.side_by_side({"park": dense + 3, "dense": dense}, "dense")
+    strip = sheet[0, -32:]
+    assert sheet.shape == (1, 2 * (32 + video.LABEL_HEIGHT), 64, 3)
+    assert (strip[:, :32] == 0).all() and (strip[:, 32:] == 3 * video.DIFFERENCE_GAIN).all()
+
+
+@pytest.fixture(scope="module")
+def compared(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare")
+    return out, compare.compare(asked(model), ["dense", "park", "centroid"], out)
+
+
+def test_compare_writes_everything_and_measures_against_dense(compared):
+    out, report = compared
+    names = {"dense.mp4", "park.mp4", "centroid.mp4", "side_by_side.mp4", "metrics.json", "metrics.csv", "heads.csv", "index.html"}
+    assert names <= {p.name for p in out.iterdir()}
+    rows = {row["method"]: row for row in report["methods"]}
+    assert rows["dense"]["psnr"]["mean"] == 100 and rows["dense"]["density"] == 1 and rows["dense"]["recall"] is None
+    assert rows["park"]["psnr"]["mean"] < 100 and 0 < rows["park"]["recall"]["worst"] <= rows["park"]["recall"]["mean"] < 1
+    assert np.shape(rows["park"]["heat"]["recall"]) == np.shape(rows["park"]["heat"]["density"]) == (2, 2)
+    assert sum(rows["park"]["phase_seconds"].values()) == pytest.approx(rows["park"]["seconds"]["denoise"])
+    assert (out / "metrics.csv").read_text().splitlines()[2].startswith("park,")
+    assert len((out / "heads.csv").read_text().splitlines()) == 1 + 2 * 2 * 2
+    assert video.read_mp4(out / "side_by_side.mp4").shape[2] == 3 * 48
+
+
+def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
+    out, _ = compared
+    before = {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in ("dense", "park")}
+    events = []
+    report = compare.compare(asked(model), ["dense", "park", "park-no-pama"], out, announce=lambda *event: events.append(event))
+    assert events == [("dense", "kept"), ("park", "kept"), ("park-no-pama", "start"), ("park-no-pama", "done")]
+    assert before == {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in before}
+    assert [row["method"] for row in report["methods"]] == ["dense", "park", "park-no-pama"]
+    with pytest.raises(ValueError, match="steps = 4, asked 3"):
+        compare.compare(asked(model, steps=3), ["dense", "park"], out)
+
+
+def test_methods_are_chosen_by_name_and_dense_comes_first():
+    assert compare.choose_methods("centroid,park,centroid") == ["dense", "centroid", "park"]
+    assert compare.choose_methods(None) == list(compare.DEFAULT_METHODS)
+    with pytest.raises(ValueError, match="expected all or some of"):
+        compare.choose_methods("park,parc")
+
+
+def test_short_videos_keep_the_papers_tokens_per_block_and_a_named_preset_is_taken_as_it_is(model):
+    pipe = checkpoints.load_pipeline(model)
+    request = dataclasses.replace(asked(model, height=320, width=480, frames=33), changes={})
+    assert checkpoints.token_count(pipe, 33, 320, 480) == 5400
+    config = generate.config_for(request, pipe)
+    assert (config.query_clusters, config.key_clusters) == (10, 41)
+    assert generate.config_for(dataclasses.replace(request, preset="hunyuanvideo"), pipe).key_clusters == 1024
+    assert generate.config_for(dataclasses.replace(request, frames=337), pipe).key_clusters == 512
+
+
+def test_false_position_finds_the_budget_of_a_density():
+    for curve in (lambda x: x**3, lambda x: x**0.3, lambda x: np.ceil(x * 41) / 41):
+        value, reached = ablation.solve(curve, 0.4)
+        assert curve(value) == reached and abs(reached - 0.4) <= max(ablation.CLOSE_ENOUGH, 0.5 / 41)
+
+
+def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "CHECKPOINT", model)
+    settings = ablation.AblationSettings(prompts=2, methods=("park", "centroid"), density=0.6, budget="top_p")
+    request = dataclasses.replace(asked(None), model=None, changes={"query_clusters": 2, "key_clusters": 4})
+    table = ablation.run_ablation(request, settings, tmp_path)
+    assert [(line["method"], line["runs"]) for line in table["lines"]] == [("park", 2), ("centroid", 2), ("dense again", 2)]
+    floor = table["lines"][-1]
+    assert floor["psnr"] == 100 and table["lines"][0]["psnr"] < 100
+    assert "| dense again | 2 | 100.00 |" in (tmp_path / "table.md").read_text()
+    said = []
+    kept = (tmp_path / "results.jsonl").read_text().splitlines()
+    (tmp_path / "results.jsonl").write_text("\n".join(kept[:-1]) + "\n")
+    assert ablation.run_ablation(request, settings, tmp_path, say=said.append)["lines"] == table["lines"]
+    assert len(said) == 1  # the one run that was missing
+    with pytest.raises(ValueError, match="made with others"):
+        ablation.run_ablation(request, dataclasses.replace(settings, density=0.5), tmp_path)

@@ -1,0 +1,221 @@
+"""Everything a user can get wrong with the video commands: one line, exit code 2, nothing half-written."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+pytest.importorskip("av")
+
+from parkattn import cli
+from parkattn.config import ParkConfig
+from parkattn.sprites import CHECKPOINT
+from parkattn.studio import checkpoints, commands, doctor, gain, generate, video
+
+SENTENCE = "a red circle moves right over blue waves"
+
+
+@pytest.fixture
+def park(monkeypatch, capsys):
+    """The command as a user types it: (exit code, stdout, stderr)."""
+    if "generate" not in {command.callback.__name__ for command in cli.app.registered_commands}:
+        monkeypatch.setattr(cli.app, "registered_commands", cli.app.registered_commands + commands.app.registered_commands)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["park", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        return ended.value.code or 0, shown.out, shown.err
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the shipped checkpoint that a test may break."""
+    return shutil.copytree(CHECKPOINT, tmp_path / "model")
+
+
+def refused(park, tmp_path, *arguments) -> str:
+    out = tmp_path / "out"
+    code, _, error = park("generate", *arguments, "--out", out / "a.mp4")
+    assert code == 2 and error.startswith("park: ") and "Traceback" not in error
+    assert not out.exists() or not list(out.iterdir())
+    return error
+
+
+def holds(error: str, said: str) -> bool:
+    """A terminal may wrap the line anywhere."""
+    return "".join(said.split()) in "".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a red elephant moves right over blue waves"], "unknown word 'elephant'; allowed words: a, an, over, red"),
+        ([SENTENCE, "--height", "100"], "height: expected a multiple of 16 for this model, got 100; try 96."),
+        ([SENTENCE, "--width", "8"], "width: expected a multiple of 16 for this model, got 8; try 16."),
+        ([SENTENCE, "--frames", "16"], "frames: expected a multiple of 4 plus 1 for this model, got 16; try 17."),
+        ([SENTENCE, "--method", "parc"], "method: expected one of centroid, dense, park"),
+        ([SENTENCE, "--preset", "wan9"], "preset: expected one of hunyuanvideo"),
+        ([SENTENCE, "--set", "top_q=0.9"], "got top_q; correct or remove that name."),
+        ([SENTENCE, "--set", "top_p"], "--set: expected NAME=VALUE, got 'top_p'"),
+        ([SENTENCE, "--device", "cuda:7"], "device: expected one this machine has"),
+        ([SENTENCE, "--dtype", "int4"], "dtype: expected one of bfloat16, float16, float32"),
+        ([SENTENCE, "--offload", "model", "--device", "cpu"], "offload: expected none on cpu"),
+        ([SENTENCE, "--steps", "0"], "steps: expected at least 1, got 0"),
+        ([SENTENCE, "--model", "no-such-folder"], "model: expected a diffusers folder or a hub id"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(park, tmp_path, arguments, said):
+    assert holds(refused(park, tmp_path, *arguments), said)
+
+
+def break_index(folder):
+    (folder / "model_index.json").write_text("{")
+
+
+def drop_component(folder):
+    shutil.rmtree(folder / "vae")
+
+
+def cut_weights(folder):
+    os.truncate(folder / "transformer" / "diffusion_pytorch_model.safetensors", 10_000)
+
+
+def only_pickle(folder):
+    weights = folder / "text_encoder" / "model.safetensors"
+    weights.rename(weights.with_name("pytorch_model.bin"))
+
+
+def drop_weights(folder):
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def drop_index(folder):
+    (folder / "model_index.json").unlink()
+
+
+def wrong_shape(folder):
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 7, "ffn_dim": 512}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (break_index, "expected JSON in"),
+        (drop_index, "model_index.json, got no such file"),
+        (drop_component, "expected component vae in"),
+        (cut_weights, "expected whole weights in"),
+        (only_pickle, "got pickle only (pytorch_model.bin)"),
+        (drop_weights, "expected a .safetensors file in"),
+        (wrong_shape, "to load as a diffusers pipeline, got:"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line(park, tmp_path, folder, damage, said):
+    damage(folder)
+    assert holds(refused(park, tmp_path, SENTENCE, "--model", folder), said)
+
+
+def test_retrained_weights_have_another_fingerprint(folder):
+    before = checkpoints.fingerprint(folder)
+    assert before == checkpoints.fingerprint(CHECKPOINT)
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert checkpoints.fingerprint(folder) != before
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(park, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, error = park("generate", SENTENCE, "--out", tmp_path / "file" / "a.mp4")
+    assert code == 2 and holds(error, "out: expected a folder that can be written")
+    code, _, error = park("compare", SENTENCE, "--out", tmp_path / "file")
+    assert code == 2 and holds(error, "out: expected a folder that can be written")
+    code, _, error = park("generate", SENTENCE, "--out", tmp_path / "a.gif")
+    assert code == 2 and holds(error, "ending in .mp4")
+
+
+def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
+    frames = np.random.default_rng(0).integers(0, 256, (8, 128, 128, 3), dtype=np.uint8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # files of this process end here, as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"out: expected room for .*a\.mp4, got a full disk"):
+            video.write_mp4(tmp_path / "a.mp4", frames, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["av", "diffusers", "transformers"])
+def test_a_missing_extra_names_the_install_line(park, tmp_path, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    error = refused(park, tmp_path, SENTENCE)
+    assert holds(error, f"park: {missing}: expected for") and holds(error, "pip install 'parkattn[video]'")
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(park, tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "load_pipeline", interrupted)
+    code, text, error = park("generate", SENTENCE, "--out", tmp_path / "out" / "a.mp4")
+    assert code == 130 and "stopped; nothing was written" in text and not error
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_running_out_of_gpu_memory_is_one_line(park, tmp_path, monkeypatch):
+    class Full:
+        def __call__(self, height=32, width=48, num_frames=5, num_inference_steps=2, **options):
+            raise torch.OutOfMemoryError
+
+        class transformer:  # noqa: N801 (a pipeline's attribute)
+            config = type("Config", (), {"patch_size": (1, 1, 1)})
+
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *arguments, **options: Full())
+    monkeypatch.setattr(generate, "config_for", lambda *arguments: ParkConfig())
+    monkeypatch.setattr(generate, "Session", lambda *arguments: contextlib.nullcontext())
+    assert holds(refused(park, tmp_path, SENTENCE, "--height", "32", "--width", "48"), "got out of memory; pass --offload model")
+
+
+def test_an_ffmpeg_without_h264_is_one_line(park, tmp_path, monkeypatch):
+    monkeypatch.setattr(video.video_library(), "codecs_available", {"mpeg4"})
+    assert holds(refused(park, tmp_path, SENTENCE), "ffmpeg: expected one with libx264")
+
+
+def test_doctor_is_healthy_here_and_says_what_to_gain(park):
+    code, text, _ = park("doctor", "--json", "--model", "wan2.1-14b", "--gpu", "NVIDIA H200")
+    found = json.loads(text)
+    assert code == 0 and found["healthy"] and found["self_test"]["passed"]
+    assert {stage["stage"] for stage in found["stages"]} == {"cluster", "importance", "selection", "permute", "attend"}
+    assert all(stage["uses"] and stage["why"] for stage in found["stages"])
+    assert found["estimate"]["tokens"] == 75_600 and found["estimate"]["dense_seconds_per_step_about"] > 0
+    assert "gain at best" in park("doctor")[1]
+
+
+def test_doctor_fails_when_the_definition_does(park, monkeypatch):
+    monkeypatch.setattr(doctor, "park_attention", lambda q, k, v, config: v * 1.01)
+    code, text, _ = park("doctor", "--json")
+    assert code == 1 and json.loads(text)["problems"]
+
+
+def test_the_bound_is_amdahls():
+    guess = gain.estimate("wan2.1-14b", frames=81, height=720, width=1280, density=0.25)
+    n, d, ffn, text = 75_600, 5120, 13_824, 512
+    attention = 4 * n * n * d
+    rest = 8 * n * d * d + (4 * n + 4 * text) * d * d + 4 * n * text * d + 4 * n * d * ffn
+    share = attention / (attention + rest)
+    assert guess["attention_share"] == pytest.approx(share)
+    assert guess["bound"] == pytest.approx(1 / (1 - share + share * (0.2 + 0.8 * 0.25)))
+    assert gain.estimate("wan2.1-14b", frames=81, height=720, width=1280, density=1.0)["bound"] == pytest.approx(1.0)
