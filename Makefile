@@ -1,4 +1,4 @@
-# make demo   set up, then PARK against dense attention on this machine's CPU, with pictures
+# make demo   set up, then dense attention against PARK with the small trained model on this CPU: videos, metrics, a page
 # make test   set up, then style, types, layout and every test
 # make bench  sparse against dense time on this machine's CPU
 
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test bench lint clean
 
 demo: $(INSTALLED)
-	$(BIN)/park demo --out out/demo
+	$(BIN)/park compare --methods dense,park --out out/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
