@@ -136,7 +136,7 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
 def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
     """W[u, v] for one slice of block u.  Grid (items).  Traffic: q once, the head's centroids from L2 once per 64 queries, 4 N_K bytes out.
 
-    The grid is not persistent: a fixed split of items over 132 programs was a quarter slower than the hardware's own (H200, 4.4 against 3.1 ms).
+    The grid is not persistent: a fixed split of items over 132 programs was slower than the hardware's own (H200, 4.4 against 3.1 ms).
     """
     SWIZZLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -107,8 +107,7 @@ class Trainer:
         with torch.no_grad():  # start with a nearly noiseless posterior, or reconstruction learns nothing for a long time
             self.vae.quant_conv.bias[model.latent_channels :] -= 5.0
         named = lambda **modules: {f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters()}  # noqa: E731
-        self.vae_parameters = named(vae=self.vae)
-        self.parameters = named(transformer=self.transformer, text=self.text)
+        self.vae_parameters, self.parameters = named(vae=self.vae), named(transformer=self.transformer, text=self.text)
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
         report = 2 if config.small else 20
         self.stages = (
