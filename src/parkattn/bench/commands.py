@@ -22,33 +22,25 @@ Rehearse = Annotated[bool, typer.Option(help="Tiny sizes; with TRITON_INTERPRET=
 def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typer.Option(min=1)] = 2) -> None:
     """Sparse against dense attention on the CPU at densities 0.5, 0.25 and 0.1."""
     from parkattn.bench.cpu import measure_cpu
-    from parkattn.record import append_records
 
     records = list(track(measure_cpu(repeats=repeats, threads=threads), "measuring", total=3, console=console, transient=True))
     table = Table("density", "dense ms", "sparse ms", "speed-up", "plan ms", "calls to break even", title="4 heads, 8,192 tokens, dim 64")
     for row in records:
         table.add_row(*(str(row[name]) for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")))
-    console.print(table)
-    if record is not None:
-        append_records(record, records)
-        console.print(f"appended to {record}")
+    _show_and_keep(table, records, record)
 
 
 @app.command("decisions")
 def decisions(record: Record = None) -> None:
     """The settings the paper leaves open (iterations, seed, warm start, ...), one at a time, by recall."""
     from parkattn.bench.decisions import measure_decisions
-    from parkattn.record import append_records
 
     records = list(track(measure_decisions(), "measuring", total=32, console=console, transient=True))
     table = Table("choice", "value", "recall", "density", "QK-score error")
     for row in records:
         value = ", ".join(f"{name} = {setting}" for name, setting in row["value"].items())
         table.add_row(row["choice"], value, *(str(row[name]) for name in ("recall", "density", "score_error")))
-    console.print(table)
-    if record is not None:
-        append_records(record, records)
-        console.print(f"appended to {record}")
+    _show_and_keep(table, records, record)
 
 
 @app.command("pama")
@@ -116,6 +108,15 @@ def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: 
             append_records(record, [{**row, "roofline": peak, "rehearsal": rehearse, "environment": facts}])
     console.print(table)
     if record is not None:
+        console.print(f"appended to {record}")
+
+
+def _show_and_keep(table: Table, records: list[dict[str, Any]], record: Path | None) -> None:
+    from parkattn.record import append_records
+
+    console.print(table)
+    if record is not None:
+        append_records(record, records)
         console.print(f"appended to {record}")
 
 
