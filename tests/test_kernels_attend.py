@@ -265,13 +265,13 @@ def test_work_list_kernels_build(arch):
 
     types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
     types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "inverse_scale": "fp32"}
-    constants = {"KEY_TILE": 128, "WIDE": 32, "TAIL": 8, "LANES": 1024, "COMPENSATE": True}  # 512 key blocks
+    constants = {"KEY_TILE": 128, "WIDE": 32, "TAIL": 8, "LANES": 1024, "FILLERS": 16, "COMPENSATE": True}  # 512 key blocks
     assert compiled(list_keys_kernel, types, constants, arch, num_warps=8)[1] == 0
     assert compiled(list_queries_kernel, types, {"QUERY_TILE": 128, "LANES": 128, "CHUNK": 1024}, arch, num_warps=4)[1] == 0
 
 
 @on_compiler
-@pytest.mark.parametrize(("d", "element", "everything"), [(64, "fp16", False), (128, "bf16", True)])
+@pytest.mark.parametrize(("d", "element", "everything"), [(64, "fp16", True), (128, "bf16", False), (128, "bf16", True)])
 def test_gluon_kernel_builds_and_fits(d, element, everything):
     from parkattn.kernels.attend_gluon import SWIZZLED, attend_hopper_kernel
     from parkattn.kernels.tiles_attend import gluon_tile
@@ -289,6 +289,6 @@ def test_gluon_kernel_builds_and_fits(d, element, everything):
     constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything}
     shared, stack, ptx = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)
     assert shared <= SHARED_MEMORY[90]
-    # at d = 128 a few words are kept on the stack for the whole launch and read once per query tile, outside the loops over keys
-    assert stack <= (0 if d == 64 else 64)
+    # with everything on, a few words are kept on the stack and read once per query tile, outside the loops over keys
+    assert stack <= (64 if everything else 0)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx

@@ -96,6 +96,8 @@ def check_pama(seed, n, d, query_blocks, key_blocks, dtype):
         error = (out.double() - exact).abs().max()
         assert error <= 2 * plain + torch.finfo(torch.float32).eps, (kernel.__name__, error, plain)
         assert torch.equal(out, kernel(q, offsets, c, sizes)), "a second run gave other bits"
+        alone = kernel(*(x[1:].contiguous() for x in (q, offsets, c, sizes)))
+        assert torch.equal(out[1:], alone), "a head's bits depend on the other heads of the call"
 
 
 def pama():
@@ -118,8 +120,16 @@ def pama_edges():
 
     from parkattn.kernels import importance
 
-    importance.PARTIAL_ROWS = 4
-    check_pama(5, 500, 64, 1, 20, torch.bfloat16)
+    check_pama(5, 600, 64, 1, 20, torch.bfloat16)
+    offsets, sizes = ragged(torch.Generator().manual_seed(8), 3, 5000, 70), torch.tensor([[4, 0, 1]] * 3, dtype=torch.int32)
+    items, log_sizes, partial, chunk = importance._work(offsets, sizes, 5000)
+    rows = torch.zeros(3, 5000)
+    for bh, first, here, *_ in items.tolist():
+        rows[bh, first : first + here] += 1
+    assert (rows == 1).all() and items[:, 2].max() <= chunk and partial.shape[0] * chunk <= 3 * 5000, "every row in one item, none too long"
+    blocks = items[items[:, 4] < 0].view(70, 3, 8)
+    assert (blocks[1:, :, 3] <= blocks[:-1, :, 3]).all() and (blocks[..., 0] == torch.arange(3)).all(), "of every head the longest first"
+    assert torch.equal(log_sizes[:, :3], torch.tensor([[2.0, -math.inf, 0.0]] * 3)) and log_sizes[:, 3:].isneginf().all()
     check_pama(6, 40, 64, 2, 300, torch.float16)
     q, c = torch.randn(1, 20, 64).bfloat16(), torch.randn(1, 3, 64).bfloat16()
     nothing = torch.zeros(1, 3, dtype=torch.int32)
@@ -264,10 +274,10 @@ def permute():
 
 
 TYPES = {
-    **dict.fromkeys(("x", "q", "centroids", "centred", "root"), "*{0}"),
+    **dict.fromkeys(("x", "q", "centroids", "centred", "root", "rows"), "*{0}"),
     **dict.fromkeys(("old", "mu", "means", "half", "shift", "partial", "log_sizes", "lse", "sums"), "*fp32"),
-    **dict.fromkeys(("labels", "order", "offsets", "counts", "starts", "shifts", "totals", "extra_ends", "items", "sizes"), "*i32"),
-    "valid": "*i8", "scale": "fp32", "longest_first": "*i64",
+    **dict.fromkeys(("labels", "order", "offsets", "counts", "starts", "shifts", "totals", "items", "sizes"), "*i32"),
+    "valid": "*i8", "scale": "fp32",
 }
 
 
@@ -282,7 +292,7 @@ def kernels_and_tiles(arch, d, torch_dtype):
     yield importance._row_lse, block | {"EVEN": True}, one, False
     yield importance._block_mass, block | {"EVEN": False}, two, False
     yield cluster._assign, block | {"HAS_VALID": False}, tiles.assign_tile(*key), False
-    yield cluster._segment_sum, block | {"SPLITS": 4}, tiles.segment_tile(*key), False
+    yield cluster._segment_sum, block | {"SPLITS": 4, "COPY": True}, tiles.segment_tile(*key), False
     yield cluster._metric_partial, block | {"HAS_VALID": False, "BM": min(d, 128)}, tiles.metric_tile(*key), False
     yield cluster._transform, block | {"BN": min(d, 128)}, tiles.transform_tile(*key), True
     for width in (256, 1024) if d == 128 else (512,):
@@ -291,9 +301,7 @@ def kernels_and_tiles(arch, d, torch_dtype):
     if d == 128:
         yield permute._gather_rows, block, tiles.permute_tile(*key), True
         yield permute._scatter_rows, block, tiles.permute_tile(*key), True
-        yield importance._list_items, {"STEPS": 14, "ITEMS": 128}, {"num_warps": 4}, False
-        yield importance._size_up, {"BLOCK": 1024}, {"num_warps": 4}, False
-        yield importance._log2_sizes, {"BLOCK": 1024}, {"num_warps": 4}, False
+        yield importance._list_work, {"BLOCKS": 64, "KEYS": 256}, {"num_warps": 4}, False
         yield importance._add_partials, {"BN": 1024}, {"num_warps": 4}, False
         yield cluster._segment_finish, block | {"SPLITS": 4, "HAS_OLD": True, "CENTRE": True, "ROWS": 16}, {"num_warps": 4}, False
         yield cluster._count_labels, {"BINS": 1024}, sort_tile, False
@@ -304,14 +312,21 @@ def kernels_and_tiles(arch, d, torch_dtype):
 
 def stack_bytes(cubin: bytes) -> int:
     """Spills show as stack in the binary: the compiled object tells n_spills only on a GPU."""
+    return int(re.search(r"STACK:(\d+)", dumped(cubin, "-res-usage"))[1])
+
+
+def machine_code(cubin: bytes) -> str:
+    return dumped(cubin, "-sass")
+
+
+def dumped(cubin: bytes, what: str) -> str:
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-    return int(re.search(r"STACK:(\d+)", text)[1])
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True).stdout
 
 
 def compile_for(arch: int) -> None:
@@ -346,7 +361,7 @@ def compile_gluon(target) -> None:
     from parkattn.kernels import tiles_retrieval as tiles
 
     kernel, layout = importance_hopper.full_key_hopper, repr(importance_hopper.SWIZZLED)
-    for chunks, dtype in ((8, "bf16"), (4, "fp16")):
+    for chunks, dtype in ((8, "bf16"), (4, "fp16"), (2, "bf16")):
         tile = tiles.full_key_tile(128, None, 90, chunks * 128)
         constants = {"CHUNKS": chunks, "STAGES": tile["stages"]}
         types = {"q_desc": f"tensordesc<{dtype}[64, 128],{layout}>", "c_desc": f"tensordesc<{dtype}[128, 128],{layout}>", "items": "*i32", "log_sizes": "*fp32",
@@ -356,9 +371,11 @@ def compile_gluon(target) -> None:
         source = GluonASTSource(kernel, types, {place[a]: v for a, v in constants.items()}, aligned)
         built = triton.compile(source, target=target, options=importance_hopper.OPTIONS)
         assert built.metadata.shared <= SHARED_MEMORY[90]
-        assert "wgmma" in built.asm["ptx"]
-        # at 8 chunks the compiler parks addresses of the biases on the stack, before the tile loop
+        # at 8 chunks the compiler parks addresses of E and F on the stack, before the tile loop
         assert stack_bytes(built.asm["cubin"]) <= (256 if chunks == 8 else 0)
+        # where ptxas cannot keep GEMMs in flight it waits after every one, and says so only to who runs it by hand
+        gemms, waits = (machine_code(built.asm["cubin"]).count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+        assert 0 < waits < gemms / 2, f"{gemms} GEMM instructions, {waits} waits"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from parkattn.attend import dense_attention
-from parkattn.backend import Backend, resolve
+from parkattn.backend import Backend, explain_out_of_memory, resolve
+from parkattn.borders import fitting_multiple
 from parkattn.checks import expect_attention_inputs, expect_finite, shape_of
 from parkattn.config import ParkConfig
 from parkattn.plan import Plan
@@ -20,6 +21,7 @@ from parkattn.selection import kept_mass, select_top_k, select_top_p
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
+@explain_out_of_memory
 def build_plan(
     q: Tensor,
     k: Tensor,
@@ -48,6 +50,8 @@ def build_plan(
     keys = backend.cluster_keys(
         k, q, config, iterations=iterations, start=old_keys, valid=roles.clustered_keys, query_valid=roles.clustered_queries
     )
+    queries = backend.round_borders(q, queries, fitting_multiple(config.query_multiple, q.shape[2], queries.clusters))
+    keys = backend.round_borders(k, keys, fitting_multiple(config.key_multiple, k.shape[2], keys.clusters))
     query_blocks = backend.arrange(*roles.query_blocks(queries.labels, queries.clusters))
     key_blocks = backend.arrange(*roles.key_blocks(keys.labels, keys.clusters))
     importance = backend.importance(config.importance, q, k, query_blocks, queries, keys, scale=scale)
@@ -68,6 +72,7 @@ def build_plan(
     )
 
 
+@explain_out_of_memory
 def park_attention(
     q: Tensor,
     k: Tensor,
@@ -108,7 +113,8 @@ class Park:
         if phase.name == "dense":
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=scale, key_valid=key_valid)
             return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
-        held = self.plans.get(site.key, _backend(q, self.config).arrange)
+        backend = _backend(q, self.config)
+        held = self.plans.get(site.key, backend.arrange)
         if held is not None and not held.plan.fits(q, k):
             phase, held = phase._replace(name="refresh", reason="the number of tokens changed"), None
         if phase.name == "refresh" or held is None:
@@ -118,7 +124,7 @@ class Park:
         else:
             plan = held.plan
         out = park_attention(q, k, v, self.config, plan=plan, scale=scale)
-        return AttentionOutput(out, AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass))
+        return AttentionOutput(out, AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason))
 
     def reset(self) -> None:
         self.plans.reset()

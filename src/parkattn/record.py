@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from importlib.metadata import version
@@ -36,7 +37,10 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def _commit() -> str | None:
-    """Of the source tree this runs from; None when installed from a wheel."""
+    """Of the source tree this runs from; None when installed from a wheel. A copy without git is told by PARKATTN_COMMIT."""
+    told = os.environ.get("PARKATTN_COMMIT")
+    if told:
+        return told
     here = Path(__file__).parent
     try:
         found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True)

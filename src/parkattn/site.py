@@ -44,6 +44,7 @@ class AttentionStats:
     reason: str
     density: Tensor  # [b h]
     estimated_mass: Tensor | None = None  # [b h]
+    backend: str = ""  # what computed it and why, in one sentence; "" where the method has no choice of backends
 
 
 class AttentionOutput(NamedTuple):

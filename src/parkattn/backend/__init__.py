@@ -12,13 +12,16 @@ line that names the alternative; nothing is replaced silently. `resolve(...).rea
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+import re
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from parkattn.backend.reference import ReferenceBackend
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, shape_of
 from parkattn.cluster import Clustering
 from parkattn.config import BACKENDS, ParkConfig
 from parkattn.plan import Blocks, Plan
@@ -50,6 +53,9 @@ class Backend(Protocol):
     ) -> Clustering:
         """QRKC of k [b h m d] in the metric of q, or k-means of k with key_metric="euclidean"."""
 
+    def round_borders(self, x: Tensor, found: Clustering, multiple: int) -> Clustering:
+        """The clusters of x [b h n d] as blocks that begin at multiples; 1 changes nothing."""
+
     def importance(
         self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
     ) -> Tensor:
@@ -60,6 +66,32 @@ class Backend(Protocol):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         """Attention over the plan's kept blocks; tensors in and out are in token order."""
+
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def explain_out_of_memory(
+    verb: Callable[Concatenate[Tensor, Tensor, Given], Found],
+) -> Callable[Concatenate[Tensor, Tensor, Given], Found]:
+    """A function of q, k, ... whose out-of-memory error says what was asked for and what to do."""
+
+    @functools.wraps(verb)
+    def explained(q: Tensor, k: Tensor, *more: Given.args, **named: Given.kwargs) -> Found:
+        try:
+            return verb(q, k, *more, **named)
+        except torch.OutOfMemoryError as error:
+            if str(error).startswith("memory:"):  # explained further down already
+                raise
+            asked = re.search(r"allocate (\d[\d.]* \w+)", str(error))
+            raise torch.OutOfMemoryError(
+                f"memory: expected room for {asked[1] if asked else 'the tensors'} more on {q.device} in {verb.__name__} with q {shape_of(q)} "
+                f"and k {shape_of(k)}, got out of memory; pass fewer heads at a time, a smaller resolution or fewer frames, or offload "
+                "other models of the pipeline (enable_model_cpu_offload)."
+            ) from error
+
+    return explained
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +20,32 @@ from parkattn.plan import Plan
 WORKSPACE_BYTES = 128 * 1024 * 1024  # what FlashInfer's documentation recommends
 
 
-def flashinfer_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashInferBackend:
+def flashinfer_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto") -> FlashInferBackend:
+    """kernel: fa2, fa3, or auto for FlashInfer's own choice; the first use of one compiles it, for up to 90 s."""
     _flashinfer()
     triton_backend(why, device, dtype, head_dim)
-    return FlashInferBackend(f"{why}: Triton kernels, attention in FlashInfer", False)
+    return FlashInferBackend(f"{why}: Triton kernels, attention in FlashInfer ({kernel})", False, kernel=kernel)
 
 
 @dataclass(frozen=True)
 class FlashInferBackend(TritonBackend):
     name: str = "flashinfer"
+    kernel: str = "auto"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         from parkattn.kernels import permute
 
         if compensate:
             raise ValueError("compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'.")
+        wrapper = self.planned(q, k, plan, scale=scale)
+        rows = (permute.gather_rows(x, side.order) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+        return permute.scatter_rows(wrapper.run(*rows), plan.queries.order, out=torch.empty_like(q))
+
+    def planned(self, q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = None) -> Any:
+        """FlashInfer's wrapper with its own plan made: token indices, on the host too."""
         b, h, _, d = q.shape
-        wrapper = _flashinfer().VariableBlockSparseAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        wrapper = _flashinfer().VariableBlockSparseAttentionWrapper(workspace, backend=self.kernel)
         wrapper.plan(
             block_mask_map=plan.mask.flatten(0, 1),
             block_row_sz=plan.queries.sizes.flatten(0, 1),
@@ -47,8 +57,7 @@ class FlashInferBackend(TritonBackend):
             q_data_type=q.dtype,
             kv_data_type=k.dtype,
         )
-        rows = (permute.gather_rows(x, side.order) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
-        return permute.scatter_rows(wrapper.run(*rows), plan.queries.order, out=torch.empty_like(q))
+        return wrapper
 
 
 def _flashinfer() -> ModuleType:

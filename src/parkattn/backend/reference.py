@@ -8,10 +8,12 @@ from torch import Tensor
 
 from parkattn import permute
 from parkattn.attend import attend
+from parkattn.borders import round_borders
 from parkattn.cluster import Clustering, cluster_keys, kmeans
 from parkattn.config import ParkConfig
 from parkattn.importance import ESTIMATORS
 from parkattn.plan import Blocks, Plan
+from parkattn.segments import segment_mean
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class ReferenceBackend:
             valid=valid,
             query_valid=query_valid,
         )
+
+    def round_borders(self, x: Tensor, found: Clustering, multiple: int) -> Clustering:
+        if multiple == 1:
+            return found
+        labels = round_borders(x, found.labels, found.centroids, multiple)
+        return Clustering(labels, *segment_mean(x, labels, found.clusters))
 
     def importance(
         self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None

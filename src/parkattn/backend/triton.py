@@ -59,10 +59,19 @@ class TritonBackend:
         else:
             root = metric_root(metric, config.metric_root)
         count = min(config.key_clusters, k.shape[2])
-        features = cluster.transform_keys(k, root, initial_tokens(k.shape[2], count, config.seed).to(k.device, non_blocking=True))
+        features = cluster.transform_keys(k, root, _first_tokens(k, count, config.seed, valid))
         labels, _, sizes = self._kmeans(features, config.key_clusters, config.seed, iterations, start, valid)
         order, offsets = cluster.sort_labels(labels, count)
         return Clustering(labels, cluster.segment_mean(k, order, offsets).view(*k.shape[:2], count, -1), sizes)
+
+    def round_borders(self, x: Tensor, found: Clustering, multiple: int) -> Clustering:
+        from parkattn.kernels import borders, cluster
+
+        if multiple == 1:
+            return found
+        labels = borders.round_borders(x, *found, multiple)
+        order, offsets = cluster.sort_labels(labels, found.clusters)
+        return Clustering(labels, cluster.segment_mean(x, order, offsets).view_as(found.centroids), offsets.diff(dim=-1))
 
     def importance(
         self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
@@ -107,11 +116,13 @@ class TritonBackend:
         b, h, m, d = k.shape
         blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
         order, out = plan.queries.order.reshape(b * h, -1), torch.empty_like(q)
-        keys, values = permute.gather_rows(k, plan.keys.order), permute.gather_rows(v, plan.keys.order)
         stand_ins = {}
         if compensate:
-            means = (cluster.segment_mean(x, plan.keys.order, plan.keys.offsets) for x in (k, v))
+            keys, values = (torch.empty(b * h, m, d, device=q.device, dtype=q.dtype) for _ in range(2))
+            means = (cluster.segment_mean(x, plan.keys.order, plan.keys.offsets, rows=rows) for x, rows in ((k, keys), (v, values)))
             stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
+        else:
+            keys, values = permute.gather_rows(k, plan.keys.order), permute.gather_rows(v, plan.keys.order)
         if self.gluon:
             from parkattn.kernels.attend_gluon import attend_hopper
 
@@ -125,38 +136,32 @@ class TritonBackend:
     def _kmeans(self, x: Tensor, clusters: int, seed: int, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
         from parkattn.kernels import cluster
 
-        b, h, n, _ = x.shape
-        count = min(clusters, n)
-        first = initial_tokens(n, count, seed).to(x.device, non_blocking=True)
+        count = min(clusters, x.shape[2])
         if start is not None:
             start = start.clamp(max=count)
-        elif valid is not None:
-            start = _label_first_tokens(valid, count, seed).unsqueeze(1).expand(b, h, n)
-        if start is not None and valid is not None:
-            start = torch.where(valid.unsqueeze(1), start, count)
-        if start is not None:
-            start = start.to(torch.int32)
+            start = (start if valid is None else torch.where(valid.unsqueeze(1), start, count)).to(torch.int32)
+        first = _first_tokens(x, count, seed, valid)
         labels, centroids, sizes, _, _ = cluster.kmeans(x, first, iterations=iterations, start=start, valid=valid)
         return Clustering(labels, centroids, sizes)
 
 
-def _label_first_tokens(valid: Tensor, count: int, seed: int) -> Tensor:
-    """Labels [b n] that give each first centroid its own token among the valid ones and every other token none (count).
+def _first_tokens(x: Tensor, count: int, seed: int, valid: Tensor | None) -> Tensor:
+    """The tokens of the first centroids: [c], or [b c] where some tokens are not valid [b n] and none of those may count.
 
     The definition draws from the valid tokens; their number is on the GPU, so the draw is scaled there.
     """
+    if valid is None:
+        return initial_tokens(x.shape[2], count, seed).to(x.device, non_blocking=True)
     draw = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(valid.device, non_blocking=True)
     members = valid.sum(-1, keepdim=True)
-    used = members.clamp(max=count)  # as many clusters as tokens
+    used = members.clamp(min=1, max=count)  # as many clusters as tokens
     cluster = torch.arange(count + 1, device=valid.device)
-    edges = (cluster * members // used.clamp(min=1)).minimum(members)
+    edges = (cluster * members // used).minimum(members)
     chosen = edges[:, :-1] + (draw * edges.diff(dim=-1)).long()
-    # rank of every valid token among the valid ones; clusters past `used` match none
-    rank = (valid.cumsum(-1) - 1).masked_fill(~valid, -1)
-    chosen = chosen.masked_fill(cluster[:-1] >= used, valid.shape[1])
-    at = torch.searchsorted(chosen, rank).clamp(max=count - 1)
-    hit = (chosen.gather(1, at) == rank) & valid
-    return torch.where(hit, at, count)
+    # the other clusters begin where cluster 0 does and so lose every tie against it
+    chosen = torch.where(cluster[:-1] < used, chosen, chosen[:, :1])
+    valid_first = (~valid).to(torch.uint8).argsort(stable=True)
+    return valid_first.gather(1, chosen)
 
 
 def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[bool, str]:

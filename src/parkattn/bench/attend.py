@@ -1,7 +1,8 @@
 """Sparse attention of a reuse step against dense attention in the same run.
 
-A step starts from q, k, v [b h n d] as views of [b n h d] memory and a plan, and holds everything the call needs: gather into
-block order, work list on the GPU, attention, rows written back to token order. Dense attention is timed before and after.
+A step starts from q, k, v [b h n d] as views of [b n h d] memory and a plan as it is kept between steps, and holds everything
+the call needs: unpack and sort the labels, gather into block order, work list on the GPU, attention, rows written back to token
+order. Dense attention is timed before and after. Plans come with borders on multiples, as the presets have them, and as clustered.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from parkattn.attend import attend_with_lse
-from parkattn.backend import resolve
+from parkattn.backend import Backend, resolve
 from parkattn.backend.triton import TritonBackend
 from parkattn.bench.problems import HUNYUAN, TINY, WAN_1_3B, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
 from parkattn.bench.timing import Call, extra_mb, free_memory, steady_ms
+from parkattn.config import PRESETS
 from parkattn.permute import gather
 from parkattn.plan import Plan
+from parkattn.reuse import PlanStore
+from parkattn.site import SiteKey
 
+# how the presets round, and the paper's own blocks
+BORDERS = {"rounded": (PRESETS["wan2.1-14b"]["query_multiple"], PRESETS["wan2.1-14b"]["key_multiple"]), "as clustered": (1, 1)}
 CASES: dict[str, tuple[Shape, float]] = {
     "wan2.1-14b, density 0.25": (WAN_14B, 0.25),
     "wan2.1-14b, density 0.10": (WAN_14B, 0.10),
@@ -69,31 +75,36 @@ def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case
 
 def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
     for name, (shape, asked) in ({"tiny": (TINY, 0.5)} if rehearse else CASES).items():
-        plan = random_plan(shape, asked, device)
         q, k, v = rows(shape, device)
-        density = plan.density().mean().item()
-        flops = 4 * shape.heads * shape.tokens**2 * shape.dim * density
         calls = dense_calls(q, k, v)
-        baselines = set(calls)
-        calls |= _sparse_calls(q, k, v, plan)
+        facts: dict[str, dict[str, Any]] = {label: {} for label in calls}
+        for borders, multiples in BORDERS.items():
+            plan = random_plan(shape, asked, device, multiples=multiples)
+            work = {"borders": borders, "multiples": multiples, "density": plan.density().mean().item()}
+            # the Triton kernel and FlashInfer are for comparison: once is enough
+            sparse = _sparse_calls(q, k, v, plan, everything=name in ("tiny", next(iter(CASES))))
+            for label, (kernel, call) in sparse.items():
+                calls[f"{label}, {borders}"] = call
+                facts[f"{label}, {borders}"] = work | {"kernel": label, "executed_over_useful": _padding(plan, kernel)}
         found = steady_ms(calls, repeats)
         first = next(iter(calls))
         found[first] = (found[first] + steady_ms({first: calls[first]}, 3)[first]) / 2
         for label, ms in found.items():
-            useful = 0.0 if label in baselines else flops / ms / 1e9
+            flops = 4 * shape.heads * shape.tokens**2 * shape.dim * facts[label].get("density", 1.0)
             yield {
                 "benchmark": "attend",
                 "case": name,
                 "shape": shape._asdict(),
-                "density": density,
                 "kernel": label,
+                **facts[label],
                 "ms": ms,
                 "baseline": first,
                 "ratio": ms / found[first],
-                **({} if label in baselines else {"useful_tflops": useful, "share_of_roofline": useful / peak["tflops"]}),
+                "useful_tflops": flops / ms / 1e9,
+                "share_of_roofline": flops / ms / 1e9 / peak["tflops"],
                 "extra_mb": extra_mb(calls[label]),
             }
-        del q, k, v, plan, calls
+        del q, k, v, plan, calls, sparse
         free_memory()
 
 
@@ -115,17 +126,48 @@ def dense_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
     return calls | {"fa3": lambda: flash(*by_token)}
 
 
-def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> dict[str, Call]:
-    calls: dict[str, Call] = {}
-    for kernel in kernels_for(q.device, q.shape[-1]):
+def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, everything: bool) -> dict[str, tuple[str, Call]]:
+    """Label -> (kernel whose work list it walks, call)."""
+    store, key = PlanStore(), SiteKey("transformer", 0, "cond")
+    store.put(key, plan, 0)
+
+    def reuse(backend: Backend, compensate: bool) -> Tensor:
+        held = store.get(key, backend.arrange)
+        assert held is not None
+        return backend.attend(q, k, v, held.plan, scale=None, compensate=compensate)
+
+    calls: dict[str, tuple[str, Call]] = {}
+    kernels = kernels_for(q.device, q.shape[-1])
+    for kernel in kernels if everything else kernels[:1]:
         ours = TritonBackend(f"{kernel} asked for", gluon=kernel == "gluon")
-        calls[kernel] = partial(ours.attend, q, k, v, plan, scale=None, compensate=False)
-        calls[f"{kernel} compensated"] = partial(ours.attend, q, k, v, plan, scale=None, compensate=True)
+        calls[kernel] = kernel, partial(reuse, ours, False)
+        calls[f"{kernel} compensated"] = kernel, partial(reuse, ours, True)
     try:
         other = resolve("flashinfer", q.device, q.dtype, q.shape[-1])
     except ModuleNotFoundError:
         return calls
-    return calls | {"flashinfer with its plan": lambda: other.attend(q, k, v, plan, scale=None, compensate=False)}
+    return calls | ({"flashinfer with its plan": (kernels[0], partial(reuse, other, False))} if everything else {})
+
+
+def _padding(plan: Plan, kernel: str) -> float:
+    """Token pairs that the kernel's tiles hold / token pairs that the plan keeps."""
+    worklist = importlib.import_module("parkattn.kernels.worklist")
+    (b, h), n, m = plan.mask.shape[:2], plan.queries.tokens, plan.keys.tokens
+    rows, keys, part = _tile_of(kernel, plan.mask.device)
+    blocks = (x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
+    work = worklist.build_worklist(*blocks, query_tokens=n, key_tokens=m, query_tile=rows, key_tile=keys)
+    tiles = work.tiles[: int(work.count[0])].double()
+    executed = ((tiles[:, 3] / part).ceil() * part * tiles[:, 6] * keys).sum()
+    return float(executed / (plan.density().double().sum() * n * m))
+
+
+def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
+    """Query rows and keys of a tile at head dim 128, and the rows that a part of it is rounded to."""
+    tiles = importlib.import_module("parkattn.kernels.tiles_attend")
+    if kernel == "gluon":
+        return 128, tiles.gluon_tile(128).keys, 64
+    tile = tiles.triton_tile(128, tiles.arch_of(device))
+    return tile.queries, tile.keys, tile.queries
 
 
 def _gate_kernel(kernel: str, shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device, times: int) -> Iterator[Case]:

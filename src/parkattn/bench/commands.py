@@ -1,4 +1,4 @@
-"""`park bench cpu | decisions | pama | kmeans | qrkc | attend | layer | gpu`: gate, measure, table, record."""
+"""`park bench cpu | decisions | pama | kmeans | qrkc | attend | layer | scaling | flashinfer | gpu`: gate, measure, table, record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decisions(record: Record = None) -> None:
     """The settings the paper leaves open (iterations, seed, warm start, ...), one at a time, by recall."""
     from parkattn.bench.decisions import measure_decisions
 
-    records = list(track(measure_decisions(), "measuring", total=32, console=console, transient=True))
+    records = list(track(measure_decisions(), "measuring", total=42, console=console, transient=True))
     table = Table("choice", "value", "recall", "density", "QK-score error")
     for row in records:
         value = ", ".join(f"{name} = {setting}" for name, setting in row["value"].items())
@@ -45,8 +45,8 @@ def decisions(record: Record = None) -> None:
 
 @app.command("pama")
 def pama(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
-    """Fused PAMA against PyTorch: the paper's table."""
-    _run("pama", record, repeats, rehearse, ("shape.name", "kernel", "ms", "speedup", "extra_mb", "share_of_roofline"))
+    """Fused PAMA against PyTorch: the paper's table, TileLang's rows included where the extra is installed."""
+    _run("pama", record, repeats, rehearse, ("shape.name", "kernel", "ms", "speedup", "extra_mb", "memory_reduction", "share_of_roofline"))
 
 
 @app.command("kmeans")
@@ -73,6 +73,53 @@ def layer(record: Record = None, repeats: Repeats = 5, rehearse: Rehearse = Fals
     _run("layer", record, repeats, rehearse, ("part", "ms", "ratio", "density", "extra_mb"))
 
 
+@app.command("scaling")
+def scaling(
+    record: Record = None,
+    repeats: Repeats = 5,
+    rehearse: Rehearse = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw to this file (svg, png, pdf).")] = None,
+    drawn_from: Annotated[Path | None, typer.Option("--from", help="Draw these records and measure nothing.")] = None,
+) -> None:
+    """Cost over density and over length, with fitted exponents and a plot."""
+    from parkattn.bench.scaling import draw
+
+    if drawn_from is None:
+        if plot is not None and record is None:
+            raise typer.BadParameter("--plot draws what --record holds: give --record too, or --from.")
+        _run("scaling", record, repeats, rehearse, ("over", "part", "density", "length", "ms", "exponent"), gate="attend")
+        drawn_from = record
+    if plot is not None and drawn_from is not None:
+        draw(drawn_from, plot)
+        console.print(f"wrote {plot}")
+
+
+@app.command("flashinfer")
+def flashinfer(record: Record = None, repeats: Repeats = 7) -> None:
+    """FlashInfer's variable-block attention behind our seam: its plan, its kernel, a whole reuse step."""
+    _run("flashinfer", record, repeats, False, ("part", "ms", "ratio", "useful_tflops"))
+
+
+@app.command("e2e")
+def e2e(
+    record: Record = None,
+    full: Annotated[bool, typer.Option("--full", help="With all 50 steps of Wan2.1-1.3B, PARK and dense.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="gate, gate-around, wan2.1-1.3b, wan2.1-14b or hunyuanvideo; repeatable.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
+    rehearse: Rehearse = False,
+) -> None:
+    """Whole models at 720p with random weights: dense, refresh and reuse forwards, memory, and what a run gains."""
+    from parkattn.bench.e2e_turns import COLUMNS, run_and_tabulate
+
+    outcome, rows = run_and_tabulate(record, only=only, full=full, rehearse=rehearse, budget_s=budget)
+    table = Table(*COLUMNS, title="one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if any(result != "passed" for result in outcome.values()):
+        raise typer.Exit(1)
+
+
 @app.command("gpu")
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder for gpu.jsonl.")],
@@ -88,14 +135,14 @@ def gpu(
         raise typer.Exit(1)
 
 
-def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...]) -> None:
+def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...], *, gate: str | None = None) -> None:
     from parkattn.bench.gpu import GATES, MEASURES
     from parkattn.bench.problems import expect_all_pass
     from parkattn.bench.timing import bench_device, gpu_environment, roofline
     from parkattn.record import append_records
 
     device = bench_device()
-    passed = expect_all_pass(GATES[f"gate-{name}"](device, rehearse=rehearse))
+    passed = expect_all_pass(GATES[f"gate-{gate or name}"](device, rehearse=rehearse))
     console.print(f"gate: {len(passed)} checks passed")
     peak, facts = roofline(device), gpu_environment()
     table = Table(

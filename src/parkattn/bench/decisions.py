@@ -21,11 +21,15 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "stability epsilon": [{"epsilon": epsilon} for epsilon in (1e-8, 1e-6, 1e-4, 1e-2)],
     "metric root": [{"metric_root": root} for root in ("cholesky", "sqrt")],
 }
+# tokens per block as in the paper (590 queries, 148 keys), so that a multiple means what it means there
+PAPER_BLOCKS = BASE.replace(query_clusters=14, key_clusters=56)
+MULTIPLES = ((1, 1), (1, 16), (1, 32), (1, 64), (64, 1), (128, 1), (64, 32), (128, 32))
+EQUAL_DENSITY = 0.25
 DRIFT = 0.3  # noise between the step a plan is from and the step it starts, relative to the tokens
 
 
 def measure_decisions() -> Iterator[dict[str, Any]]:
-    """One record per value of each choice, then warm against cold starts on tokens that drifted."""
+    """One record per value of each choice, then rounded borders at equal density, then warm against cold starts on tokens that drifted."""
     facts = environment()
     scene = clustered_scene()
     for choice, values in CHOICES.items():
@@ -37,6 +41,14 @@ def measure_decisions() -> Iterator[dict[str, Any]]:
                 **_quality(scene.q, scene.k, BASE.replace(**value)),
                 "environment": facts,
             }
+    for queries, keys in MULTIPLES:
+        value = {"query_multiple": queries, "key_multiple": keys}
+        quality = _quality(scene.q, scene.k, _at_density(scene.q, scene.k, PAPER_BLOCKS.replace(**value)))
+        yield {"benchmark": "decisions", "choice": "block borders", "value": value, **quality, "environment": facts}
+    for queries, keys in ((1, 1), (64, 32)):
+        value = {"query_multiple": queries, "key_multiple": keys}
+        quality = _quality(scene.q, scene.k, PAPER_BLOCKS.replace(top_k=None, top_p=0.9, **value))
+        yield {"benchmark": "decisions", "choice": "block borders, p = 0.9", "value": value, **quality, "environment": facts}
     earlier = build_plan(scene.q, scene.k, BASE)
     random = torch.Generator().manual_seed(1)
     q, k = (x + DRIFT * x.std() * torch.randn(x.shape, generator=random) for x in (scene.q, scene.k))
@@ -47,6 +59,16 @@ def measure_decisions() -> Iterator[dict[str, Any]]:
                 {"iterations": iterations, "warm": start is not None},
             )
             yield {"benchmark": "decisions", "choice": "warm start", "value": value, **_quality(q, k, config, start), "environment": facts}
+
+
+def _at_density(q: torch.Tensor, k: torch.Tensor, config: ParkConfig) -> ParkConfig:
+    """The config with the top-p that gives EQUAL_DENSITY: what rounding does to the estimate must not show as more or less work."""
+    low, high = 0.0, 1.0
+    for _ in range(13):
+        config = config.replace(top_k=None, top_p=(low + high) / 2)
+        dense = build_plan(q, k, config).density().mean().item() > EQUAL_DENSITY
+        low, high = (low, (low + high) / 2) if dense else ((low + high) / 2, high)
+    return config
 
 
 def _quality(q: torch.Tensor, k: torch.Tensor, config: ParkConfig, start: Any = None) -> dict[str, float]:

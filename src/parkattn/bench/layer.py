@@ -6,18 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parkattn.attend import dense_attention
 from parkattn.attention import Park, build_plan, park_attention
 from parkattn.backend import resolve
 from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import TINY, WAN_14B, Case, Shape, mixture, verdict
-from parkattn.bench.timing import extra_mb, steady_ms
+from parkattn.bench.timing import Call, extra_mb, steady_ms
 from parkattn.config import ParkConfig
+from parkattn.plan import Plan
 from parkattn.site import CallSite
 
 PAPER = ParkConfig.preset("wan2.1-14b", backend="triton")
-SMALL = ParkConfig(query_clusters=4, key_clusters=8, kmeans_iterations=2, top_p=None, top_k=0.4, backend="triton")
+SMALL = ParkConfig(
+    query_clusters=4, key_clusters=8, query_multiple=4, key_multiple=2, kmeans_iterations=2, top_p=None, top_k=0.4, backend="triton"
+)
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
@@ -77,30 +81,40 @@ def _gate_no_waiting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: 
 
 
 def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 5, rehearse: bool = False) -> Iterator[dict[str, Any]]:
-    shape, config = (TINY, SMALL) if rehearse else (WAN_14B, PAPER)
+    """With block borders as the preset rounds them, and as clustered; tokens and top-p are the same, so densities differ."""
+    shape, preset = (TINY, SMALL) if rehearse else (WAN_14B, PAPER)
     q, k, v = (mixture(shape, centres, device) for centres in (300, 700, 700))
-    plan = build_plan(q, k, config)
-    park = Park(config.replace(dense_steps=0, refresh_steps=()))
-    park(q, k, v, CallSite(layer=0, step=0, total_steps=50))
     calls = dense_calls(q, k, v)
     dense = next(iter(calls))
-    calls |= {
+    facts: dict[str, dict[str, Any]] = {label: {} for label in calls}
+    for borders, config in (("rounded", preset), ("as clustered", preset.replace(query_multiple=1, key_multiple=1))):
+        plan = build_plan(q, k, config)
+        parts = _parts(q, k, v, config, plan)
+        calls |= {f"{part}, {borders}": call for part, call in parts.items()}
+        known = {"borders": borders, "multiples": (config.query_multiple, config.key_multiple), "density": plan.density().mean().item()}
+        facts |= {f"{part}, {borders}": known | {"part": part} for part in parts}
+    times = steady_ms(calls, repeats)
+    for label, ms in times.items():
+        yield {
+            "benchmark": "layer",
+            "shape": shape._asdict(),
+            "part": label,
+            **facts[label],
+            "ms": ms,
+            "baseline": dense,
+            "ratio": ms / times[dense],
+            "extra_mb": extra_mb(calls[label]),
+            "backend": resolve(preset.backend, device, q.dtype, shape.dim).reason,
+        }
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor, config: ParkConfig, plan: Plan) -> dict[str, Call]:
+    park = Park(config.replace(dense_steps=0, refresh_steps=()))
+    park(q, k, v, CallSite(layer=0, step=0, total_steps=50))
+    return {
         "plan, cold": lambda: build_plan(q, k, config),
         "plan, warm": lambda: build_plan(q, k, config, start=plan),
         "attention with a plan": lambda: park_attention(q, k, v, config, plan=plan),
         "refresh step": lambda: park_attention(q, k, v, config, plan=build_plan(q, k, config, start=plan)),
         "reuse step from the store": lambda: park(q, k, v, CallSite(layer=0, step=1, total_steps=50)),
     }
-    times = steady_ms(calls, repeats)
-    for name, ms in times.items():
-        yield {
-            "benchmark": "layer",
-            "shape": shape._asdict(),
-            "part": name,
-            "ms": ms,
-            "baseline": dense,
-            "ratio": ms / times[dense],
-            "density": plan.density().mean().item(),
-            "extra_mb": extra_mb(calls[name]),
-            "backend": resolve(config.backend, device, q.dtype, shape.dim).reason,
-        }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,12 @@ PAPER = {
     "4,096 key blocks": Shape(6, 115_200, 256, 4096),
 }
 REHEARSAL = {"tiny": TINY}
+BF16, FP16 = torch.bfloat16, torch.float16
+# key blocks, head dim, dtype: both dtypes at every head dim, one to eight chunks of the Hopper kernel, above Full-K's limit
+GATED = [
+    (1024, 128, BF16), (1000, 128, FP16), (700, 128, BF16), (512, 128, FP16), (70, 128, BF16),
+    (300, 64, BF16), (300, 64, FP16), (300, 256, BF16), (300, 256, FP16), (2500, 128, BF16),
+]  # fmt: skip
 
 
 def pama_torch(q: Tensor, ends: Tensor, centroids: Tensor, sizes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -37,47 +44,77 @@ def pama_torch(q: Tensor, ends: Tensor, centroids: Tensor, sizes: Tensor, dtype:
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    """Error at most twice that of same-dtype PyTorch, poisoned outputs, repeated runs bit-equal."""
-    from parkattn.kernels import importance
-
-    bf16, fp16 = torch.bfloat16, torch.float16
-    cases = [(1024, 128, bf16), (1000, 128, fp16), (512, 128, bf16), (70, 128, bf16), (300, 64, bf16), (300, 256, bf16), (2500, 128, bf16)]
-    for key_blocks, d, dtype in [(20, 64, bf16)] if rehearse else cases:
-        case = _case(Shape(2, 90, 5, key_blocks, d) if rehearse else Shape(3, 5000, 17, key_blocks, d), device, dtype)
+    """Error at most twice that of same-dtype PyTorch, poisoned outputs, ten runs bit-equal; TileLang's kernels too where installed."""
+    # a small case on a GPU is for the sanitizer: it takes the Hopper kernel along, which the interpreter cannot run
+    small = [(20, 64, BF16)] + ([(300, 128, BF16)] if device.type == "cuda" else [])
+    for key_blocks, dim, dtype in small if rehearse else GATED:
+        case = _case(Shape(2, 90, 5, key_blocks, dim) if rehearse else Shape(3, 5000, 17, key_blocks, dim), device, dtype)
         exact = pama_torch(*case, dtype=torch.float64)
         allowed = 2 * (pama_torch(*case).double() - exact).abs().max() + torch.finfo(torch.float32).eps
-        for kernel in (importance.pama_two_pass, importance.pama_full_key)[: 1 if key_blocks > 1024 else 2]:
-            out = kernel(*case, out=torch.full_like(exact, torch.nan, dtype=torch.float32))
+        poison = torch.full_like(exact, torch.nan, dtype=torch.float32)
+        for label, kernel in {**_kernels(key_blocks), **({} if rehearse or dim > 128 else _tilelang_kernels(key_blocks, device))}.items():
+            out = kernel(*case, **({} if "TileLang" in label else {"out": poison.clone()}))
             same = repeats_equal(partial(kernel, *case), 2 if rehearse else 10)
-            name = f"{kernel.__name__} {key_blocks} d{d} {str(dtype)[6:]}"
+            name = f"{label}, {key_blocks} key blocks, d {dim}, {str(dtype)[6:]}"
             yield verdict(name, (out.double() - exact).abs().max() if same else torch.nan, allowed, repeats_equal=same)
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
-    from parkattn.kernels import importance
+def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+    """More than 2^31 elements: the last head has the bits it has alone, and the error rule holds for it."""
+    shape = TINY if rehearse else Shape(24, 720_000, 200, 300)
+    case = _case(shape, device, BF16)
+    q, ends, centroids, sizes = (part[-1:].contiguous() for part in case)
+    last = (q, ends, centroids, sizes)
+    exact = pama_torch(*last, dtype=torch.float64)
+    allowed = 2 * (pama_torch(*last).double() - exact).abs().max() + torch.finfo(torch.float32).eps
+    for label, kernel in _kernels(shape.key_blocks).items():
+        whole = kernel(*case, out=torch.full((shape.heads, *exact.shape[1:]), torch.nan, device=device))[-1:]
+        name = f"{label} past 2^31 elements, last head"
+        yield verdict(name, (whole.double() - exact).abs().max(), allowed, elements=case[0].numel())
+        yield verdict(f"{name}: other bits than alone", (whole != kernel(*last)).sum(), 0)
 
+
+def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
     for name, shape in (REHEARSAL if rehearse else PAPER).items():
-        case = _case(shape, device, torch.bfloat16)
+        case = _case(shape, device, BF16)
         torch_ms, torch_mb = median_ms(partial(pama_torch, *case), 3), extra_mb(partial(pama_torch, *case))
         facts = {"benchmark": "pama", "shape": {"name": name, **shape._asdict()}}
-        yield {**facts, "kernel": "pytorch", "ms": torch_ms, "extra_mb": torch_mb, "speedup": 1.0}
+        yield {**facts, "kernel": "PyTorch", "ms": torch_ms, "extra_mb": torch_mb, "speedup": 1.0, "memory_reduction": 1.0}
         gemm_flops = 2 * shape.heads * shape.tokens * shape.key_blocks * shape.dim
-        for label, kernel in {"full-k": importance.pama_full_key, "two-pass": importance.pama_two_pass}.items():
-            if label == "full-k" and shape.key_blocks > importance.FULL_KEY_LIMIT:
-                continue
+        for label, kernel in {**_kernels(shape.key_blocks), **({} if rehearse else _tilelang_kernels(shape.key_blocks, device))}.items():
             call = partial(kernel, *case)
-            ms = median_ms(call, repeats)
+            ms, mb = median_ms(call, repeats), extra_mb(call)
             yield {
                 **facts,
                 "kernel": label,
                 "ms": ms,
-                "extra_mb": extra_mb(call),
+                "extra_mb": mb,
                 "speedup": torch_ms / ms,
+                "memory_reduction": torch_mb / mb if mb else None,
                 "tflops": gemm_flops / ms / 1e9,
                 "share_of_roofline": gemm_flops / ms / 1e9 / peak["tflops"],
             }
-        del case
+        del case, call
         free_memory()
+
+
+def _kernels(key_blocks: int) -> dict[str, Callable[..., Tensor]]:
+    from parkattn.kernels import importance
+
+    two_pass = {"Triton (two-pass)": importance.pama_two_pass}
+    return two_pass if key_blocks > importance.FULL_KEY_LIMIT else {**two_pass, "Triton (Full-K)": importance.pama_full_key}
+
+
+def _tilelang_kernels(key_blocks: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """None where the extra or the GPU is missing."""
+    if device.type != "cuda" or importlib.util.find_spec("tilelang") is None:
+        return {}
+    from parkattn.kernels import importance_tilelang
+
+    two_pass = {"TileLang (two-pass)": importance_tilelang.pama_two_pass}
+    if key_blocks > importance_tilelang.FULL_KEY_LIMIT:
+        return two_pass
+    return {**two_pass, "TileLang (Full-K)": importance_tilelang.pama_full_key}
 
 
 def _case(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

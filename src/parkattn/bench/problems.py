@@ -51,24 +51,32 @@ def repeats_equal(call: Any, times: int) -> bool:
     return all(all(torch.equal(a, b) for a, b in zip(first, parts(call()), strict=True)) for _ in range(times - 1))
 
 
-def offsets(bh: int, tokens: int, blocks: int, device: torch.device, *, seed: int = 0, empty: bool = False) -> Tensor:
-    """int32 [bh blocks+1]: sizes in proportion to gamma(2) draws; with `empty` every fourth block of the first half is empty."""
+def offsets(bh: int, tokens: int, blocks: int, device: torch.device, *, seed: int = 0, empty: bool = False, multiple: int = 1) -> Tensor:
+    """int32 [bh blocks+1]: sizes in proportion to gamma(2) draws; with `empty` every fourth block of the first half is empty.
+
+    multiple: borders are rounded to it, as `parkattn.borders` does.
+    """
     g = torch.Generator().manual_seed(seed)
     weight = torch._standard_gamma(torch.full((bh, blocks), 2.0), generator=g).double()
     if empty:
         weight[:, 1 : blocks // 2 : 4] = 0
-    ends = (weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens).round()
+    ends = ((weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens) / multiple).round().mul(multiple).clamp(max=tokens)
     ends[:, -1] = tokens
     return torch.nn.functional.pad(ends, (1, 0)).int().to(device)
 
 
-def random_plan(shape: Shape, density: float, device: torch.device, *, seed: int = 0, empty: bool = False) -> Plan:
-    """A plan with uneven blocks, random orders and a random mask that leaves no query block without keys."""
+def random_plan(
+    shape: Shape, density: float, device: torch.device, *, seed: int = 0, empty: bool = False, multiples: tuple[int, int] = (1, 1)
+) -> Plan:
+    """A plan with uneven blocks, random orders and a random mask that leaves no query block without keys.
+
+    multiples: where the borders of query and of key blocks lie.
+    """
     h, n = shape.heads, shape.tokens
     g = torch.Generator().manual_seed(seed)
 
     def blocks(count: int, which: int) -> Blocks:
-        ends = offsets(h, n, count, device, seed=seed + which, empty=empty)
+        ends = offsets(h, n, count, device, seed=seed + which, empty=empty, multiple=multiples[which - 1])
         order = torch.stack([torch.randperm(n, device=device) for _ in range(h)])
         names = torch.arange(count, device=device, dtype=torch.int32)
         by_position = torch.stack([names.repeat_interleave(row.diff()) for row in ends])

@@ -28,7 +28,7 @@ def bench_device() -> torch.device:
 
 def median_ms(call: Call, repeats: int = 7) -> float:
     call()
-    return median(_once(call) for _ in range(repeats))
+    return median(_each_ms(call, repeats))
 
 
 def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
@@ -38,7 +38,7 @@ def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
     for name, call in calls.items():
         for _ in range(3 if torch.cuda.is_available() else 0):
             call()
-        found[name] = median(_once(call) for _ in range(repeats))
+        found[name] = median(_each_ms(call, repeats))
     return found
 
 
@@ -73,17 +73,22 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _once(call: Call) -> float:
+def _each_ms(call: Call, repeats: int) -> list[float]:
+    """Calls follow each other without waiting, as in a model: launches are hidden behind the work of the call before."""
     if not torch.cuda.is_available():
-        begin = time.perf_counter()
+        found = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - begin) * 1e3)
+        return found
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, stop in events:
+        start.record()
         call()
-        return (time.perf_counter() - begin) * 1e3
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop))
+        stop.record()
+    torch.cuda.synchronize()
+    return [float(start.elapsed_time(stop)) for start, stop in events]
 
 
 def _installed(package: str) -> str | None:

@@ -4,7 +4,8 @@ One persistent program per multiprocessor takes query tiles of `worklist` in ord
 memory with key and value tiles, granule by granule, and runs on into the next query tile while the last one is finished; two
 consumer warpgroups own 64 query rows each, so that the exponentials of one run under the matrix products of the other. A query tile
 of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and join their sums at the end (alone, one
-warpgroup needs as long for 64 rows as two for 128). Output rows go straight to their place in token order. Which program takes
+warpgroup needs as long for 64 rows as two for 128). The card is at its power limit here, so what counts is the energy of a step: sums
+are rescaled only when a row's maximum has grown by 2^8, which after the first tiles is almost never. Output rows go straight to their place in token order. Which program takes
 which tile varies, what is computed for a tile does not: results are bit-equal from run to run.
 """
 
@@ -23,6 +24,31 @@ from .worklist import WIDE, build_worklist
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 WARPGROUP_ROWS = 64
+# weights are relative to a maximum that may lag behind by 2^8: far from where bf16, fp16 or float32 sums would lose anything
+LAG = gl.constexpr(8.0)
+
+
+def _multiply_unless_one(elements: int) -> tuple[str, str]:
+    """PTX for a thread's `elements` accumulators: they lie in two rows, whose factors stand at 0 and 2, and are left alone where both
+    are 1. As one block, because Gluon branches for the whole program alone."""
+    first = 2 * elements
+    grown = f"setp.neu.f32 grown, ${first}, 0f3F800000; setp.neu.or.f32 grown, ${first + 2}, 0f3F800000, grown; @!grown bra kept;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(elements))
+    operands = ["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements
+    return f"{{ .reg .pred grown; {grown} {products} kept: }}", ",".join(operands)
+
+
+RESCALE_32, OPERANDS_32 = (gl.constexpr(text) for text in _multiply_unless_one(32))
+RESCALE_64, OPERANDS_64 = (gl.constexpr(text) for text in _multiply_unless_one(64))
+
+
+@gluon.jit
+def _rescale(acc, decay, D: gl.constexpr):
+    """acc [64 D] * decay [64 1]"""
+    if D == 128:
+        return gl.inline_asm_elementwise(RESCALE_64, OPERANDS_64, [acc, decay], gl.float32, is_pure=True, pack=64)
+    else:  # noqa: RET505 (decided at compile time: one branch exists)
+        return gl.inline_asm_elementwise(RESCALE_32, OPERANDS_32, [acc, decay], gl.float32, is_pure=True, pack=32)
 
 
 @gluon.jit
@@ -58,7 +84,8 @@ def _apply_marks(s, found, KEYS: gl.constexpr, TAIL: gl.constexpr, MODE: gl.cons
 
 @gluon.jit
 def _softmax(s, m, z, factor, MASKED: gl.constexpr):
-    top = gl.maximum(m, gl.max(s, 1) * factor)
+    top = gl.max(s, 1) * factor
+    top = gl.where(top - m > LAG, top, m)
     shift = top
     if MASKED:  # a row that has seen no valid key yet
         shift = gl.where(top == -float("inf"), 0.0, top)
@@ -100,7 +127,7 @@ def _step(at, begin, stride, acc, p16, m, z, q, i, marks, rings, bars, factor, K
     z = _after(z)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None]
+    acc = _rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None], acc.shape[1])
     return acc, p16, m, z
 
 

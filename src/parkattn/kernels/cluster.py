@@ -118,10 +118,12 @@ def _place(labels, shifts, offsets, order, n, chunks, count, BINS: tl.constexpr,
 
 
 @triton.jit
-def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def _segment_sum(x, order, offsets, sums, rows, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, COPY: tl.constexpr, D: tl.constexpr,
+                 ROWS: tl.constexpr):
     """sums[segment, split] = sum of x over the split's share of rows order[offsets[v] : offsets[v+1]], fp32, in sorted order.
 
-    Grid (segments * SPLITS): long segments are shared by SPLITS programs.  Traffic: n d elements gathered once.
+    Grid (segments * SPLITS): long segments are shared by SPLITS programs.  Traffic: n d elements gathered once; with COPY also
+    written, in sorted order.
     """
     segment = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
@@ -141,7 +143,11 @@ def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: t
     token = tl.load(order + begin + r, mask=begin + r < end, other=0)
     for first in range(begin, end, ROWS):
         coming = tl.load(order + first + ROWS + r, mask=first + ROWS + r < end, other=0)
-        total += tl.load(x + token.to(tl.int64)[:, None] * xn + column[None, :], mask=(first + r < end)[:, None], other=0.0).to(tl.float32)
+        live = (first + r < end)[:, None]
+        row = tl.load(x + token.to(tl.int64)[:, None] * xn + column[None, :], mask=live, other=0.0)
+        if COPY:
+            tl.store(rows + (bh * n + first + r)[:, None] * D + column[None, :], row, mask=live)
+        total += row.to(tl.float32)
         token = coming
     tl.store(sums + (segment * SPLITS + split) * D + column, tl.sum(total, 0))
 
@@ -250,10 +256,11 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile=None) -> tuple[torch.T
     return order, offsets
 
 
-def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
+def segment_mean(x, order, offsets, *, old=None, mu=None, rows=None, tile=None):
     """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or 0.
 
     With mu fp32 [b*h d]: (means, centred in x's dtype [b*h c d], half fp32 [b*h c]), what `assign` takes.
+    rows [b*h n d], where given, is filled with the tokens in sorted order: a gather that costs no second read of x.
     """
     b, h, n, d = x.shape
     count = offsets.shape[-1] - 1
@@ -264,22 +271,23 @@ def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
     tile = tile or tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
     splits = tiles.segment_splits(segments, tiles.arch_of(x))
     sums = torch.empty(segments, splits, d, device=x.device, dtype=torch.float32)
-    _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2), SPLITS=splits, D=d, **tile)
+    _segment_sum[(segments * splits,)](x, order, offsets, sums, x if rows is None else rows, h, n, count, x.stride(0), x.stride(1), x.stride(2),
+                                       SPLITS=splits, COPY=rows is not None, D=d, **tile)
     _segment_finish[(triton.cdiv(segments, 16),)](sums, offsets, means if old is None else old, means if mu is None else mu, means, centred, half, segments,
                                                   count, HAS_OLD=old is not None, CENTRE=mu is not None, SPLITS=splits, D=d, ROWS=16, num_warps=4)
     return means if mu is None else (means, centred, half)
 
 
 def kmeans(x, initial, *, iterations=10, start=None, valid=None):
-    """x [b h n d], initial int64 [c] (token of each first centroid), start int32 [b h n] (labels to start from), valid bool [b n]
+    """x [b h n d], initial int64 [c] or [b c] (token of each first centroid), start int32 [b h n] (labels to start from), valid bool [b n]
 
     -> (labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c], order int32 [b h n], offsets int32 [b h c+1]).
     Centroids are the means of the returned labels, 0 where empty; an empty cluster keeps its centroid while iterating.
     """
     tiles.check_rows(x, "x")
     b, h, _, d = x.shape
-    clusters = initial.numel()
-    centroids = x[:, :, initial].reshape(b * h, clusters, d).float()
+    clusters = initial.shape[-1]
+    centroids = _tokens_at(x, initial).reshape(b * h, clusters, d).float()
     if start is not None:
         centroids = segment_mean(x, *sort_labels(start, clusters), old=centroids)
     mu = centroids.mean(1)
@@ -314,7 +322,7 @@ def query_metric(q, valid=None, *, tile=None) -> torch.Tensor:
 
 
 def transform_keys(k, root, sample, *, tile=None) -> torch.Tensor:
-    """k [b h n d], root fp32 [b h d d], sample int64 [s] (tokens whose mean is subtracted) -> (k - mean) R / max|R| in k's dtype.
+    """k [b h n d], root fp32 [b h d d], sample int64 [s] or [b s] (tokens whose mean is subtracted) -> (k - mean) R / max|R| in k's dtype.
 
     Scale and shift per head change no assignment; they keep bf16 and fp16 features near one, whatever the metric's size.
     """
@@ -322,11 +330,17 @@ def transform_keys(k, root, sample, *, tile=None) -> torch.Tensor:
     b, h, n, d = k.shape
     # Cholesky factors come column-major
     root = (root / root.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)).to(k.dtype).contiguous()
-    shift = (k[:, :, sample].float().mean(2, keepdim=True) @ root.float()).view(b * h, d)
+    shift = (_tokens_at(k, sample).float().mean(2, keepdim=True) @ root.float()).view(b * h, d)
     out = torch.empty(b, h, n, d, device=k.device, dtype=k.dtype)
     tile = tile or tiles.transform_tile(d, k.dtype, tiles.arch_of(k))
     block = min(d, 128)
-    _transform[(triton.cdiv(n, tile["BM"]), b * h, d // block)](
+    _transform[(triton.cdiv(n, tile["BM"] * tile["STEPS"]), b * h, d // block)](
         k, root, shift, out, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, BN=block, **tile
     )
     return out
+
+
+def _tokens_at(x, tokens) -> torch.Tensor:
+    """x [b h n d] at tokens [s], the same for every batch element, or [b s] -> [b h s d]."""
+    b, h, _, d = x.shape
+    return x[:, :, tokens] if tokens.ndim == 1 else x.gather(2, tokens[:, None, :, None].expand(b, h, -1, d))

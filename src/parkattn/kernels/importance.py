@@ -1,7 +1,8 @@
 """Fused PAMA: W[u, v] = mean over queries i of block u of softmax_v(scale * q_i.c_v + log n_v), nothing of size L x N_K in memory.
 
 A block longer than `chunk` rows is cut: its first chunk writes the output row, every further chunk a partial row that
-`_add_partials` adds in order.  A call needs about PARTIAL_ROWS partial rows (more only past 4 million queries), and no float is ever added atomically.
+`_add_partials` adds in order.  `chunk` follows from the head's length alone and no float is ever added atomically, so a head's
+result has the same bits in every call.  Three launches: `_list_work`, the kernel (two for two-pass), `_add_partials`.
 """
 
 import math
@@ -19,7 +20,8 @@ from . import tiles_retrieval as tiles
 
 # tl.dot on bf16 is silently wrong in the interpreter: operands are upcast there.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-PARTIAL_ROWS = 512
+PARTIAL_ROWS = 12  # of each head, for heads of 3,072 to 98,304 queries
+SHORTEST_CHUNK = 256
 # a tensor-core sum of many more rows would lose bits: wgmma truncates when it aligns addends
 LONGEST_CHUNK = 8192
 FULL_KEY_LIMIT = 1024
@@ -33,55 +35,61 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _log2_sizes(sizes, log_sizes, total, BLOCK: tl.constexpr):
-    """log_sizes = log2 sizes, -inf where empty.  Grid (total / BLOCK)."""
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    size = tl.load(sizes + cell, mask=cell < total, other=0).to(tl.float32)
-    tl.store(log_sizes + cell, tl.where(size > 0, tl.log2(tl.maximum(size, 1.0)), float("-inf")), mask=cell < total)
+def _list_work(offsets, sizes, log_sizes, items, heads, query_blocks, key_blocks, chunk, extras, width, BLOCKS: tl.constexpr, KEYS: tl.constexpr):
+    """items[w] = (bh, first row, rows here, rows of the block, partial slot or -1, block): further chunks first, then the blocks, the longest
+    of every head, the second longest of every head, ...  And log_sizes [bh width] = log2 of sizes, -inf where empty or past the last block.
 
-
-@triton.jit
-def _size_up(offsets, sizes, counts, blocks, query_blocks, chunk, BLOCK: tl.constexpr):
-    """Rows of every query block, and how many chunks it needs beyond its first.  Grid (blocks / BLOCK)."""
-    block = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = block < blocks
-    at = offsets + block // query_blocks * (query_blocks + 1) + block % query_blocks
-    size = tl.load(at + 1, mask=live, other=0) - tl.load(at, mask=live, other=0)
-    tl.store(sizes + block, size, mask=live)
-    tl.store(counts + block, tl.maximum(size - 1, 0) // chunk, mask=live)
-
-
-@triton.jit
-def _list_items(offsets, longest_first, extra_ends, items, blocks, query_blocks, extras, chunk, count, STEPS: tl.constexpr, ITEMS: tl.constexpr):
-    """items[w] = (bh, first row, rows here, rows of the block, partial slot or -1, block).  Extra chunks first, then the blocks, longest first.
-
-    Grid (count / ITEMS).  Extra chunk w belongs to the first block whose extra_ends exceeds w.
+    Grid (bh, query_blocks / BLOCKS).  Slot w < extras of a head is one of its further chunks; what is not needed has no rows and block -1.
     """
-    w = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    low = tl.zeros([ITEMS], tl.int32)
-    high = tl.zeros([ITEMS], tl.int32) + blocks
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        open_ = low < high
-        beyond = tl.load(extra_ends + middle, mask=open_, other=0) > w
-        high = tl.where(open_ & beyond, middle, high)
-        low = tl.where(open_ & (beyond == 0), middle + 1, low)
-    extra = w < extras
-    listed = tl.load(longest_first + w - extras, mask=(w >= extras) & (w < count), other=0).to(tl.int32)
-    block = tl.where(extra, tl.minimum(low, blocks - 1), listed)
-    before = tl.load(extra_ends + block - 1, mask=extra & (block > 0), other=0)
-    bh = block // query_blocks
-    begin = tl.load(offsets + bh * (query_blocks + 1) + block % query_blocks)
-    end = tl.load(offsets + bh * (query_blocks + 1) + block % query_blocks + 1)
-    first = begin + tl.where(extra, (w - before + 1) * chunk, 0)
-    here = tl.where(extra & (low >= blocks), 0, tl.minimum(end - first, chunk))
-    live = w < count
-    tl.store(items + w * 8, bh, mask=live)
-    tl.store(items + w * 8 + 1, first, mask=live)
-    tl.store(items + w * 8 + 2, here, mask=live)
-    tl.store(items + w * 8 + 3, end - begin, mask=live)
-    tl.store(items + w * 8 + 4, tl.where(extra, w, -1), mask=live)
-    tl.store(items + w * 8 + 5, block, mask=live)
+    bh = tl.program_id(0)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    live = block < query_blocks
+    row = offsets + bh * (query_blocks + 1)
+    begin = tl.load(row + block, mask=live, other=0)
+    size = tl.load(row + block + 1, mask=live, other=0) - begin
+    more = tl.maximum(size - 1, 0) // chunk
+    rank = tl.zeros([BLOCKS], tl.int32)
+    slot = tl.zeros([BLOCKS], tl.int32) + bh * extras
+    listed = bh * extras
+    for start in range(0, query_blocks, BLOCKS):
+        w = start + tl.arange(0, BLOCKS)
+        other = tl.load(row + w + 1, mask=w < query_blocks, other=0) - tl.load(row + w, mask=w < query_blocks, other=0)
+        their_more = tl.maximum(other - 1, 0) // chunk
+        earlier = w[None, :] < block[:, None]
+        ahead = (other[None, :] > size[:, None]) | ((other[None, :] == size[:, None]) & earlier)
+        rank += tl.sum((ahead & (w < query_blocks)[None, :]).to(tl.int32), 1)
+        slot += tl.sum(tl.where(earlier, their_more[None, :], 0), 1)
+        listed += tl.sum(their_more, 0)
+    item = items + (heads * extras + rank * heads + bh) * 8
+    tl.store(item, bh, mask=live)
+    tl.store(item + 1, begin, mask=live)
+    tl.store(item + 2, tl.minimum(size, chunk), mask=live)
+    tl.store(item + 3, size, mask=live)
+    tl.store(item + 4, -1, mask=live)
+    tl.store(item + 5, bh * query_blocks + block, mask=live)
+    for further in range(1, tl.max(more, 0) + 1):
+        needed = live & (further <= more)
+        item = items + (slot + further - 1) * 8
+        tl.store(item, bh, mask=needed)
+        tl.store(item + 1, begin + further * chunk, mask=needed)
+        tl.store(item + 2, tl.minimum(size - further * chunk, chunk), mask=needed)
+        tl.store(item + 3, size, mask=needed)
+        tl.store(item + 4, slot + further - 1, mask=needed)
+        tl.store(item + 5, bh * query_blocks + block, mask=needed)
+    if tl.program_id(1) == 0:
+        for start in range(listed, (bh + 1) * extras, 16):
+            spare = start + tl.arange(0, 16)
+            unused = spare < (bh + 1) * extras
+            tl.store(items + spare * 8, bh, mask=unused)
+            tl.store(items + spare * 8 + 1, 0, mask=unused)
+            tl.store(items + spare * 8 + 2, 0, mask=unused)
+            tl.store(items + spare * 8 + 3, 0, mask=unused)
+            tl.store(items + spare * 8 + 4, spare, mask=unused)
+            tl.store(items + spare * 8 + 5, -1, mask=unused)
+        for start in range(0, width, KEYS):
+            v = start + tl.arange(0, KEYS)
+            keys = tl.load(sizes + bh * key_blocks + v, mask=v < key_blocks, other=0).to(tl.float32)
+            tl.store(log_sizes + bh * width + v, tl.where(keys > 0, tl.log2(tl.maximum(keys, 1.0)), float("-inf")), mask=v < width)
 
 
 @triton.jit
@@ -102,7 +110,7 @@ def _target(out, partial, block, slot, key_blocks):
 
 
 @triton.jit
-def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Full-K: the logits [BM, BN >= N_K] of a query tile stay in registers, the GEMM runs over feature tiles of BD.
 
     Grid (items).  Traffic: q once, the head's centroids from L2 once per BM queries, 4 N_K bytes out per block.
@@ -112,7 +120,7 @@ def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, scale
     feature = tl.arange(0, BD)
     q += bh * n * D
     centroids += bh * key_blocks * D
-    bias = tl.load(log_sizes + bh * key_blocks + v, mask=v < key_blocks, other=float("-inf"))
+    bias = tl.load(log_sizes + bh * width + v, mask=v < key_blocks, other=float("-inf"))
     total = tl.zeros([BN], tl.float32)
     for row in range(first, last, BM):
         i = row + tl.arange(0, BM)
@@ -143,7 +151,7 @@ def _keys_tile(keys, log_sizes, column, key_blocks, D: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
-def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
     """Pass 1: lse[i] = log2 sum_v 2^(scale q_i.c_v + log2 n_v), +inf where every block is empty, so that pass 2 gives such rows no weight.
 
     Grid (query tiles, bh).  Traffic: q once, the head's centroids from L2 once per BM queries, 4 n bytes out.
@@ -152,7 +160,7 @@ def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, scale, D: tl.constexpr
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     tile = tl.load(q + (bh * n + i)[:, None] * D + tl.arange(0, D)[None, :], mask=(i < n)[:, None], other=0.0)
     centroids += bh * key_blocks * D
-    log_sizes += bh * key_blocks
+    log_sizes += bh * width
     top = tl.full([BM], -1e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
     for column in range(0, key_blocks, BN):
@@ -165,7 +173,7 @@ def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, scale, D: tl.constexpr
 
 
 @triton.jit
-def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 EVEN: tl.constexpr):
     """Pass 2: out[u, v] = mean over rows i of block u of 2^(scale q_i.c_v + log2 n_v - lse_i), for one tile of BN columns.
 
@@ -178,7 +186,7 @@ def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks
         column = tl.program_id(0) % columns * BN
         v = tl.arange(0, BN)
         r = tl.arange(0, BM)
-        c, bias = _keys_tile(centroids + bh * key_blocks * D, log_sizes + bh * key_blocks, column, key_blocks, D, BN, EVEN)
+        c, bias = _keys_tile(centroids + bh * key_blocks * D, log_sizes + bh * width, column, key_blocks, D, BN, EVEN)
         queries = q + (bh * n + first) * D
         lse += bh * n + first
         cell = r[:, None] * D + tl.arange(0, D)[None, :]
@@ -194,40 +202,31 @@ def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks
 
 
 @triton.jit
-def _add_partials(out, partial, extra_ends, key_blocks, BN: tl.constexpr):
-    """out[block] += its partial rows, in order.  Grid (b*h*qb, N_K / BN); most programs leave at once."""
-    block = tl.program_id(0)
+def _add_partials(out, partial, items, key_blocks, chunk, BN: tl.constexpr):
+    """out[block] += its partial rows, in order.  Grid (slots, N_K / BN); the first slot of a block does it, the others leave at once."""
+    slot = tl.program_id(0)
     v = tl.program_id(1) * BN + tl.arange(0, BN)
-    end = tl.load(extra_ends + block)
-    begin = tl.load(extra_ends + block - 1, mask=block > 0, other=0)
-    if end > begin:
+    block = tl.load(items + slot * 8 + 5)
+    before = tl.load(items + slot * 8 - 3, mask=slot > 0, other=-1)
+    if (block >= 0) & (block != before):
         row = out + block.to(tl.int64) * key_blocks + v
         total = tl.load(row, mask=v < key_blocks, other=0.0)
-        for slot in range(begin, end):
-            total += tl.load(partial + tl.cast(slot, tl.int64) * key_blocks + v, mask=v < key_blocks, other=0.0)
+        for further in range(slot, slot + (tl.load(items + slot * 8 + 3) - 1) // chunk):
+            total += tl.load(partial + tl.cast(further, tl.int64) * key_blocks + v, mask=v < key_blocks, other=0.0)
         tl.store(row, total, mask=v < key_blocks)
 
 
-def _work(offsets, n, key_blocks):
-    """offsets int32 [bh qb+1] -> (items int32 [w 8], partial fp32 [extras kb], extra_ends int32 [bh*qb])."""
-    query_blocks, tokens = offsets.shape[-1] - 1, offsets.shape[0] * n
-    chunk = triton.cdiv(min(max(triton.cdiv(tokens, PARTIAL_ROWS), 256), LONGEST_CHUNK), 64) * 64
-    blocks, extras = offsets.shape[0] * query_blocks, tokens // chunk
-    sizes, counts = torch.empty(2, blocks, device=offsets.device, dtype=torch.int32).unbind(0)
-    _size_up[(triton.cdiv(blocks, 1024),)](offsets, sizes, counts, blocks, query_blocks, chunk, BLOCK=1024, num_warps=4)
-    extra_ends = counts.cumsum(0, dtype=torch.int32)
-    longest_first = sizes.argsort(descending=True)
-    items = torch.empty(extras + blocks, 8, device=offsets.device, dtype=torch.int32)
-    _list_items[(triton.cdiv(extras + blocks, 128),)](offsets, longest_first, extra_ends, items, blocks, query_blocks, extras, chunk, extras + blocks,
-                                                      STEPS=blocks.bit_length(), ITEMS=128, num_warps=4)
-    return items, torch.empty(extras, key_blocks, device=offsets.device, dtype=torch.float32), extra_ends
-
-
-def _logs(sizes):
-    """sizes int32 [bh kb] -> log2 of them, fp32, -inf where empty."""
-    log_sizes = torch.empty(sizes.shape, device=sizes.device, dtype=torch.float32)
-    _log2_sizes[(triton.cdiv(sizes.numel(), 1024),)](sizes, log_sizes, sizes.numel(), BLOCK=1024, num_warps=4)
-    return log_sizes
+def _work(offsets, sizes, n):
+    """offsets int32 [bh qb+1], sizes int32 [bh kb] -> (items int32 [w 8], log_sizes fp32 [bh width], partial fp32 [bh*extras kb], chunk)."""
+    (bh, query_blocks), key_blocks = (offsets.shape[0], offsets.shape[1] - 1), sizes.shape[1]
+    # of n alone: the order in which a head's rows are added must not depend on the other heads of the call
+    chunk = triton.cdiv(min(max(triton.cdiv(n, PARTIAL_ROWS), SHORTEST_CHUNK), LONGEST_CHUNK), 64) * 64
+    extras, width = n // chunk, triton.cdiv(key_blocks, 256) * 256
+    items = torch.empty(bh * (extras + query_blocks), 8, device=offsets.device, dtype=torch.int32)
+    log_sizes = torch.empty(bh, width, device=offsets.device, dtype=torch.float32)
+    _list_work[(bh, triton.cdiv(query_blocks, 64))](offsets, sizes, log_sizes, items, bh, query_blocks, key_blocks, chunk, extras, width,
+                                                    BLOCKS=64, KEYS=256, num_warps=4)
+    return items, log_sizes, torch.empty(bh * extras, key_blocks, device=offsets.device, dtype=torch.float32), chunk
 
 
 def _prepare(q, offsets, centroids, sizes, scale, out):
@@ -243,9 +242,10 @@ def _prepare(q, offsets, centroids, sizes, scale, out):
     return key_blocks, out, scale
 
 
-def _finish(out, partial, extra_ends, key_blocks):
-    if partial.shape[0]:
-        _add_partials[(extra_ends.numel(), triton.cdiv(key_blocks, 1024))](out, partial, extra_ends, key_blocks, BN=1024, num_warps=4)
+def _finish(out, partial, items, chunk):
+    slots, key_blocks = partial.shape
+    if slots:
+        _add_partials[(slots, triton.cdiv(key_blocks, 1024))](out, partial, items, key_blocks, chunk, BN=1024, num_warps=4)
     return out
 
 
@@ -257,15 +257,15 @@ def pama_full_key(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
     n, d = q.shape[1:]
     width = max(triton.next_power_of_2(key_blocks), 16)
     tile = dict(tile or tiles.full_key_tile(d, q.dtype, tiles.arch_of(q), width))
-    items, partial, extra_ends = _work(offsets, n, key_blocks)
+    items, log_sizes, partial, chunk = _work(offsets, sizes, n)
     if tile.pop("GLUON", False):
         # imported here: Gluon exists on the GPUs it is for, and the interpreter cannot run it
         from .importance_hopper import launch_full_key_hopper
 
-        launch_full_key_hopper(q, centroids, items, _logs(sizes), out, partial, scale, **tile)
+        launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, **tile)
     else:
-        _full_key[(items.shape[0],)](q, centroids, _logs(sizes), items, out, partial, n, key_blocks, scale, D=d, BN=width, **tile)
-    return _finish(out, partial, extra_ends, key_blocks)
+        _full_key[(items.shape[0],)](q, centroids, log_sizes, items, out, partial, n, key_blocks, log_sizes.shape[1], scale, D=d, BN=width, **tile)
+    return _finish(out, partial, items, chunk)
 
 
 def pama_two_pass(q, offsets, centroids, sizes, *, scale=None, out=None, tile=None) -> torch.Tensor:
@@ -273,13 +273,13 @@ def pama_two_pass(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
     key_blocks, out, scale = _prepare(q, offsets, centroids, sizes, scale, out)
     bh, n, d = q.shape
     one, two = tile or tiles.two_pass_tiles(d, q.dtype, tiles.arch_of(q))
-    items, partial, extra_ends = _work(offsets, n, key_blocks)
-    log_sizes = _logs(sizes)
+    items, log_sizes, partial, chunk = _work(offsets, sizes, n)
+    width = log_sizes.shape[1]
     lse = torch.empty(bh, n, device=q.device, dtype=torch.float32)
-    _row_lse[(triton.cdiv(n, one["BM"]), bh)](q, centroids, log_sizes, lse, n, key_blocks, scale, D=d, EVEN=key_blocks % one["BN"] == 0, **one)
+    _row_lse[(triton.cdiv(n, one["BM"]), bh)](q, centroids, log_sizes, lse, n, key_blocks, width, scale, D=d, EVEN=key_blocks % one["BN"] == 0, **one)
     grid = (triton.cdiv(key_blocks, two["BN"]) * items.shape[0],)
-    _block_mass[grid](q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, scale, D=d, EVEN=key_blocks % two["BN"] == 0, **two)
-    return _finish(out, partial, extra_ends, key_blocks)
+    _block_mass[grid](q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D=d, EVEN=key_blocks % two["BN"] == 0, **two)
+    return _finish(out, partial, items, chunk)
 
 
 def pama(q, offsets, centroids, sizes, *, scale=None, out=None) -> torch.Tensor:

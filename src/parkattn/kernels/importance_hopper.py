@@ -73,7 +73,7 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
         ms = ()
         for i in gl.static_range(OWN):
             g = t * CHUNKS + 2 * i + W
-            bias = gl.load(biases + (2 * i + W) * 128 + columns, mask=columns < key_blocks - (2 * i + W) * 128, other=-float("inf"))
+            bias = gl.load(biases + (2 * i + W) * 128 + columns)
             mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)
             zero = gl.zeros([64, 128], gl.float32, layout=LOGITS)
             s = warpgroup_mma(q, c_s.index(g % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -152,7 +152,7 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
         target = partial + slot.to(gl.int64) * key_blocks
     share = 1.0 / gl.maximum(gl.load(item + 3), 1).to(gl.float32)
     write = (slot < 0) | (length > 0)
-    biases = log_sizes + bh * key_blocks
+    biases = log_sizes + bh * (CHUNKS * 128)
 
     buffers = (gl.allocate_shared_memory(dtype, [64, 128], SWIZZLE), gl.allocate_shared_memory(dtype, [STAGES, 128, 128], SWIZZLE),
                gl.allocate_shared_memory(gl.float16, [CHUNKS, 64, 128], SWIZZLE), gl.allocate_shared_memory(gl.float16, [CHUNKS, 8, 64], SWIZZLE),
@@ -184,11 +184,10 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
 def launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, *, stages: int) -> None:
-    """q [bh n 128], centroids [bh kb 128] in q's dtype, items int32 [w 8], log_sizes fp32 [bh kb] -> fills out [bh qb kb] and partial rows."""
+    """q [bh n 128], centroids [bh kb 128] in q's dtype, items int32 [w 8], log_sizes fp32 [bh width] -> fills out [bh qb kb] and partial rows."""
     bh, n, d = q.shape
-    key_blocks = centroids.shape[1]
-    # both consumers take the same number of chunks
-    chunks = 2 * -(-key_blocks // 256)
+    # the width is a multiple of 256: both consumers take the same number of chunks
+    key_blocks, chunks = centroids.shape[1], log_sizes.shape[1] // 128
     q_desc = TensorDescriptor.from_tensor(q.view(bh * n, d), [64, 128], SWIZZLED)
     c_desc = TensorDescriptor.from_tensor(centroids.view(bh * key_blocks, d), [128, 128], SWIZZLED)
     full_key_hopper[(items.shape[0],)](q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale, CHUNKS=chunks, STAGES=stages, **OPTIONS)

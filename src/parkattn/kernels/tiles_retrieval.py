@@ -66,15 +66,15 @@ def metric_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
 
 
 def transform_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
-    """Measured at (40, 75,600): 0.88; one stage 0.95; 8 steps and 3 stages 0.89; 128 rows and 8 warps 1.35."""
-    return {"BM": 32 if head_dim == 256 else 64, "STEPS": 16, "num_warps": 4, "num_stages": 1 if head_dim == 256 else 2}
+    """Measured at (40, 75,600): 0.39; 16 steps 0.40, with 2 stages 0.42; 128 rows, 8 warps and 3 stages 0.42.  The bytes alone take 0.37."""
+    return {"BM": 32 if head_dim == 256 else 64, "STEPS": 8, "num_warps": 4, "num_stages": 1 if head_dim == 256 else 4 if arch == 90 else 2}
 
 
 def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> dict:
     """Full-K PAMA; width: key blocks rounded up to a power of two.
 
     sm_90, d = 128: the Gluon kernel, as many 32 KB stages as fit beside the probabilities.  Measured at (24, 115,200, 1,024)
-    3.12, at (40, 75,600, 1,024) 3.67, at (40, 75,600, 512) 2.02 (3 stages 2.26; next chunk's GEMM issued early 2.10).
+    2.78, at (40, 75,600, 1,024) 3.18; earlier, each call waited for, at (40, 75,600, 512) 2.02 (3 stages 2.26; next chunk's GEMM issued early 2.10).
     Elsewhere plain Triton: BM * width fp32 logits live in the registers of 8 warps.
     """
     if arch == 90 and head_dim == 128:
@@ -83,13 +83,13 @@ def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> d
 
 
 def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, dict]:
-    """Two-pass PAMA: (pass 1, pass 2).  Measured at (24, 115,200, 1,024): 4.15; pass 1 with 128x128 4.04 and 4.59 in two runs;
-    pass 2 with 64x128 4.56, with 128x64 and 8 warps 5.10.  Both passes in one persistent kernel: 6.5."""
+    """Two-pass PAMA: (pass 1, pass 2).  Measured at (24, 115,200, 1,024): 3.79; pass 1 with 128x128 3.71, both with 3 stages 4.05, pass 1 with
+    4 warps too 4.16; earlier, pass 2 with 64x128 and with 128x64 were 10 and 23 % slower.  Both passes in one persistent kernel: 6.5."""
     if head_dim == 256:
         return ({"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
     return ({"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
 
 
 def prefers_full_key(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> bool:
-    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (3.1 against 4.2).  Not measured elsewhere: short rows only."""
+    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (2.8 against 3.8).  Not measured elsewhere: short rows only."""
     return width <= (1024 if arch == 90 and head_dim == 128 else 256)

@@ -41,7 +41,7 @@ def _larger(a, b):
 @triton.jit(do_not_specialize=["qb", "kb", "wide_width", "tails_width", "bias_width"])
 def list_keys_kernel(
     key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width, bias_width,
-    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, COMPENSATE: tl.constexpr,
+    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, FILLERS: tl.constexpr, COMPENSATE: tl.constexpr,
 ):  # fmt: skip
     """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per list.
 
@@ -112,7 +112,7 @@ def list_keys_kernel(
     tail_tiles = (tail_total + tails_per_tile - 1) // tails_per_tile
     # an empty list keeps one tile in which no key is valid: it gives output 0 and log-sum-exp -inf without a special case
     tail_tiles = tl.where(wide_tiles + tail_tiles == 0, 1, tail_tiles)
-    filler = tail_total + tl.arange(0, tails_per_tile)
+    filler = tail_total + tl.arange(0, FILLERS)
     tl.store(tails_row + filler, tl.zeros_like(filler), mask=filler < tail_tiles * tails_per_tile)
     field = tl.arange(0, 4)
     counts = tl.where(field == 0, wide_tiles, tl.where(field == 1, wide_tiles + whole_total // tails_per_tile, wide_tiles + tail_tiles))
@@ -194,12 +194,12 @@ def build_worklist(
     tiles = torch.empty(max(tile_bound, 1), FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(2, dtype=torch.int32, device=device)
     bias = None if compensate is None else torch.empty(lists, bias_width, dtype=torch.float32, device=device)
-    lanes = max(triton.next_power_of_2(kb + 1), key_tile)
+    lanes = triton.next_power_of_2(max(kb + 1, bias_width))
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)
     list_keys_kernel[(lists,)](
         key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, wide.view(torch.float32) if bias is None else bias,
         1.0 / scale, qb, kb, wide_width, tails_width, bias_width,
-        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)),
+        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(per_tile), COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)),
     )  # fmt: skip
     list_queries_kernel[(bh,)](
         query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=triton.next_power_of_2(qb), CHUNK=1024, num_warps=4

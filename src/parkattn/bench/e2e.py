@@ -1,0 +1,324 @@
+"""Whole models at real size, through `parkattn.enable`, against stock diffusers in the same run: per forward and over a run.
+
+    park bench e2e --record FILE            gate, then the three models, each in a process of its own
+    park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
+
+Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep almost every
+block: density is fixed by top-k instead, and every record says which density was reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parkattn.bench.timing import bench_device, free_memory, gpu_environment
+from parkattn.config import ParkConfig
+from parkattn.integrations import enable, summary
+from parkattn.integrations.models import row_for
+from parkattn.integrations.summary import PHASES, Summary
+from parkattn.record import append_records
+from parkattn.reuse import Schedule
+
+DENSITY = 0.25
+RUN_STEPS = 50
+# what one measurement runs: a first plan, the plan reused, a plan warm-started from it, reused again
+PHASES_MEASURED = ("refresh", "reuse", "refresh", "reuse")
+COMPOSED = "dense x dense_s + refresh_cold_s + (refresh - 1) x refresh_warm_s + reuse x reuse_s, one forward per step"
+SECTIONS = ("gate", "wan2.1-14b", "hunyuanvideo", "gate-around", "wan2.1-1.3b")
+ROOM_FOR_ALL = 120e9  # bytes of GPU memory from which on all models get ready at once
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    transformer: str  # class in diffusers
+    preset: str
+    video: tuple[int, int, int] = (81, 720, 1280)  # frames, height, width in pixels
+    sizes: dict[str, Any] = field(default_factory=dict)  # where the model differs from its class's defaults
+    text_tokens: int = 512
+    valid_text: int = 512  # the rest is padding
+    settings: dict[str, Any] = field(default_factory=dict)  # for sizes that the preset was not made for
+
+    @property
+    def latents(self) -> tuple[int, int, int]:
+        """Both autoencoders make one latent frame of four, after the first, and shrink 8 times."""
+        frames, height, width = self.video
+        return (frames - 1) // 4 + 1, height // 8, width // 8
+
+    @property
+    def tokens(self) -> int:
+        frames, height, width = self.latents
+        return frames * (height // 2) * (width // 2)
+
+    def config(self, **changes: Any) -> ParkConfig:
+        return ParkConfig.preset(self.preset, **{**self.settings, **changes})
+
+
+MODELS = {
+    "wan2.1-1.3b": WholeModel("WanTransformer3DModel", "wan2.1-1.3b", sizes={"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+    "wan2.1-14b": WholeModel("WanTransformer3DModel", "wan2.1-14b"),
+    # 125 frames are 32 latent frames; a prompt of 60 words fills a part of its 256 places
+    "hunyuanvideo": WholeModel("HunyuanVideoTransformer3DModel", "hunyuanvideo", video=(125, 720, 1280), text_tokens=256, valid_text=80),
+}
+# for gates, and for rehearsals under Triton's interpreter, where every token costs seconds
+_SMALL: dict[str, Any] = {"video": (9, 64, 64), "text_tokens": 16}
+_SMALL["settings"] = {"query_clusters": 4, "key_clusters": 8, "kmeans_iterations": 1, "warm_iterations": 1}
+_HEADS = {"num_attention_heads": 2}  # of the real head dimension, which is what kernels are compiled for
+SMALL_WAN = replace(
+    MODELS["wan2.1-1.3b"], **_SMALL, valid_text=16, sizes={**_HEADS, "num_layers": 2, "text_dim": 32, "ffn_dim": 64, "freq_dim": 32}
+)
+SMALL_HUNYUAN = replace(
+    MODELS["hunyuanvideo"], **_SMALL, valid_text=9,
+    sizes={
+        **_HEADS, "num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 32, "pooled_projection_dim": 16,
+        "mlp_ratio": 1.0,
+    },
+)  # fmt: skip
+SMALL = {"wan2.1-1.3b": SMALL_WAN, "wan2.1-14b": SMALL_WAN, "hunyuanvideo": SMALL_HUNYUAN}
+
+
+def random_transformer(model: WholeModel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The diffusers class with its own random first weights, made on the device; float32 where from_pretrained keeps float32."""
+    import diffusers
+
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        try:
+            made = getattr(diffusers, model.transformer)(**model.sizes).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(before)
+    kept = set(getattr(made, "_keep_in_fp32_modules", None) or ())
+    for name, weights in made.named_parameters():
+        if kept & set(name.split(".")):
+            weights.data = weights.data.float()
+    return made
+
+
+def forward_inputs(model: WholeModel, transformer: Any, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Arguments of one forward without its timestep."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    config = transformer.config
+    inputs: dict[str, Any] = {"hidden_states": noise(1, config.in_channels, *model.latents)}
+    inputs["encoder_hidden_states"] = noise(1, model.text_tokens, getattr(config, "text_dim", None) or config.text_embed_dim)
+    if hasattr(config, "pooled_projection_dim"):
+        inputs["encoder_attention_mask"] = (torch.arange(model.text_tokens, device=device) < model.valid_text)[None]
+        inputs["pooled_projections"] = noise(1, config.pooled_projection_dim)
+        inputs["guidance"] = torch.tensor([6000.0], device=device, dtype=dtype)
+    return inputs
+
+
+def run_forward(transformer: Any, inputs: dict[str, Any], timestep: float) -> torch.Tensor:
+    steps = torch.tensor([timestep], device=inputs["hidden_states"].device)
+    with torch.no_grad():
+        return transformer(**inputs, timestep=steps, return_dict=False)[0]
+
+
+@contextlib.contextmanager
+def first_blocks(transformer: Any, count: int) -> Iterator[None]:
+    """The transformer cut to the first blocks of each kind: all of its shapes in a fraction of its time."""
+    names = [blocks for blocks, _ in row_for(transformer).blocks]
+    whole = {name: getattr(transformer, name) for name in names}
+    try:
+        for name, blocks in whole.items():
+            setattr(transformer, name, blocks[:count])
+        yield
+    finally:
+        for name, blocks in whole.items():
+            setattr(transformer, name, blocks)
+
+
+def find_top_k(transformer: Any, inputs: dict[str, Any], model: WholeModel, density: float = DENSITY) -> float:
+    """The share of key blocks that computes `density` of the token pairs; also what compiles kernels and warms the allocator.
+
+    Under uniform attention the heaviest blocks are the largest ones, so a quarter of the blocks is more than a quarter of the pairs.
+    """
+    top_k = density
+    with first_blocks(transformer, 1):
+        run_forward(transformer, inputs, 999.0)
+        for _ in range(4):
+            config = model.config(top_p=None, top_k=top_k, dense_steps=0, refresh_steps=(2,))
+            with enable(transformer, config, total_steps=3):
+                for timestep in (999.0, 998.0, 997.0):  # every kind of step that will be timed
+                    run_forward(transformer, inputs, timestep)
+                reached = summary(transformer).density
+            assert reached is not None
+            if abs(reached - density) <= 0.01 * density:
+                break
+            top_k = min(1.0, top_k * density / reached)
+    return top_k
+
+
+def phases_of_run(config: ParkConfig, steps: int = RUN_STEPS) -> Counter[str]:
+    schedule, refreshed, found = Schedule(config, steps), None, Counter[str]()
+    for step in range(steps):
+        phase = schedule.phase(step, 0, refreshed).name
+        refreshed = step if phase == "refresh" else refreshed
+        found[phase] += 1
+    return found
+
+
+def composed(dense_s: float, cold_s: float, warm_s: float, reuse_s: float, phases: Counter[str]) -> dict[str, Any]:
+    """What a whole run takes by the parts measured here."""
+    steps = phases.total()
+    park = phases["dense"] * dense_s + cold_s + (phases["refresh"] - 1) * warm_s + phases["reuse"] * reuse_s
+    dense = steps * dense_s
+    return {
+        "steps": {phase: phases[phase] for phase in PHASES}, "formula": COMPOSED,
+        "dense_s": dense, "park_s": park, "saved_s": dense - park, "speedup": dense / park,
+    }  # fmt: skip
+
+
+@dataclass
+class Prepared:
+    """A model with its weights made, its kernels compiled and its top-k found: everything that must not be timed."""
+
+    model: WholeModel
+    device: torch.device
+    transformer: Any
+    inputs: dict[str, Any]
+    top_k: float
+
+
+def prepare(model: WholeModel, device: torch.device) -> Prepared:
+    transformer = random_transformer(model, device)
+    inputs = forward_inputs(model, transformer, device)
+    top_k = find_top_k(transformer, inputs, model)
+    free_memory()
+    return Prepared(model, device, transformer, inputs, top_k)
+
+
+def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:
+    """One forward of each kind: refresh and reuse through enable on the bare transformer, counted by its timesteps, and stock dense.
+
+    note: is told every forward as soon as it is done.
+    """
+    model, transformer = ready.model, ready.transformer
+    config = model.config(top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),))
+
+    def forward(timestep: float, phase: str) -> Watched:
+        found = watched(lambda: run_forward(transformer, ready.inputs, timestep), ready.device)
+        note({"benchmark": "e2e forward", "phase": phase, "seconds": found.seconds, "peak_gb": found.peak_gb, "top_k": ready.top_k})
+        return found
+
+    with enable(transformer, config, total_steps=len(PHASES_MEASURED)):
+        runs = [forward(999.0 - step, phase) for step, phase in enumerate(PHASES_MEASURED)]
+        report = summary(transformer)
+    expect_phases(report.steps, PHASES_MEASURED)
+    stock = forward(999.0, "dense")
+    seconds = {phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES}
+    return {
+        **forwards_record(model, config, report, {**seconds, "dense": [stock.seconds]}),
+        "density": report.density,
+        "finite": all(run.finite for run in [stock, *runs]),
+        "memory": memory_record(transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=_most([run.peak_gb for run in runs])),
+    }
+
+
+def forwards_record(model: WholeModel, config: ParkConfig, report: Summary, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """What a forward takes in each phase, and what a whole run takes by that."""
+    dense_s, reuse_s = statistics.median(seconds["dense"]), statistics.median(seconds["reuse"])
+    cold_s, *warm = seconds["refresh"]
+    warm_s = statistics.median(warm)
+    return {
+        "benchmark": "e2e", "transformer": model.transformer, "video": model.video, "tokens": model.tokens,
+        "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text, "layers": len(report.layers), "config": config.to_dict(),
+        "dense_s": dense_s, "refresh_cold_s": cold_s, "refresh_warm_s": warm_s, "reuse_s": reuse_s, "each_s": seconds,
+        "reuse_speedup": dense_s / reuse_s, "attention_s": report.attention_seconds,
+        "run": composed(dense_s, cold_s, warm_s, reuse_s, phases_of_run(model.config())),
+    }  # fmt: skip
+
+
+def memory_record(transformer: Any, report: Summary, **peaks: float | None) -> dict[str, Any]:
+    return {
+        "weights_gb": sum(weights.nbytes for weights in transformer.parameters()) / 1e9,
+        **peaks,
+        "state_gb": report.peak_state_bytes / 1e9,
+        # guidance has a second branch, whose plans have the same shapes
+        "state_with_guidance_gb": 2 * report.peak_state_bytes / 1e9,
+    }
+
+
+@dataclass(frozen=True)
+class Watched:
+    seconds: float
+    peak_gb: float | None  # None where there is no GPU
+    finite: bool
+
+
+def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    out = call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None
+    return Watched(seconds, peak, bool(out.isfinite().all()))
+
+
+def expect_phases(steps: dict[str, list[int]], expected: tuple[str, ...]) -> None:
+    """Every layer did the same in every step, and that was what the figures are named after."""
+    wanted = {phase: [step for step, name in enumerate(expected) if name == phase] for phase in PHASES}
+    if steps != wanted:
+        raise RuntimeError(f"e2e: expected the steps {wanted}, got {steps}, so nothing was recorded.")
+
+
+def _most(values: list[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def run_section(name: str, record: Path, *, full: bool, rehearse: bool, turn: Callable[[], float] = lambda: math.inf) -> None:
+    """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it is given."""
+    device, facts = bench_device(), gpu_environment()
+
+    def keep(line: dict[str, Any]) -> None:
+        append_records(record, [{"section": name, "rehearsal": rehearse, **line, "environment": facts}])
+        sys.stdout.write(json.dumps(line, default=str) + "\n")
+        sys.stdout.flush()
+
+    if name.startswith("gate"):
+        from parkattn.bench import e2e_gate
+
+        if name == "gate-around":
+            turn()  # says nothing about the figures, and would disturb them
+        checks = e2e_gate.gate if name == "gate" else e2e_gate.gate_around
+        failed = []
+        for case in checks(device, rehearse=rehearse):
+            keep(case)
+            failed += [] if case["ok"] else [case["gate"]]
+        if failed:
+            raise RuntimeError(f"{name}: {', '.join(failed)} failed.")
+        if name == "gate":
+            turn()
+        return
+    ready = prepare((SMALL if rehearse else MODELS)[name], device)
+    ends = time.monotonic() + turn()
+    found = measure(ready, lambda part: keep({"model": name, **part}))
+    keep({"model": name, **found})
+    left = ends - time.monotonic()
+    # a run that cannot be finished says nothing
+    if full and name == "wan2.1-1.3b" and left > found["run"]["park_s"]:
+        from parkattn.bench.e2e_run import whole_run
+
+        for line in whole_run(ready, seconds=left, rehearse=rehearse):
+            keep({"model": name, **line})

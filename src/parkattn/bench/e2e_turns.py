@@ -1,0 +1,172 @@
+"""Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the GPU alone.
+
+    python -m parkattn.bench.e2e_turns --record FILE [--full] [--budget SECONDS] [--only gate wan2.1-14b ...]
+
+A hang or a CUDA error costs one model. Every figure is in FILE as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from parkattn.bench.e2e import ROOM_FOR_ALL, SECTIONS, run_section
+from parkattn.bench.timing import bench_device
+from parkattn.checks import expect_choice
+
+READY = "ready"
+
+
+def run_all(
+    record: Path, *, only: list[str] | None = None, full: bool = False, rehearse: bool = False, budget_s: float = 1200
+) -> dict[str, str]:
+    """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
+    ends = time.monotonic() + budget_s
+    names = only or list(SECTIONS)
+    for name in names:
+        expect_choice("only", name, SECTIONS)
+    together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
+    options = [*(["--full"] if full else []), *(["--rehearse"] if rehearse else [])]
+
+    def start(name: str) -> _Section:
+        return _Section(name, [sys.executable, "-m", "parkattn.bench.e2e_turns", "--section", name, "--record", str(record), *options])
+
+    sections = {name: start(name) for name in names} if together else {}
+    outcome: dict[str, str] = {}
+    try:
+        for section in sections.values():
+            section.get_ready(ends)
+        for name in names:
+            section = sections.get(name) or start(name)
+            sections[name] = section
+            outcome[name] = section.take_turn(ends)
+            _say(f"{name}: {outcome[name]}, {ends - time.monotonic():.0f} s left")
+            if name == "gate" and outcome[name] != "passed":
+                break
+    finally:
+        for section in sections.values():
+            section.end()
+    return outcome
+
+
+def run_and_tabulate(record: Path | None, **options: Any) -> tuple[dict[str, str], list[list[str]]]:
+    """run_all, and the rows of COLUMNS that this run (not an earlier one in the same file) came to."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "lines.jsonl") if record is None else record
+        before = len(_lines(lines))
+        outcome = run_all(lines, **options)
+        return outcome, table_rows([json.loads(line) for line in _lines(lines)[before:]])
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+class _Section:
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self.ready = False
+        self.killed = False
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def get_ready(self, ends: float) -> None:
+        self._follow(ends, until_ready=True)
+
+    def take_turn(self, ends: float) -> str:
+        if not self.ready:
+            self.get_ready(ends)
+        if self.ready:
+            stdin = self._process.stdin
+            assert stdin is not None
+            stdin.write(f"{ends - time.monotonic()}\n")
+            stdin.flush()
+            self._follow(ends, until_ready=False)
+        return "passed" if self._process.wait() == 0 else "out of time" if self.killed else "failed"
+
+    def end(self) -> None:
+        with self._process:  # closes its pipes and waits
+            if self._process.poll() is None:
+                self._process.kill()
+
+    def _follow(self, ends: float, *, until_ready: bool) -> None:
+        alarm = threading.Timer(max(0.0, ends - time.monotonic()), self._kill)
+        alarm.start()
+        stdout: IO[str] | None = self._process.stdout
+        assert stdout is not None
+        try:
+            for line in stdout:
+                if until_ready and line.strip() == READY:
+                    self.ready = True
+                    return
+                _say(f"{self.name}: {line.rstrip()}")
+        finally:
+            alarm.cancel()
+
+    def _kill(self) -> None:
+        self.killed = True
+        self._process.kill()
+
+
+COLUMNS = ("model", "density", "dense s", "refresh s", "warm s", "reuse s", "50 steps", "saved s", "dense GB", "PARK GB", "plans GB")
+
+
+def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of COLUMNS per model; plans are those of both branches of guidance."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else f"{value:{form}}"
+
+    rows = []
+    for line in lines:
+        if line.get("benchmark") == "e2e":
+            run, memory = line["run"], line["memory"]
+            times = [f"{line[name]:.2f}" for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s")]
+            peaks = [shown(memory[name], ".1f") for name in ("dense_peak_gb", "park_peak_gb")]
+            saved = [f"{run['speedup']:.2f}x", f"{run['saved_s']:.1f}"]
+            rows.append([line["model"], f"{line['density']:.3f}", *times, *saved, *peaks, f"{memory['state_with_guidance_gb']:.2f}"])
+    return rows
+
+
+def wait_for_turn() -> float:
+    """In a section's process: the seconds it is given."""
+    _say(READY)
+    given = sys.stdin.readline()
+    if not given:
+        sys.exit("nobody gives turns any more")
+    return float(given)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m parkattn.bench.e2e_turns", description="Whole models: see `park bench e2e --help`.")
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", choices=SECTIONS)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--budget", type=float, default=1200)
+    asked = parser.parse_args()
+    if asked.section:
+        run_section(asked.section, asked.record, full=asked.full, rehearse=asked.rehearse, turn=wait_for_turn)
+        return
+    outcome, rows = run_and_tabulate(asked.record, only=asked.only, full=asked.full, rehearse=asked.rehearse, budget_s=asked.budget)
+    for row in (COLUMNS, *rows):
+        _say("  ".join(f"{cell:>12}" for cell in row))
+    sys.exit(any(result != "passed" for result in outcome.values()))
+
+
+if __name__ == "__main__":
+    main()

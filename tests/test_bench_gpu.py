@@ -1,0 +1,116 @@
+"""What measures the GPU kernels, as far as it can be checked without one: fits, plots, refusals, the gates' own teeth."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from parkattn.bench import scaling
+from parkattn.bench.problems import Shape
+from parkattn.kernels import importance_tilelang
+
+
+def points(over: str, part: str, law) -> list[dict]:
+    return [{"benchmark": "scaling", "over": over, "part": part, over: x, "ms": law(x)} for x in (0.1, 0.2, 0.5, 1.0)]
+
+
+def test_a_fit_finds_the_exponent_and_the_fixed_cost():
+    found = {
+        fit["part"]: fit
+        for fit in scaling.fits(points("density", "attention", lambda x: 3 + 40 * x) + points("length", "dense", lambda x: 7 * x**2))
+    }
+    density, length = found["attention: fit"], found["dense: fit"]
+    assert density["ms_fixed"] == pytest.approx(3) and density["ms_per_density"] == pytest.approx(40) and density["worst_residual"] < 1e-12
+    assert density["exponent"] < 1, "a fixed cost bends the curve"
+    assert length["exponent"] == pytest.approx(2) and length["exponent_of_last_doubling"] == pytest.approx(2)
+
+
+def test_the_plot_is_drawn_from_records_and_from_nothing_else(tmp_path):
+    pytest.importorskip("matplotlib")
+    measured = points("density", "attention", lambda x: 50 * x) + points("length", "attention", lambda x: x**2)
+    record, plot = tmp_path / "scaling.jsonl", tmp_path / "new" / "scaling.svg"
+    record.write_text("".join(json.dumps(p) + "\n" for p in measured + list(scaling.fits(measured))))
+    scaling.draw(record, plot)
+    assert plot.read_text().count("<svg") == 1
+    record.write_text('{"benchmark": "pama"}\n')
+    with pytest.raises(ValueError, match="measure first"):
+        scaling.draw(record, plot)
+
+
+@pytest.mark.parametrize("kernel", [importance_tilelang.pama_full_key, importance_tilelang.pama_two_pass])
+def test_tilelang_is_refused_with_the_install_line_where_it_is_missing(monkeypatch, kernel):
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    q, ends, one = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[0, 8]], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[tilelang\]'"):
+        kernel(q, ends, q[:, :4], one)
+
+
+def test_full_key_in_tilelang_names_the_kernel_for_more_key_blocks():
+    with pytest.raises(ValueError, match="use pama_two_pass"):
+        importance_tilelang.pama_full_key(torch.empty(1, 8, 64), None, torch.empty(1, 1025, 64), None)
+
+
+def test_pama_gate_fails_a_kernel_that_is_wrong(monkeypatch):
+    from parkattn.bench import pama
+
+    def off(q, ends, centroids, sizes, *, out=None):
+        return pama.pama_torch(q, ends, centroids, sizes, dtype=torch.float64).float().mul(1.05)
+
+    monkeypatch.setattr(pama, "_kernels", lambda key_blocks: {"off by 5 %": off})
+    assert not any(case["ok"] for case in pama.gate(torch.device("cpu"), rehearse=True))
+    large = list(pama.gate_large(torch.device("cpu"), rehearse=True))
+    assert [case["ok"] for case in large] == [False, True], "wrong, but the same with and without the other heads"
+
+
+def test_pama_gate_fails_a_head_that_depends_on_the_others(monkeypatch):
+    from parkattn.bench import pama
+
+    def leaky(q, ends, centroids, sizes, *, out=None):
+        return pama.pama_torch(q, ends, centroids, sizes, dtype=torch.float64).float() + 1e-7 * q.shape[0]
+
+    monkeypatch.setattr(pama, "_kernels", lambda key_blocks: {"leaky": leaky})
+    assert [case["ok"] for case in pama.gate_large(torch.device("cpu"), rehearse=True)] == [True, False]
+
+
+def test_torch_baseline_is_the_definition():
+    from parkattn.bench.pama import _case, pama_torch
+    from parkattn.importance import centroid_log_mass
+    from parkattn.segments import segment_mean
+
+    q, ends, centroids, sizes = _case(Shape(2, 60, 5, 7, 16), torch.device("cpu"), torch.float64)
+    labels = torch.stack([torch.arange(5).repeat_interleave(row.diff()) for row in ends])
+    weights = centroid_log_mass(q, centroids, sizes).softmax(-1)
+    torch.testing.assert_close(pama_torch(q, ends, centroids, sizes), segment_mean(weights, labels, 5)[0])
+
+
+def test_flashinfer_is_left_out_of_the_whole_and_refused_alone_where_it_is_missing(monkeypatch, tmp_path):
+    from parkattn.bench import flashinfer, gpu
+
+    asked = []
+    monkeypatch.setattr(gpu, "bench_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(gpu, "gpu_environment", dict)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: asked.append(command[6]) or type("Done", (), {"returncode": 0}))
+    for there in (True, False):
+        monkeypatch.setattr(flashinfer, "installed", lambda device, there=there: there)
+        asked.clear()
+        gpu.run_all(tmp_path)
+        assert {"gate-flashinfer", "flashinfer"} & set(asked) == ({"gate-flashinfer", "flashinfer"} if there else set())
+        assert {"gate-pama", "gate-large-pama", "pama", "scaling"} <= set(asked)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[flashinfer\]'"):
+        next(flashinfer.gate(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", ["full-k", "two-pass"])
+def test_tilelang_programs_compile_for_hopper(kind):
+    tilelang = pytest.importorskip("tilelang")
+    if shutil.which("nvcc") is None:
+        pytest.skip("TileLang compiles with nvcc, which is not here")
+    program = {"full-k": importance_tilelang.full_key_program, "two-pass": importance_tilelang.two_pass_program}[kind]
+    traced = program(tilelang.language, 128, 256, "bfloat16", **importance_tilelang.TILES[kind])
+    source = tilelang.compile(traced, target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
+    assert "wgmma" in source and "tma_load" in source
