@@ -284,6 +284,8 @@ def test_summary_counts_phases_and_names_every_dense_reason(wan):
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     table = str(report)
     assert all(reason in table for reason in report.dense_because)
+    (computed_by,) = report.backends
+    assert computed_by in table and "PyTorch" in computed_by
     assert "3 steps" not in table.splitlines()[0]
     assert table.splitlines()[0].startswith("park: 5 steps dense, 2 steps refresh, 1 steps reuse; mean density")
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.integrations.sequence_parallel import attend_ulysses, why_not_sparse
+from parkattn.integrations.sequence_parallel import attend_ulysses, in_one_piece, why_not_sparse
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ _PROCESSORS: weakref.WeakValueDictionary[int, MethodProcessor] = weakref.WeakVal
 _NUMBERS = itertools.count()
 # whose stock code is running, for stock code that hands nothing of its processor to the attention function
 _RUNNING: contextvars.ContextVar[_Caller] = contextvars.ContextVar("parkattn_running_processor")
-_SHARED = ("_attention_backend", "_parallel_config")  # what diffusers sets on processors
+_SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffusers sets on processors, and cache-dit
 
 
 class MethodProcessor:
@@ -53,6 +53,7 @@ class MethodProcessor:
 
     _attention_backend: Any = None
     _parallel_config: Any = None
+    _cp_config: Any = None
 
     def __init__(self, stock: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool) -> None:
         self.stock = stock
@@ -80,6 +81,10 @@ class MethodProcessor:
         # tensor parallelism spreads heads, not tokens
         if parallel is None or getattr(parallel, "context_parallel_config", parallel) is None:
             return self._attend(q, k, v, mask, text_tokens, options, compiled)
+        if self._cp_config is not None and mask is not None and text_tokens:
+            # cache-dit has put the mask into the order of the ranks already
+            ranks = parallel.context_parallel_config.ulysses_degree or 1
+            mask = in_one_piece(mask.permute(0, 3, 1, 2), ranks, text_tokens, self.text).permute(0, 2, 3, 1)
         refusal = why_not_sparse(parallel, text_tokens)
         if refusal is not None:
             dense = functools.partial(self._dense, q, k, v, mask, options, parallel)
@@ -150,6 +155,7 @@ class _StockSelf:
         # stock code passes these two on to the attention function, which is how `_dispatch` learns who calls
         self._attention_backend = caller
         self._parallel_config = caller.processor._parallel_config
+        self._cp_config = caller.processor._cp_config
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
@@ -223,10 +229,12 @@ def _dispatch(
     *,
     backend: Any = None,
     parallel_config: Any = None,
+    cp_config: Any = None,
 ) -> Tensor:
-    """In place of diffusers' dispatch_attention_fn."""
+    """In place of diffusers' dispatch_attention_fn, and of the one that cache-dit's parallelism puts there."""
     mask = attn_mask.valid[:, None, None, :] if isinstance(attn_mask, KeyPadding) else attn_mask
-    return _call(backend, query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=parallel_config is not None))
+    spread = parallel_config is not None or cp_config is not None
+    return _call(backend, query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=spread))
 
 
 def _call(caller: _Caller, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions) -> Tensor:
@@ -284,10 +292,12 @@ def set_processor(attention: Any, processor: Any) -> None:
 def _class_for(stock: type) -> type[MethodProcessor]:
     """One class, and one copy of the stock code, for all layers: what a graph is compiled for."""
     stock_call: Any = stock.__call__
-    names = getattr(getattr(stock_call, "__code__", None), "co_names", ())
+    code = getattr(stock_call, "__code__", None)
+    names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))} if code is not None else set()  # and getattr's
     functional = _Functional()
-    if "dispatch_attention_fn" in names and "_attention_backend" in names:
-        replaced: dict[str, Any] = {"dispatch_attention_fn": _dispatch, "F": functional}
+    dispatchers = {"dispatch_attention_fn", "_dispatch_attention_fn"} & names
+    if dispatchers and "_attention_backend" in names:
+        replaced: dict[str, Any] = {**dict.fromkeys(dispatchers, _dispatch), "F": functional}
     elif "scaled_dot_product_attention" in names:
         replaced = {"F": functional}
     else:
@@ -295,7 +305,7 @@ def _class_for(stock: type) -> type[MethodProcessor]:
             f"processor: expected one that hands its backend to dispatch_attention_fn, or calls F.scaled_dot_product_attention, got "
             f"{stock.__name__}; set the model's default processor before enable, or leave this model dense."
         )
-    by_context = "dispatch_attention_fn" not in replaced
+    by_context = not dispatchers
     names_seen = {**stock_call.__globals__, **replaced}
     # by this name torch.compile would look globals up in the stock module, where cross-attention finds its own
     names_seen.pop("__name__")

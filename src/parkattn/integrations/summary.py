@@ -63,6 +63,7 @@ class RunLog:
     def __init__(self) -> None:
         self.layers: dict[tuple[str, int], LayerLog] = {}
         self.steps: dict[int, set[str]] = {}
+        self.backends: set[str] = set()
         self.peak_state_bytes = 0
 
     def add(self, site: CallSite, stats: AttentionStats, seconds: Callable[[], float]) -> None:
@@ -75,10 +76,13 @@ class RunLog:
         if stats.estimated_mass is not None:
             log.mass.append(stats.estimated_mass.mean())
         self.steps.setdefault(site.step, set()).add(stats.phase)
+        if stats.backend:
+            self.backends.add(stats.backend)
 
     def clear(self) -> None:
         self.layers.clear()
         self.steps.clear()
+        self.backends.clear()
         self.peak_state_bytes = 0
 
 
@@ -91,6 +95,7 @@ class Summary:
     calls: dict[str, int]  # phase -> attention calls
     density: float | None  # mean over all calls
     dense_because: dict[str, int]  # reason -> calls
+    backends: list[str]  # what computed the sparse calls, and why
     attention_seconds: dict[str, float]  # phase -> time in attention, plans included
     seconds_saved: float | None  # against the layer's own dense calls (median); None where none ran dense
     state_bytes: int  # held now
@@ -120,6 +125,7 @@ class Summary:
             calls={phase: sum(row[phase] for row in rows) for phase in PHASES},
             density=_mean([value for entry in log.layers.values() for value in entry.density]),
             dense_because=dict(reasons.most_common()),
+            backends=sorted(log.backends),
             attention_seconds={phase: sum(sum(layer[phase]) for layer in times) for phase in PHASES},
             seconds_saved=_saved(times),
             state_bytes=state_bytes,
@@ -139,6 +145,7 @@ class Summary:
             + ", ".join(f"{len(self.steps[phase])} steps {phase}" for phase in PHASES if self.steps[phase])
             + f"; mean density {self.density:.2f}; plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
             f"attention took {sum(self.attention_seconds.values()):.1f} s{saved}",
+            *(f"sparse calls: {reason}" for reason in self.backends),
             f"{'transformer':14} {'layer':>5} {'dense':>6} {'refresh':>8} {'reuse':>6} {'density':>8} {'mass':>6}",
         ]
         for row in self.layers:

@@ -1,0 +1,162 @@
+"""The whole family as pipelines: stock diffusers pipelines of every row of the table, with every block kept and with some."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+diffusers = pytest.importorskip("diffusers")
+import tiny_families as families  # noqa: E402
+import tiny_pipelines as tiny  # noqa: E402
+from parkattn.integrations import MODELS, disable, enable, summary  # noqa: E402
+from test_integrations import EVERY_BLOCK, SPARSE, everything_on, tolerance, trace  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # numpy's complaint about schedulers of diffusers
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # Mochi asks for autocast, which does nothing in float32 on a CPU
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+ONE_OF_EACH = {"dense_steps": 1, "refresh_interval": 2, "reference_steps": 1}
+
+
+@functools.cache
+def built(name: str):
+    return families.FAMILIES[name].build()
+
+
+@pytest.fixture(params=families.FAMILIES)
+def family(request):
+    """(pipeline, its Family), with nothing enabled before and after."""
+    pipe = built(request.param)
+    yield pipe, families.FAMILIES[request.param]
+    disable(pipe)
+
+
+def left_on(pipe) -> dict:
+    """LTX's pipeline leaves its last timestep behind by itself."""
+    return {name: value for name, value in everything_on(pipe).items() if name != ("pipe", "_current_timestep")}
+
+
+def test_every_row_of_the_table_runs_as_a_pipeline_somewhere():
+    here = {type(built(name).transformer).__name__ for name in families.FAMILIES}
+    elsewhere = {"WanTransformer3DModel", "HunyuanVideoTransformer3DModel"}  # text to video, in test_integrations
+    assert here | elsewhere == set(MODELS)
+
+
+def test_with_every_block_the_latents_are_those_of_dense_attention(family):
+    pipe, kind = family
+    dense = kind.run(pipe)
+    enable(pipe, EVERY_BLOCK, **ONE_OF_EACH)
+    # guidance is at most 6 here
+    torch.testing.assert_close(kind.run(pipe), dense, rtol=0, atol=tolerance(dense, steps=families.STEPS, guidance=6.0))
+    report = summary(pipe)
+    # Mochi's stock code attends to one batch element after the other
+    calls = kind.forwards * (kind.batch if type(pipe).__name__ == "MochiPipeline" else 1)
+    assert report.calls == dict.fromkeys(("dense", "refresh", "reuse"), calls * len(report.layers))
+    assert report.steps == {"dense": [0], "refresh": [1], "reuse": [2]}
+    assert len(report.layers) == len(MODELS[type(pipe.transformer).__name__].attentions(pipe.transformer))
+
+
+def test_disable_leaves_no_trace_and_a_second_video_is_like_the_first(family):
+    pipe, kind = family
+    dense, before = kind.run(pipe), left_on(pipe)
+    enable(pipe, SPARSE)
+    first = kind.run(pipe)
+    assert (first - dense).abs().max() > tolerance(dense, steps=families.STEPS, guidance=6.0)
+    other = kind.run(pipe, seed=1)
+    assert not torch.equal(other, first)
+    assert torch.equal(kind.run(pipe), first)
+    assert summary(pipe).state_bytes == 0
+    disable(pipe)
+    assert left_on(pipe) == before
+    assert torch.equal(kind.run(pipe), dense)
+
+
+def test_pipelines_that_run_inside_each_others_steps_do_not_affect_each_other(family):
+    pipe, kind = family
+    other = built("ltx") if pipe is not built("ltx") else built("cogvideox")
+    their = families.FAMILIES["ltx" if pipe is not built("ltx") else "cogvideox"]
+    enable(pipe, SPARSE)
+    enable(other, SPARSE)
+    alone, other_alone, between = kind.run(pipe), their.run(other), []
+    hook = pipe.transformer.register_forward_hook(lambda *_: between.append(their.run(other)))
+    try:
+        assert torch.equal(kind.run(pipe), alone)
+    finally:
+        hook.remove()
+        disable(other)
+    assert len(between) == kind.forwards * families.STEPS
+    assert all(torch.equal(latents, other_alone) for latents in between)
+
+
+def test_a_run_that_fails_inside_a_block_leaves_nothing_behind(family):
+    pipe, kind = family
+    enable(pipe, SPARSE)
+    fresh = kind.run(pipe)
+    seen = []
+
+    def stop(*_):
+        seen.append(1)
+        if len(seen) == kind.forwards + 1:  # in the second step
+            raise KeyboardInterrupt
+
+    hook = pipe.transformer.proj_out.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        kind.run(pipe, seed=1)
+    hook.remove()
+    assert torch.equal(kind.run(pipe), fresh)
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+def test_diffusion_forcing_counts_the_steps_of_its_noisiest_frame(kind):
+    """SkyReels-V2's long videos: every frame has a noise level of its own, and the scheduler of the pipeline counts nothing."""
+    pipe = families.skyreels("SkyReelsV2DiffusionForcingPipeline")
+    extra = {"ar_step": 1, "causal_block_size": 1} if kind == "asynchronous" else {}
+
+    def run():
+        return pipe(
+            prompt=None, **families.SIZE, **families.embeds(), **extra, guidance_scale=5.0, num_inference_steps=3,
+            generator=torch.Generator().manual_seed(0), output_type="latent",
+        ).frames  # fmt: skip
+
+    dense = run()
+    enable(pipe, EVERY_BLOCK, **ONE_OF_EACH)
+    seen = trace(pipe)
+    torch.testing.assert_close(run(), dense, rtol=0, atol=tolerance(dense, steps=5))
+    steps = [site.step for site, _ in seen if site.layer == 0]
+    assert steps == sorted(steps)
+    assert set(steps) == {0, 1, 2}
+    assert {site.branch for site, _ in seen} >= {"cond", "uncond"} or "forward 1" in {site.branch for site, _ in seen}
+
+
+@pytest.mark.parametrize("name", ["wan", "wan vace", "hunyuan", "cogvideox", "ltx", "mochi"])
+def test_layers_that_a_guider_skips_are_not_attended_to_and_the_others_are(name):
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    transformer, inputs, _ = tiny.transformers()[name]
+    layer, blocks = 0 if name == "hunyuan" else 1, "blocks" if name.startswith("wan") else "transformer_blocks"
+    with torch.no_grad():
+        whole = transformer(**inputs, return_dict=False)[0]
+        enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0)
+        apply_layer_skip(transformer, LayerSkipConfig(indices=[layer], fqn=blocks))
+        ours = transformer(**inputs, return_dict=False)[0]
+        calls = {row["layer"] for row in summary(transformer).layers}
+        disable(transformer)
+        stock = transformer(**inputs, return_dict=False)[0]
+    assert layer not in calls
+    assert calls
+    assert (stock - whole).abs().max() > tolerance(stock, steps=1)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=tolerance(stock, steps=1))
+
+
+def test_skipping_attention_alone_is_refused_with_and_without_us():
+    """diffusers keeps a list of processors it can skip, on which none of a model in the table stands."""
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    transformer = tiny.wan_transformer()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"WanAttnProcessor'> not registered"):
+            apply_layer_skip(transformer, LayerSkipConfig(indices=[1], fqn="blocks", skip_ff=False))
+        enable(transformer, EVERY_BLOCK, total_steps=1)
