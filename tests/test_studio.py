@@ -165,8 +165,8 @@ def test_methods_are_chosen_by_name_and_dense_comes_first():
 
 def test_short_videos_keep_the_papers_tokens_per_block_and_a_named_preset_is_taken_as_it_is(model):
     pipe = checkpoints.load_pipeline(model)
-    request = dataclasses.replace(asked(model, height=320, width=480, frames=33), changes={})
-    assert checkpoints.token_count(pipe, 33, 320, 480) == 5400
+    request = dataclasses.replace(asked(model, height=160, width=240, frames=33), changes={})
+    assert checkpoints.token_count(pipe, 33, 160, 240) == 5400
     config = generate.config_for(request, pipe)
     assert (config.query_clusters, config.key_clusters) == (10, 41)
     assert generate.config_for(dataclasses.replace(request, preset="hunyuanvideo"), pipe).key_clusters == 1024

@@ -19,6 +19,7 @@ from parkattn.studio.extras import package
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("none", "model", "sequential")
+PIPELINE_MULTIPLE = 16  # stock pipelines refuse other heights and widths, also for models whose tokens are smaller
 SAMPLE = 2**20  # bytes at each end of a weights file that enter the fingerprint
 
 
@@ -106,6 +107,8 @@ def load_pipeline(folder: Path, *, device: str = "cpu", dtype: str = "float32", 
     if not device.startswith("cuda"):
         raise ValueError(f"offload: expected none on {device}, got {offload!r}; offloading moves weights between CPU and GPU.")
     package("accelerate", "offloading")
+    if device == "cuda":
+        device = f"cuda:{torch.cuda.current_device()}"  # offloading would take the first GPU, also in a process that was given another
     pipe.enable_model_cpu_offload(device=device) if offload == "model" else pipe.enable_sequential_cpu_offload(device=device)
     return pipe
 
@@ -130,6 +133,7 @@ def _quiet() -> Iterator[None]:
 
 def expect_size(pipe: Any, frames: int, height: int, width: int) -> None:
     every, pixels = _strides(pipe)
+    pixels = math.lcm(pixels, PIPELINE_MULTIPLE)
     for name, value in (("height", height), ("width", width)):
         if value < pixels or value % pixels:
             near = max(pixels, round(value / pixels) * pixels)

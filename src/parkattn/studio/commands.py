@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from parkattn.studio.generate import StepReport
+    from parkattn.studio.generate import Request, StepReport
+    from parkattn.studio.prompts import Item
 
 app = typer.Typer(add_completion=False)
 console = Console()
@@ -39,8 +40,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')],
-    out: Annotated[Path, typer.Option(help="The mp4; its record is written beside it.")] = Path("out/video.mp4"),
+    prompt: Annotated[str | None, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line, shared out over the ranks of torchrun.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The mp4 (out/video.mp4), with --prompts a folder (out/videos).")] = None,
     model: Model = None,
     method: Annotated[str, typer.Option(help="dense, park or another method's name.")] = "park",
     preset: Preset = None,
@@ -59,14 +61,22 @@ def generate(
     offload: Offload = "none",
     overwrite: Overwrite = False,
 ) -> None:
-    """A prompt in, an mp4 out, and a JSON record that repeats it."""
+    """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
     from parkattn.studio.generate import Request, generate_video
 
+    if (prompt is None) == (prompts is None):
+        raise ValueError(
+            "prompt: expected either a prompt or --prompts FILE, got " + ("neither" if prompt is None else "both") + "; pass one."
+        )
     request = Request(
-        prompt=prompt, model=model, method=method, preset=preset, changes=_changes(settings), seed=seed, steps=steps, height=height,
+        prompt=prompt or "", model=model, method=method, preset=preset, changes=_changes(settings), seed=seed, steps=steps, height=height,
         width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
         offload=offload,
     )  # fmt: skip
+    if prompts is not None:
+        _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
+        return
+    out = out if out is not None else Path("out/video.mp4")
     with _interruptible("nothing was written"), _step_bar() as bar:
         record, made = generate_video(request, out, overwrite=overwrite, progress=bar(method))
     found = record["measured"]
@@ -79,6 +89,24 @@ def generate(
         highlight=False,
     )
     console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False)
+
+
+def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
+    from parkattn.studio.prompts import generate_videos, shard_from_environment
+
+    shard = shard_from_environment()
+    who = f"rank {shard.rank} of {shard.ranks}: " if shard.ranks > 1 else ""
+
+    def finished(item: Item, place: int, of: int, record: dict[str, Any]) -> None:
+        spent = record["measured"]["seconds"]["total"]
+        console.print(f"{who}{place}/{of} {item.video}, {spent:.1f} s", markup=False, highlight=False, soft_wrap=True)
+
+    with _interruptible(f"finished videos are kept in {out}; run again to go on"), _step_bar() as bar:
+        # the bars of several processes would write over each other
+        steps = (lambda item, place, of: bar(f"{place}/{of}")) if shard.ranks == 1 else None
+        outcome = generate_videos(request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished)
+    index = f"; index in {outcome.index}" if outcome.index is not None else ""
+    console.print(f"{who}{outcome.made} made, {outcome.kept} done already{index}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -42,11 +42,12 @@ MODELS = {
 
 
 def shipped_shape() -> ModelShape | None:
-    path = Path(CHECKPOINT) / "transformer" / "config.json"
-    if not path.exists():
+    paths = [Path(CHECKPOINT) / part / "config.json" for part in ("transformer", "vae")]
+    if not all(path.exists() for path in paths):
         return None
-    config = json.loads(path.read_text())
-    return ModelShape(config["num_layers"], config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"], 32, True, 1)
+    config, vae = (json.loads(path.read_text()) for path in paths)
+    width, pixels = config["num_attention_heads"] * config["attention_head_dim"], vae["scale_factor_spatial"] * config["patch_size"][1]
+    return ModelShape(config["num_layers"], width, config["ffn_dim"], 32, True, 1, vae["scale_factor_temporal"], pixels)
 
 
 def model_shape(name: str) -> ModelShape:

@@ -29,7 +29,7 @@ from parkattn.studio.video import Frames, as_bytes, expect_writable_folder, vide
 
 FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
-SHIPPED = {"steps": 16, "height": 320, "width": 480, "frames": 33, "guidance": 1.0, "text_tokens": 32}
+SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
 # below this the paper's 128 x 512 blocks would hold a handful of tokens each: shorter videos keep its block sizes instead
 SHORT_VIDEO = 16_384
 QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
@@ -88,17 +88,22 @@ def prepare(request: Request) -> tuple[Request, Path]:
         "dtype": checkpoints.choose_dtype(request.dtype, device),
         "weights": checkpoints.fingerprint(folder),
     }
+    expect_prompt(request.prompt, folder)
     if checkpoints.is_shipped(folder):
-        grammar.parse(request.prompt)
         filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
-    if not request.prompt.strip():
-        raise ValueError("prompt: expected some words, got an empty one; describe the video.")
     for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("seed", 0)):
         value = filled.get(name, getattr(request, name))
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
     make_method(request.method, (ParkConfig.preset(request.preset) if request.preset else ParkConfig()).replace(**request.changes))
     return dataclasses.replace(request, **filled), folder
+
+
+def expect_prompt(prompt: str, folder: Path) -> None:
+    if not prompt.strip():
+        raise ValueError("prompt: expected some words, got an empty one; describe the video.")
+    if checkpoints.is_shipped(folder):
+        grammar.parse(prompt)
 
 
 def fit_to_pipeline(request: Request, pipe: Any) -> Request:
@@ -129,7 +134,9 @@ def config_for(request: Request, pipe: Any) -> ParkConfig:
     assert request.frames and request.height and request.width
     tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
     if request.preset is None and tokens < SHORT_VIDEO:
-        config = config.replace(query_clusters=max(2, tokens // QUERIES_PER_BLOCK), key_clusters=max(4, tokens // KEYS_PER_BLOCK))
+        blocks = {"query_clusters": max(2, tokens // QUERIES_PER_BLOCK), "key_clusters": max(4, tokens // KEYS_PER_BLOCK)}
+        # round borders pay in a GPU's tiles over long sequences; here they would only cost recall
+        config = config.replace(**blocks, query_multiple=1, key_multiple=1)
     return config.replace(**request.changes)
 
 
@@ -198,13 +205,18 @@ def generate_video(
         return existing, False
     expect_writable_folder(out.parent)
     pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+    return make_video(pipe, request, out, progress=progress), True
+
+
+def make_video(pipe: Any, request: Request, out: Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """The video and its record, of a prepared request on its loaded pipeline."""
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     made = generate_frames(pipe, fitted, config, recall_rows=0, progress=progress)
     write_mp4(out, made.frames, request.fps)
     assert fitted.frames and fitted.height and fitted.width
     tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
-    return write_record(request, fitted, config, made.measured, out, tokens), True
+    return write_record(request, fitted, config, made.measured, out, tokens)
 
 
 def write_record(request: Request, fitted: Request, config: ParkConfig, found: dict[str, Any], video: Path, tokens: int) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""Many prompts, one process or many: `park generate --prompts FILE`, alone or under torchrun or accelerate.
+
+Rank r of n takes the items r, r + n, r + 2 n, ... of the file. An item's name comes from its prompt and its seed is --seed, neither
+from its place: the files are the same for any number of ranks, and a line added later leaves finished videos as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parkattn.plan import write_atomically
+from parkattn.studio import checkpoints
+from parkattn.studio.generate import Progress, Request, expect_prompt, find_done, make_video, prepare
+from parkattn.studio.video import expect_writable_folder, video_library
+
+FORMAT = "parkattn.prompts.1"
+INDEX = "index.json"
+NAME_LETTERS = 48
+
+
+@dataclass(frozen=True)
+class Item:
+    line: int  # in the file, counted from 1
+    prompt: str
+    video: str  # file name
+
+
+@dataclass(frozen=True)
+class Shard:
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+
+    def takes(self, place: int) -> bool:
+        return place % self.ranks == self.rank
+
+
+@dataclass(frozen=True)
+class Outcome:
+    made: int
+    kept: int
+    index: Path | None  # None while other ranks are still at work
+
+
+def read_prompts(path: Path) -> list[Item]:
+    """One prompt per line; empty lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts: expected a text file with one prompt per line, got {path} ({error}); check the path.") from None
+    items: dict[str, Item] = {}
+    for number, line in enumerate(lines, 1):
+        prompt = line.strip()
+        if not prompt:
+            continue
+        item = Item(number, prompt, video_name(prompt))
+        if item.video in items:
+            raise ValueError(
+                f"prompts: expected every prompt once, got lines {items[item.video].line} and {number} of {path} with the same "
+                f"({prompt!r}); remove one, or make other seeds in another folder with --seed and --out."
+            )
+        items[item.video] = item
+    if not items:
+        raise ValueError(f"prompts: expected one prompt per line, got {path} without any; write some.")
+    return list(items.values())
+
+
+def video_name(prompt: str) -> str:
+    """Readable, and different for prompts that differ anywhere."""
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:NAME_LETTERS].strip("-")
+    return f"{words}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}.mp4".lstrip("-")
+
+
+def shard_from_environment() -> Shard:
+    """What torchrun and accelerate tell their processes; one process where nobody says anything."""
+    told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if told["RANK"] is None and told["WORLD_SIZE"] is None:
+        return Shard()
+    try:
+        rank, ranks = int(told["RANK"] or ""), int(told["WORLD_SIZE"] or "")
+        local = int(told["LOCAL_RANK"] if told["LOCAL_RANK"] is not None else rank)
+    except ValueError:
+        raise ValueError(f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, got {told}; start with torchrun or accelerate.") from None
+    if not 0 <= rank < ranks or local < 0:
+        raise ValueError(f"RANK: expected 0 to WORLD_SIZE - 1, got {told}; start with torchrun or accelerate.")
+    return Shard(rank, ranks, local)
+
+
+def generate_videos(
+    request: Request,
+    prompts: Path,
+    out: Path,
+    *,
+    shard: Shard | None = None,
+    overwrite: bool = False,
+    progress: Callable[[Item, int, int], Progress | None] | None = None,
+    finished: Callable[[Item, int, int, dict[str, Any]], None] | None = None,
+) -> Outcome:
+    """This rank's videos and records in `out`, and the index once every rank's are there. request.prompt is not used.
+
+    Every item of the file is checked before the model is loaded. progress(item, place, of) gives what follows its steps.
+    """
+    shard = shard_from_environment() if shard is None else shard
+    video_library()
+    items = read_prompts(prompts)
+    take_device(request.device, shard)
+    request, folder = prepare(replace(request, prompt=items[0].prompt))
+    for item in items:
+        try:
+            expect_prompt(item.prompt, folder)
+        except ValueError as error:
+            raise ValueError(f"{prompts} line {item.line}: {error}") from None
+    expect_writable_folder(out)
+    asked = {item: replace(request, prompt=item.prompt) for item in items}
+    done = {item for item in items if not overwrite and is_done(asked[item], out / item.video)}
+    mine = [item for place, item in enumerate(items) if shard.takes(place)]
+    todo = [item for item in mine if item not in done]
+    for item in todo if overwrite else ():
+        (out / item.video).with_suffix(".json").unlink(missing_ok=True)  # not done any more, in the eyes of every rank
+    pipe = None
+    for place, item in enumerate(todo, 1):
+        if pipe is None:
+            pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        follow = progress(item, place, len(todo)) if progress is not None else None
+        record = make_video(pipe, asked[item], out / item.video, progress=follow)
+        if finished is not None:
+            finished(item, place, len(todo), record)
+    # whoever ends last finds everything there; ranks that end together write the same bytes
+    index = write_index(items, request.seed, out) if all_done(asked, out) else None
+    return Outcome(len(todo), len(mine) - len(todo), index)
+
+
+def is_done(request: Request, video: Path) -> bool:
+    """A video without its record, or the other way round, was interrupted and is made again; other settings are an error."""
+    if not video.exists() or not video.with_suffix(".json").exists():
+        return False
+    return find_done(request, video) is not None
+
+
+def all_done(asked: dict[Item, Request], out: Path) -> bool:
+    try:
+        return all(is_done(request, out / item.video) for item, request in asked.items())
+    except ValueError:  # with --overwrite: another rank has not yet come to what it will replace
+        return False
+
+
+def take_device(device: str, shard: Shard) -> None:
+    """Each rank its own GPU. It is made the current one and stays "cuda" in records, which must not depend on the number of ranks."""
+    if shard.ranks == 1 or not torch.cuda.is_available() or device == "cpu":
+        return
+    if device not in ("auto", "cuda"):
+        raise ValueError(
+            f"device: expected auto, cuda or cpu with {shard.ranks} ranks, which take a GPU each, got {device!r}; leave it out."
+        )
+    if shard.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK: expected one of the {torch.cuda.device_count()} GPUs of this machine, got {shard.local_rank}; "
+            "start as many processes as it has GPUs."
+        )
+    torch.cuda.set_device(shard.local_rank)
+
+
+def write_index(items: list[Item], seed: int, out: Path) -> Path:
+    """The whole folder in one file, the same bytes whoever writes it."""
+    rows = []
+    for item in items:
+        record = json.loads((out / item.video).with_suffix(".json").read_text())
+        rows.append({"prompt": item.prompt, "seed": seed, "video": item.video, "sha256": record["video"]["sha256"]})
+    write_atomically(out / INDEX, json.dumps({"format": FORMAT, "videos": rows}, indent=1).encode())
+    return out / INDEX
