@@ -66,3 +66,16 @@ def test_figures_in_the_readme_are_the_recorded_ones():
     assert len(rows) == 3
     for first, rest in rows:
         assert [first, *rest.split(" | ")] in [[str(record[name]) for name in columns] for record in records]
+
+
+def test_gpu_figures_in_the_readme_are_the_recorded_ones():
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_attend.jsonl").read_text().splitlines()]
+    rows = re.findall(
+        r"^\| (\w[^|]*, density [\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert len(rows) == 4
+    for case, dense, sparse, share in rows:
+        of_case = [r for r in records if r.get("case") == case]
+        dense_ms = [f"{r['ms']:.1f}" for r in of_case if r["kernel"] == "cudnn"]
+        ours = [(f"{r['ms']:.1f}", f"{r['ratio']:.3f}") for r in of_case if r["kernel"] == "gluon" and r["borders"] == "rounded"]
+        assert dense in dense_ms and (sparse, share) in ours

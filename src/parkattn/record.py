@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def environment() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "parkattn": version("parkattn"),
+        "parkattn": _version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": _cpu(),
@@ -34,6 +34,13 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in records)
+
+
+def _version() -> str:
+    try:
+        return version("parkattn")
+    except PackageNotFoundError:  # run from a source tree on the path
+        return "not installed"
 
 
 def _commit() -> str | None:

@@ -100,6 +100,15 @@ def card_text(training: dict, following: dict, size_bytes: int) -> str:
         f"sentences, {_percent(rule['shuffled_prompts']['colour_and_shape'])} on shuffled sentences "
         f"(motion: {_percent(rule['true_renders']['motion'])} and {_percent(rule['shuffled_prompts']['motion'])}).\n"
     )  # fmt: skip
+    limit = "" if "reconstructions" not in following else (
+        f"\nThe rule on true renders after the autoencoder ({following['reconstructions']['psnr_db']:.1f} dB), which limits every figure above: "
+        f"{_percent(following['reconstructions']['colour_and_shape'])}.\n"
+    )  # fmt: skip
+    notes = "".join(f"\n\n{note}" for note in training.get("notes", []))
+    guided = "".join(
+        f"- {r['tokens']:,} tokens with guidance {r['guidance']:g}: {_percent(r['colour_and_shape'])} (motion {_percent(r['motion'])})\n"
+        for r in following.get("with_guidance", [])
+    )
     sizes = ", ".join(f"{f} x {h} x {w}" for f, h, w, *_ in training["sizes"])
     return f"""# Sprites: the small video model in the box
 
@@ -112,7 +121,7 @@ without a download. It is a test article: it knows the sentences of `parkattn.sp
     from diffusers import WanPipeline
     from parkattn.sprites import CHECKPOINT
     pipe = WanPipeline.from_pretrained(CHECKPOINT)
-    frames = pipe("a red circle moves right over blue waves", height=320, width=480, num_frames=33,
+    frames = pipe("a red circle moves right over blue waves", height=160, width=256, num_frames=33,
                   num_inference_steps=16, guidance_scale=1.0, max_sequence_length=32).frames[0]
 
 ## What it is
@@ -120,7 +129,7 @@ without a download. It is a test article: it knows the sentences of `parkattn.sp
 | part | figure |
 | --- | --- |
 | transformer | {count["transformer"] / 1e6:.1f} M parameters, {model["layers"]} layers, {model["heads"]} heads x {model["head_dim"]}, FFN {model["ffn_dim"]}, 3-D RoPE, QK-norm |
-| autoencoder | AutoencoderKLWan, {count["vae"] / 1e6:.1f} M parameters, 16 x 16 pixels x 4 frames per latent, {model["latent_channels"]} channels |
+| autoencoder | AutoencoderKLWan, {count["vae"] / 1e6:.1f} M parameters, 8 x 8 pixels x 4 frames per latent, {model["latent_channels"]} channels |
 | text encoder | UMT5, {count["text_encoder"] / 1e6:.2f} M parameters, one token per word |
 | size on disk | {size_bytes / 2**20:.1f} MiB, half precision (text encoder: float32) |
 | sampling | UniPC, flow shift {model["flow_shift"]:g}, about 16 steps |
@@ -130,12 +139,12 @@ without a download. It is a test article: it knows the sentences of `parkattn.sp
 | stage | steps | seconds | final loss |
 | --- | --- | --- | --- |
 | autoencoder (L1) | {stages["autoencoder"]["step"]:,} | {stages["autoencoder"]["elapsed"]:.0f} | {final.get("autoencoder", float("nan")):.4f} |
-| decoder alone, longer clips (L1) | {stages["decoder"]["step"]:,} | {stages["decoder"]["elapsed"]:.0f} | {final.get("decoder", float("nan")):.4f} |
+| decoder alone, slightly noisy latents (L1) | {stages["decoder"]["step"]:,} | {stages["decoder"]["elapsed"]:.0f} | {final.get("decoder", float("nan")):.4f} |
 | text encoder and transformer (flow matching) | {stages["transformer"]["step"]:,} | {stages["transformer"]["elapsed"]:.0f} | {final.get("transformer", float("nan")):.4f} |
 
-On one {training["device"]} (torch {training["torch"]}), seed {config["seed"]}, {config["tokens_per_batch"]:,} tokens a step, sizes (frames x
-height x width) {sizes}. Autoencoder reconstruction: {training["vae_psnr_db"]:.1f} dB PSNR on fresh renders. The weights are a moving
-average ({config["average"]:g}). {_percent(config["prompt_dropout"])} of the prompts were dropped, so guidance works too.
+On one {training["device"]} (torch {training["torch"]}), seed {config["seed"]}, at least {config["tokens_per_batch"]:,} tokens a step, sizes (frames x height x width)
+{sizes}. Autoencoder reconstruction: {training["vae_psnr_db"]:.1f} dB PSNR on fresh renders. The weights are a moving average
+over about {_percent(config["average"])} of the steps. {_percent(config["prompt_dropout"])} of the prompts were dropped, so guidance works too.{notes}
 
 ## Does it follow the prompt?
 
@@ -148,7 +157,7 @@ Held-out prompts only, judged automatically by the rule in `parkattn.sprites.fol
 {verdict}
 
 {kinds}
-{checked}"""
+{guided}{checked}{limit}"""
 
 
 def write_card(folder: Path) -> Path:

@@ -36,13 +36,16 @@ GROUND_RGB = (
     (0.80, 0.52, 0.28),
     (0.75, 0.75, 0.75),
 )
-TILE = 192  # pixels of the periodic texture tile; the tile is magnified 1.2x to 2.4x, which keeps it band-limited
+TILE = 192  # pixels of the periodic texture tile; the tile is magnified 0.8x to 1.4x
 TABLE = 160  # pixels of a signed-distance table, which spans [-1.6, 1.6] sprite radii
 
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Pixels and frames of a clip. One token of the model is 16 x 16 pixels x 4 frames (the first frame stands alone)."""
+    """Pixels and frames of a clip. One token of the model is 8 x 8 pixels x 4 frames (the first frame stands alone).
+
+    Height and width are even numbers of tokens, because WanPipeline asks for multiples of 16 pixels.
+    """
 
     frames: int
     height: int
@@ -52,12 +55,12 @@ class ClipSize:
         if self.frames % 4 != 1 or self.height % 16 or self.width % 16 or min(self.height, self.width, self.frames) < 1:
             raise ValueError(
                 f"clip size: expected frames = 4k + 1 and height and width divisible by 16, got {self.frames} frames of "
-                f"{self.height} x {self.width}; try 33 frames of 320 x 480"
+                f"{self.height} x {self.width}; try 33 frames of 160 x 256"
             )
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        return (self.frames - 1) // 4 + 1, self.height // 16, self.width // 16
+        return (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8
 
     @property
     def tokens(self) -> int:
@@ -166,11 +169,11 @@ def render(scenes: list[Scene] | Tensor, size: ClipSize, seed: int, device: torc
     uniform = lambda *shape: torch.rand(*shape, generator=drawn)  # noqa: E731
     radius = min(size.height, size.width) * (0.16 + 0.07 * uniform(count))
     centres = _sprite_centres(motion, uniform(count, 4), radius, size)
-    heading, speed = 2 * math.pi * uniform(count), 0.8 + 2.2 * uniform(count)
+    heading, speed = 2 * math.pi * uniform(count), 0.5 + 1.5 * uniform(count)
     waves = torch.stack([(uniform(count, 24) * 9).floor() - 4, (uniform(count, 24) * 9).floor() - 4, uniform(count, 24)], -1)
     strength = torch.randn(count, 24, generator=drawn) / (1 + waves[..., :2].norm(dim=-1))
     modes = torch.cat([waves, strength[..., None]], -1)
-    corner, magnify = uniform(count, 2), 1.2 + 1.2 * uniform(count)
+    corner, magnify = uniform(count, 2), 0.8 + 0.6 * uniform(count)
     tiles = _texture_tiles(texture.to(device), uniform(count, 4).to(device), uniform(count, 8, 8).to(device), modes.to(device))
     shade_angle = 2 * math.pi * uniform(count)
 

@@ -170,7 +170,7 @@ def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--model", type=Path, default=CHECKPOINT, help="diffusers folder")
     reader.add_argument("--count", type=int, default=50)
-    reader.add_argument("--size", type=int, nargs=3, default=(17, 256, 384), metavar=("FRAMES", "HEIGHT", "WIDTH"))
+    reader.add_argument("--size", type=int, nargs=3, default=(17, 128, 192), metavar=("FRAMES", "HEIGHT", "WIDTH"))
     reader.add_argument("--steps", type=int, default=16)
     reader.add_argument("--guidance", type=float, default=1.0)
     reader.add_argument("--seed", type=int, default=0)

@@ -1,15 +1,13 @@
-"""One optimisation step: mixed precision, AdamW, clipping, and replay of a forward and backward pass as a CUDA graph."""
+"""One optimisation step: mixed precision, Muon and AdamW, clipping, and replay of a forward and backward pass as a CUDA graph."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-def adam(parameters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(list(parameters.values()), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, foreach=True)
 
 
 def autocast(device: torch.device, cache: bool = True) -> torch.autocast:
@@ -17,37 +15,117 @@ def autocast(device: torch.device, cache: bool = True) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=cache)
 
 
-def descend(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
-    optimizer.step()
+def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """About U Vᵀ of each matrix U S Vᵀ in [n, rows, columns]: Newton-Schulz with Muon's quintic, singular values near 1."""
+    x = matrices / (matrices.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    for _ in range(iterations):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised; matrices of one shape go together, which `torch.optim.Muon` does not do (hundreds of launches).
+
+    A convolution is a matrix [out, everything else]. Updates are scaled to the size of AdamW's, so both share one rate.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": 0.0, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is ever given
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            gradients, momenta = [p.grad for p in parameters], [self.state[p]["momentum"] for p in parameters]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            by_shape = defaultdict(list)
+            for p, update in zip(parameters, ahead, strict=True):
+                by_shape[p.shape[0], p[0].numel()].append((p, update))
+            for shape, members in by_shape.items():
+                stacked = torch.stack([update.reshape(shape) for _, update in members])
+                stacked = orthogonalised(stacked.bfloat16() if stacked.is_cuda else stacked).to(stacked.dtype)
+                updates = [u.reshape(p.shape) for (p, _), u in zip(members, stacked.unbind(0), strict=True)]
+                torch._foreach_add_([p for p, _ in members], updates, alpha=-0.2 * max(shape) ** 0.5 * group["lr"])
+
+
+ADAM_SHARE = 0.5  # AdamW's rate where Muon leads: embeddings and norms want smaller steps than orthogonalised matrices
+
+
+class Descent:
+    """Muon for the matrices inside a network, AdamW for the rest (`matrices` empty: for everything)."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], matrices: set[str]) -> None:
+        inside = [p for name, p in parameters.items() if name in matrices]
+        rest = [p for name, p in parameters.items() if name not in matrices]
+        self.parameters = parameters
+        self.optimizers: list[torch.optim.Optimizer] = [Muon(inside)] if inside else []
+        fused = next(iter(parameters.values())).is_cuda
+        self.optimizers.append(torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=fused))
+
+    def clear(self) -> None:
+        for p in self.parameters.values():
+            p.grad = None
+
+    def step(self, rate: float) -> None:
+        nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate if optimizer is self.optimizers[0] else ADAM_SHARE * rate
+            optimizer.step()
+
+    def state(self, p: nn.Parameter) -> dict[str, Tensor]:
+        return next((optimizer.state[p] for optimizer in self.optimizers if p in optimizer.state), {})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{name}/{part}": value for name, p in self.parameters.items() for part, value in self.state(p).items()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        owner = {p: optimizer for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, p in self.parameters.items():
+            parts = {key.removeprefix(name + "/"): value for key, value in tensors.items() if key.startswith(name + "/")}
+            # fused AdamW wants the moments in the memory layout of the parameter
+            owner[p].state[p] = {
+                part: torch.empty_like(p).copy_(value) if value.shape == p.shape else value.to(p.device) for part, value in parts.items()
+            }
 
 
 class GraphedGradients:
-    """Replays `compute(clips) -> (loss, report)` and the backward pass; the gradients then lie in the parameters."""
+    """Replays `compute(*inputs) -> (loss, report)` and the backward pass; the gradients then lie in the parameters."""
 
-    def __init__(self, compute: Callable[[Tensor], tuple[Tensor, Tensor]], clips: Tensor, parameters: list[nn.Parameter]) -> None:
-        self.clips, self.parameters, self.graph = clips.clone(), parameters, torch.cuda.CUDAGraph()
+    def __init__(
+        self, compute: Callable[..., tuple[Tensor, Tensor]], inputs: tuple[Tensor, ...], parameters: dict[str, nn.Parameter]
+    ) -> None:
+        self.inputs, self.parameters, self.graph = tuple(x.clone() for x in inputs), list(parameters.values()), torch.cuda.CUDAGraph()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(3):
                 self._clear()
-                compute(self.clips)[0].backward()
+                compute(*self.inputs)[0].backward()
         torch.cuda.current_stream().wait_stream(aside)
         self._clear()
         with torch.cuda.graph(self.graph):
-            loss, self.report = compute(self.clips)
+            loss, self.report = compute(*self.inputs)
             loss.backward()
-        self.gradients = [p.grad for p in parameters]
+        self.gradients = [p.grad for p in self.parameters]
 
     def _clear(self) -> None:
         for p in self.parameters:
             p.grad = None
 
-    def __call__(self, clips: Tensor) -> Tensor:
-        self.clips.copy_(clips)
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for held, given in zip(self.inputs, inputs, strict=True):
+            held.copy_(given)
         self.graph.replay()
         for p, gradient in zip(self.parameters, self.gradients, strict=True):
             p.grad = gradient

@@ -1,4 +1,4 @@
-"""The state of a training run: stages with their clocks, one atomically replaced safetensors file, optimizer tensors."""
+"""The state of a training run: stages with their clocks, one atomically replaced safetensors file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def say(line: str) -> None:
@@ -27,6 +26,7 @@ class Stage:
         self.step, self.before = 0, 0.0
         self.began: float | None = None
         self.history: list[list[float]] = []
+        self.earlier: dict = {"step": 0, "elapsed": 0.0, "history": []}  # of runs whose weights this one began with
         self.sum: Tensor | None = None
 
     @property
@@ -42,7 +42,7 @@ class Stage:
 
     @property
     def progress(self) -> float:
-        return min(1.0, max(self.step / self.steps, self.elapsed / self.seconds))
+        return min(1.0, max(self.step / self.steps, self.elapsed / self.seconds)) if self.steps > 0 and self.seconds > 0 else 1.0
 
     def rate(self, peak: float, warmup: int) -> float:
         return peak * min(1.0, (self.step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress)))
@@ -60,10 +60,16 @@ class Stage:
                 say(f"{self.name} step {self.step} loss {mean:.4f} {self.elapsed:.0f} s {100 * self.progress:.0f} %")
 
     def to_dict(self) -> dict:
-        return {"step": self.step, "elapsed": self.elapsed, "history": self.history}
+        return {"step": self.step, "elapsed": self.elapsed, "history": self.history, "earlier": self.earlier}
+
+    def whole(self) -> dict:
+        """Steps, seconds and history, those of earlier runs included."""
+        step, elapsed = self.earlier["step"], self.earlier["elapsed"]
+        moved = [[step + s, loss, round(elapsed + t, 1)] for s, loss, t in self.history]
+        return {"step": step + self.step, "elapsed": elapsed + self.elapsed, "history": self.earlier["history"] + moved}
 
     def restore(self, saved: dict) -> None:
-        self.step, self.before, self.history = saved["step"], saved["elapsed"], saved["history"]
+        self.step, self.before, self.history, self.earlier = (saved[name] for name in ("step", "elapsed", "history", "earlier"))
 
 
 def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:
@@ -83,16 +89,3 @@ def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def unprefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key[len(prefix) + 1 :]: value for key, value in tensors.items() if key.startswith(prefix + "/")}
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {f"{name}/{part}": value for name, p in parameters.items() for part, value in optimizer.state[p].items()}
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
-    for name, p in parameters.items():
-        # fused AdamW wants the moments in the memory layout of the parameter
-        optimizer.state[p] = {
-            part: torch.empty_like(p).copy_(value) if value.shape == p.shape else value.to(p.device)
-            for part, value in unprefixed(name, tensors).items()
-        }

@@ -36,6 +36,8 @@ from parkattn.studio.video import expect_writable_folder
 METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
 BUDGETS = ("top_k", "top_p")
 FLOOR = "dense again"
+# at the default size of 1,920 tokens; blocks of the paper's size would be 3 and 13
+BLOCKS = {"query_clusters": 8, "key_clusters": 32}
 CLOSE_ENOUGH = 0.005  # of density, in calibration
 CALIBRATION_STEPS, CALIBRATION_LAYERS = 3, 6
 
@@ -47,8 +49,8 @@ class AblationSettings:
     prompts: int = 8
     seeds: tuple[int, ...] = (0,)
     methods: tuple[str, ...] = METHODS
-    density: float = 0.4
-    budget: str = "top_k"
+    density: float = 0.5
+    budget: str = "top_p"
 
     def __post_init__(self) -> None:
         expect_count("prompts", self.prompts)

@@ -178,19 +178,19 @@ def ablation(
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
     seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
     methods: Annotated[str | None, typer.Option(help="Names separated by commas; PARK and its ablations when not given.")] = None,
-    density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.4,
-    budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_k or top_p.")] = "top_k",
+    density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
+    budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
     settings: Settings = None,
-    steps: Steps = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
+    steps: Steps = 12,
+    height: Height = 128,
+    width: Width = 192,
+    frames: Frames = 17,
     device: Device = "auto",
     dtype: Dtype = "auto",
     overwrite: Overwrite = False,
 ) -> None:
     """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
-    from parkattn.studio.ablation import METHODS, AblationSettings, run_ablation, to_markdown
+    from parkattn.studio.ablation import BLOCKS, METHODS, AblationSettings, run_ablation, to_markdown
     from parkattn.studio.generate import Request
 
     try:
@@ -200,8 +200,9 @@ def ablation(
     names = tuple(methods.split(",")) if methods else METHODS
     asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
     request = Request(
-        prompt="held out", changes=_changes(settings), steps=steps, height=height, width=width, frames=frames, device=device, dtype=dtype
-    )
+        prompt="held out", changes=BLOCKS | _changes(settings), steps=steps, height=height, width=width, frames=frames,
+        device=device, dtype=dtype,
+    )  # fmt: skip
     with _interruptible(f"finished runs are kept in {out}; run again to go on"):
         table = run_ablation(request, asked, out, overwrite=overwrite, say=lambda line: console.print(line, markup=False, highlight=False))
     console.print(to_markdown(table), markup=False, highlight=False, soft_wrap=True)

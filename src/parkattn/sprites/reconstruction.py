@@ -1,0 +1,124 @@
+"""Training the autoencoder: all of it, then its decoder alone on slightly noisy latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .data import ClipSize, render
+from .gradients import Descent, GraphedGradients, autocast
+from .model import SpriteModelConfig, build_autoencoder
+from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture
+from .training_state import Stage, say
+from .whole_clips import WholeClips
+
+
+class Autoencoding:
+    """The autoencoder with its two stages, and what was measured of it."""
+
+    def __init__(self, model: SpriteModelConfig, config: TrainConfig, device: torch.device, scenes: Tensor) -> None:
+        self.config, self.device, self.scenes = config, device, scenes
+        self.vae = build_autoencoder(model).to(device)
+        if device.type == "cuda":  # the layout the tensor cores want: no transposes around the convolutions
+            for module in self.vae.modules():
+                if isinstance(module, nn.Conv3d) and min(module.kernel_size) > 1:
+                    module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
+        with torch.no_grad():  # start with a nearly noiseless posterior, or reconstruction learns nothing for a long time
+            self.vae.quant_conv.bias[model.latent_channels :] -= 5.0
+        self.whole = WholeClips(self.vae)
+        self.parameters = {f"vae.{name}": p for name, p in self.vae.named_parameters()}
+        self.decoder_parameters = {
+            name: p for name, p in self.parameters.items() if name.startswith(("vae.decoder.", "vae.post_quant_conv."))
+        }
+        inside = {name for name, p in self.parameters.items() if config.muon and p.ndim >= 4 and "conv_out" not in name and len(p) > 1}
+        self.trained = (self.parameters, self.decoder_parameters)
+        self.descents = tuple(Descent(parameters, inside) for parameters in self.trained)
+        report = 2 if config.small else 50
+        self.stages = (
+            Stage("autoencoder", config.autoencoder_steps, config.autoencoder_seconds, report),
+            Stage("decoder", config.decoder_steps, config.decoder_seconds, report),
+        )
+        self.mean, self.std = (make(model.latent_channels, device=device) for make in (torch.zeros, torch.ones))
+        self.psnr: float | None = None
+
+    def loss(self, clips: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the whole autoencoder; its L1 part for the record."""
+        with autocast(self.device, cache=False):
+            posterior = self.whole.encode(clips)
+            decoded = self.whole.decode(posterior.sample())
+        error = (decoded.float() - clips).abs().mean()
+        kl = 0.5 * (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()).mean()
+        return error + self.config.kl_weight * kl, error.detach()
+
+    def decoding_loss(self, clips: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the decoder alone, from slightly noisy latents."""
+        with autocast(self.device, cache=False):
+            with torch.no_grad():
+                latents = self.whole.encode(clips).mode()
+            spread = self.config.decoder_noise * self.std.view(1, -1, 1, 1, 1)
+            decoded = self.whole.decode(latents + spread * torch.randn_like(latents))
+        error = (decoded.float() - clips).abs().mean()
+        return error, error.detach()
+
+    def train(self, save_when_due: Callable[[], None]) -> None:
+        """Both stages; one that is over, by steps or seconds, is passed by."""
+        for index, compute in enumerate((self.loss, self.decoding_loss)):
+            if self.stages[index].progress < 1:
+                self._descend(index, compute, save_when_due)
+                # the statistics belong to the encoder, which the second stage leaves alone
+                self.measure(statistics=index == 0)
+
+    def _descend(self, index: int, compute: Callable[[Tensor], tuple[Tensor, Tensor]], save_when_due: Callable[[], None]) -> None:
+        config, stage, descent, parameters = self.config, self.stages[index], self.descents[index], self.trained[index]
+        sizes = ((ClipSize(5, 48, 64), 1.0),) if config.small else AUTOENCODER_SIZES
+        graphs: dict[ClipSize, GraphedGradients] = {}
+        self.vae.requires_grad_(False)
+        for p in parameters.values():
+            p.requires_grad_(True)
+        stage.begin()
+        while stage.progress < 1:
+            seed = config.seed * 10**7 + index * 10**6 + stage.step
+            size, share = sizes[stage.step % len(sizes)]
+            clips = render(draw_scenes(self.scenes, round(share * config.autoencoder_batch), seed), size, seed, self.device)
+            if config.graphs:
+                if size not in graphs:
+                    graphs[size] = GraphedGradients(compute, (clips,), parameters)
+                error = graphs[size](clips)
+            else:
+                descent.clear()
+                loss, error = compute(clips)
+                loss.backward()
+            descent.step(stage.rate(config.autoencoder_rate, 100))
+            stage.record(error)
+            save_when_due()
+        stage.end()
+        descent.clear()
+        self.vae.requires_grad_(False)
+
+    @torch.no_grad()
+    def measure(self, statistics: bool) -> None:
+        """The reconstruction's PSNR and, if asked, mean and deviation of each latent channel (Wan's config holds them)."""
+        latents, psnr = [], []
+        for size, _, _ in mixture(self.config)[:4]:
+            clips = render(draw_scenes(self.scenes, 4 if self.config.small else 24, 99_991 + size.tokens), size, size.tokens, self.device)
+            with autocast(self.device):
+                posterior = self.whole.encode(clips)
+                decoded = self.whole.decode(posterior.mode()).float().clamp(-1, 1)
+            # drawn, not modes: a channel the autoencoder leaves unused then keeps deviation 1 instead of being blown up
+            latents.append(posterior.sample().float().transpose(0, 1).flatten(1).cpu())
+            psnr += (-10 * ((decoded - clips) / 2).square().flatten(1).mean(1).log10()).tolist()
+        every = torch.cat(latents, 1)
+        if statistics:
+            self.mean, self.std = every.mean(1).to(self.device), every.std(1).clamp(min=1e-4).to(self.device)
+        self.psnr = sum(psnr) / len(psnr)
+        say(f"autoencoder PSNR {self.psnr:.2f} dB, latent deviation {self.std.min():.2f} to {self.std.max():.2f}")
+
+    @torch.no_grad()
+    def latents(self, scenes: Tensor, size: ClipSize, seed: int) -> Tensor:
+        """Normalised latents of rendered clips, as the transformer sees them."""
+        with autocast(self.device):
+            modes = self.whole.encode(render(scenes, size, seed, self.device)).mode().float()
+        shape = (1, -1, 1, 1, 1)
+        return ((modes - self.mean.view(shape)) / self.std.view(shape)).bfloat16()
