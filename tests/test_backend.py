@@ -212,7 +212,7 @@ def test_plans_equal_those_of_the_definitions(name):
 
 
 @in_interpreter
-@pytest.mark.parametrize("changes", [{}, {"key_metric": "euclidean", "importance": "query-centroid"}, {"alpha": 0.0}], ids=str)
+@pytest.mark.parametrize("changes", [{"key_metric": "euclidean", "importance": "query-centroid"}, {"alpha": 0.0}], ids=str)
 def test_every_setting_with_a_kernel_equals_the_definition(changes):
     q, k = tokens(3, 4, 50, 64), tokens(4, 6, 40, 64)
     ours, theirs = (build_plan(q, k, config_for(backend=backend, **changes)) for backend in ("triton", "reference"))
@@ -220,10 +220,11 @@ def test_every_setting_with_a_kernel_equals_the_definition(changes):
 
 
 @in_interpreter
-@pytest.mark.parametrize("changes", [{}, {"key_metric": "euclidean"}, {"key_clusters": 40}, {"query_multiple": 4, "key_multiple": 4}])
+@pytest.mark.parametrize("changes", [{"key_metric": "euclidean"}, {"key_clusters": 40}, {"query_multiple": 4, "key_multiple": 4}])
 def test_what_stands_in_padding_changes_nothing(changes):
-    clean = tokens(2, 6, 48, 64, KEY_VALID)
-    config = ParkConfig(**({"query_clusters": 4, "key_clusters": 6} | changes), kmeans_iterations=2, backend="triton")
+    clean = tokens(2, 6, 48, 64, KEY_VALID, h=1)
+    short = {"kmeans_iterations": 1, "warm_iterations": 1}
+    config = ParkConfig(**({"query_clusters": 4, "key_clusters": 6} | changes), **short, backend="triton")
     dirty = clean.clone()
     dirty[1, :, 37:] = torch.nan
     build = lambda k: build_plan(clean, k, config, key_valid=KEY_VALID)  # noqa: E731
