@@ -212,7 +212,7 @@ def test_plans_equal_those_of_the_definitions(name):
 
 
 @in_interpreter
-@pytest.mark.parametrize("changes", [{"key_metric": "euclidean", "importance": "query-centroid"}, {"alpha": 0.0}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"key_metric": "euclidean", "importance": "query-centroid"}, {"alpha": 0.0}], ids=str)
 def test_every_setting_with_a_kernel_equals_the_definition(changes):
     q, k = tokens(3, 4, 50, 64), tokens(4, 6, 40, 64)
     ours, theirs = (build_plan(q, k, config_for(backend=backend, **changes)) for backend in ("triton", "reference"))
