@@ -70,6 +70,22 @@ def test_a_second_run_is_done_already_and_other_settings_are_refused(model, tmp_
         generate.generate_video(asked(model, seed=1), path)
 
 
+def test_a_record_holds_what_was_left_to_the_pipeline_and_a_missing_video_is_made_again(model, tmp_path):
+    path = tmp_path / "a.mp4"
+    record, _ = generate.generate_video(asked(model, guidance=None, text_tokens=None), path)
+    assert (record["resolved"]["guidance"], record["resolved"]["text_tokens"]) == (5.0, 512)
+    made = path.read_bytes()
+    path.unlink()
+    assert generate.generate_video(asked(model, guidance=None, text_tokens=None), path)[1] is True
+    assert path.read_bytes() == made
+
+
+def test_the_shipped_model_gets_its_grammar_and_another_the_words_as_they_are(model):
+    spoken = "A Red circle  moves right over blue waves."
+    assert generate.understood(spoken, checkpoints.find_model(None)) == "a red circle moves right over blue waves"
+    assert generate.understood(spoken, model) == spoken
+
+
 def test_an_interruption_leaves_nothing_behind(model, tmp_path):
     def interrupt(report):
         if report.step == 2:

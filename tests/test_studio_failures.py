@@ -72,6 +72,8 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--dtype", "int4"], "dtype: expected one of bfloat16, float16, float32"),
         ([SENTENCE, "--offload", "model", "--device", "cpu"], "offload: expected none on cpu"),
         ([SENTENCE, "--steps", "0"], "steps: expected at least 1, got 0"),
+        ([SENTENCE, "--guidance", "nan"], "guidance: expected a number from 0 on, got nan"),
+        ([SENTENCE, "--negative", "blue"], "negative: expected guidance above 1 beside it, got 1.0"),
         ([SENTENCE, "--model", "no-such-folder"], "model: expected a diffusers folder or a hub id"),
     ],
 )
@@ -219,3 +221,8 @@ def test_the_bound_is_amdahls():
     assert guess["attention_share"] == pytest.approx(share)
     assert guess["bound"] == pytest.approx(1 / (1 - share + share * (0.2 + 0.8 * 0.25)))
     assert gain.estimate("wan2.1-14b", frames=81, height=720, width=1280, density=1.0)["bound"] == pytest.approx(1.0)
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones(park):
+    code, _, error = park("doctor", "--gpu", "foo")
+    assert code == 2 and holds(error, "gpu: expected one of B200, H200") and holds(error, "got 'foo'")

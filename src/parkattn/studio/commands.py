@@ -143,7 +143,7 @@ def compare(
         steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
         device=device, dtype=dtype, offload=offload,
     )  # fmt: skip
-    with _interruptible(f"finished methods are kept in {out}; run again to go on"), _step_bar() as bar:
+    with _interruptible(f"methods that were finished are kept in {out}; run again to go on"), _step_bar() as bar:
         current = {"show": bar(names[0])}
 
         def announce(method: str, event: str) -> None:

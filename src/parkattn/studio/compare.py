@@ -39,7 +39,9 @@ def choose_methods(asked: str | None) -> list[str]:
     )
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
-        raise ValueError(f"methods: expected all or some of {', '.join(METHODS)}, got {asked!r}; separate names by commas.")
+        raise ValueError(
+            f"methods: expected all or some of {', '.join(METHODS)}, got {', '.join(unknown) or repr(asked)}; separate names by commas."
+        )
     return [REFERENCE, *dict.fromkeys(name for name in names if name != REFERENCE)]
 
 

@@ -19,7 +19,7 @@ from parkattn.scene import clustered_scene
 from parkattn.sprites import CHECKPOINT
 from parkattn.studio import checkpoints
 from parkattn.studio.extras import INSTALL
-from parkattn.studio.gain import estimate
+from parkattn.studio.gain import GPUS, estimate, gpu_peak
 from parkattn.studio.video import CODEC
 
 STAGES = {
@@ -45,6 +45,8 @@ OPTIONAL = {
 
 def examine(*, model: str, frames: int, height: int, width: int, gpu: str | None, density: float) -> dict[str, Any]:
     """Everything `park doctor` shows; "healthy" decides the exit code."""
+    if gpu is not None and gpu_peak(gpu) is None:
+        raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; leave it out for this machine's.")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     test = self_test()
     problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if _version(name) is None]

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,22 +89,24 @@ def prepare(request: Request) -> tuple[Request, Path]:
         "dtype": checkpoints.choose_dtype(request.dtype, device),
         "weights": checkpoints.fingerprint(folder),
     }
-    expect_prompt(request.prompt, folder)
+    filled["prompt"] = understood(request.prompt, folder)
     if checkpoints.is_shipped(folder):
         filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
     for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("seed", 0)):
         value = filled.get(name, getattr(request, name))
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
+    if request.guidance is not None and not (math.isfinite(request.guidance) and request.guidance >= 0):
+        raise ValueError(f"guidance: expected a number from 0 on, got {request.guidance}; 1 is none, 3 to 6 are usual.")
     make_method(request.method, (ParkConfig.preset(request.preset) if request.preset else ParkConfig()).replace(**request.changes))
     return dataclasses.replace(request, **filled), folder
 
 
-def expect_prompt(prompt: str, folder: Path) -> None:
+def understood(prompt: str, folder: Path) -> str:
+    """The prompt as the model gets it: in the words of its grammar for the shipped one, as it is for others."""
     if not prompt.strip():
         raise ValueError("prompt: expected some words, got an empty one; describe the video.")
-    if checkpoints.is_shipped(folder):
-        grammar.parse(prompt)
+    return grammar.parse(prompt).sentence if checkpoints.is_shipped(folder) else prompt
 
 
 def fit_to_pipeline(request: Request, pipe: Any) -> Request:
@@ -121,7 +124,13 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
         raise ValueError(
             f"{absent[0]}: expected a value, since {type(pipe).__name__} has none of its own, got nothing; pass --{absent[0]}."
         )
+    # a record must not depend on what another version of diffusers would take
+    for ours, theirs in {"guidance": "guidance_scale", "text_tokens": "max_sequence_length"}.items():
+        if getattr(request, ours) is None and theirs in accepted and isinstance(accepted[theirs].default, (int, float)):
+            filled[ours] = accepted[theirs].default
     request = dataclasses.replace(request, **filled)
+    if request.negative is not None and request.guidance is not None and request.guidance <= 1:
+        raise ValueError(f"negative: expected guidance above 1 beside it, got {request.guidance}; pass --guidance 3, or leave it out.")
     assert request.frames and request.height and request.width
     checkpoints.expect_size(pipe, request.frames, request.height, request.width)
     return request
@@ -237,7 +246,7 @@ def write_record(request: Request, fitted: Request, config: ParkConfig, found: d
 def find_done(request: Request, video: Path) -> dict[str, Any] | None:
     """The record of a finished equal request; None where nothing is there; an error where something else is."""
     path = video.with_suffix(".json")
-    if not video.exists() and not path.exists():
+    if not video.exists():  # a record alone is of a video that was taken away, or of a run that was cut off
         return None
     advice = "pass --overwrite, or another --out"
     try:

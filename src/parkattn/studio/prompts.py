@@ -19,7 +19,7 @@ import torch
 
 from parkattn.plan import write_atomically
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Progress, Request, expect_prompt, find_done, make_video, prepare
+from parkattn.studio.generate import Progress, Request, find_done, make_video, prepare, understood
 from parkattn.studio.video import expect_writable_folder, video_library
 
 FORMAT = "parkattn.prompts.1"
@@ -114,13 +114,19 @@ def generate_videos(
     items = read_prompts(prompts)
     take_device(request.device, shard)
     request, folder = prepare(replace(request, prompt=items[0].prompt))
+    asked: dict[Item, Request] = {}
+    lines: dict[str, int] = {}
     for item in items:
         try:
-            expect_prompt(item.prompt, folder)
+            prompt = understood(item.prompt, folder)
         except ValueError as error:
             raise ValueError(f"{prompts} line {item.line}: {error}") from None
+        if lines.setdefault(prompt, item.line) != item.line:
+            raise ValueError(
+                f"prompts: expected every prompt once, got lines {lines[prompt]} and {item.line} of {prompts} with the same; remove one."
+            )
+        asked[item] = replace(request, prompt=prompt)
     expect_writable_folder(out)
-    asked = {item: replace(request, prompt=item.prompt) for item in items}
     done = {item for item in items if not overwrite and is_done(asked[item], out / item.video)}
     mine = [item for place, item in enumerate(items) if shard.takes(place)]
     todo = [item for item in mine if item not in done]
