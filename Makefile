@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test bench lint clean
 
 demo: $(INSTALLED)
-	$(BIN)/park compare --methods dense,park --out out/demo
+	$(BIN)/park compare --methods dense,park --height 176 --width 288 --out out/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
