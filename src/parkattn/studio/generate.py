@@ -260,7 +260,9 @@ def find_done(request: Request, video: Path) -> dict[str, Any] | None:
     if different:
         raise ValueError(f"out: expected a free name, got {video} made with other settings ({'; '.join(different)}); {advice}.")
     if not whole:
-        raise ValueError(f"out: expected the video its record describes, got {video} changed since; delete it to have it made again, {advice}.")
+        raise ValueError(
+            f"out: expected the video its record describes, got {video} changed since; delete it to have it made again, {advice}."
+        )
     return dict(record)
 
 
