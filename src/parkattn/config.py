@@ -87,7 +87,7 @@ class ParkConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> ParkConfig:
-        """The paper's settings for one model; changes override single fields."""
+        """The paper's settings for one model, with round block borders; changes override single fields."""
         expect_choice("preset", name, PRESETS)
         return cls.from_dict({**PRESETS[name], **changes})
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch import Tensor
 from parkattn.attend import dense_attention
 from parkattn.attention import build_plan, park_attention
 from parkattn.config import ParkConfig
+from parkattn.extras import pyplot
 from parkattn.importance import ESTIMATORS, exact
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.plan import write_atomically
@@ -94,7 +93,7 @@ def save_report(results: list[DemoResult], scene: Scene, out: Path) -> list[Path
 
 
 def _picture(results: list[DemoResult], scene: Scene) -> bytes:
-    plt = _pyplot()
+    plt = pyplot("pictures")
     by_name = {r.method: r for r in results}
     figure, (film, blocks, curve) = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
     frames, height, width = scene.grid
@@ -114,13 +113,3 @@ def _picture(results: list[DemoResult], scene: Scene) -> bytes:
     figure.savefig(data, dpi=110, format="png")
     plt.close(figure)
     return data.getvalue()
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "matplotlib: expected for pictures, got no such package; install it with: pip install 'parkattn[plots]'"
-        ) from None

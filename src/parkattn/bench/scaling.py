@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import TINY, WAN_1_3B, Shape, mixture, random_plan, rows
 from parkattn.bench.timing import free_memory, median_ms
 from parkattn.config import ParkConfig
+from parkattn.extras import pyplot
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -41,10 +42,10 @@ def fits(points: Records) -> Iterator[dict[str, Any]]:
             x, y = zip(*((p[over], p["ms"]) for p in points if p["over"] == over and p["part"] == part), strict=True)
             if len(x) < 2:
                 continue
-            exponent, level = _line([math.log(a) for a in x], [math.log(b) for b in y])
+            exponent, level = statistics.linear_regression([math.log(a) for a in x], [math.log(b) for b in y])
             fit = {"benchmark": "scaling", "over": over, "part": f"{part}: fit", "exponent": exponent, "ms_at_1": math.exp(level)}
             if over == "density":
-                slope, fixed = _line(x, y)
+                slope, fixed = statistics.linear_regression(x, y)
                 worst = max(abs(fixed + slope * a - b) / b for a, b in zip(x, y, strict=True))
                 fit |= {"ms_fixed": fixed, "ms_per_density": slope, "worst_residual": worst}
             else:
@@ -58,7 +59,7 @@ def draw(record: Path, plot: Path) -> None:
     points = [p for p in map(json.loads, record.read_text().splitlines()) if p.get("benchmark") == "scaling"]
     if not points:
         raise ValueError(f"record: expected results of 'park bench scaling' in {record}, got none; measure first.")
-    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = pyplot("the plot").subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, over in zip(axes, ("density", "length"), strict=True):
         exponents = {p["part"].removesuffix(": fit"): p["exponent"] for p in points if p["over"] == over and "exponent" in p}
         for part in exponents:
@@ -104,20 +105,3 @@ def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict
 def _point(over: str, part: str, shape: Shape, density: float, call: Any, repeats: int) -> dict[str, Any]:
     facts = {"benchmark": "scaling", "over": over, "part": part, "shape": shape._asdict(), "density": density, "length": shape.tokens}
     return {**facts, "ms": median_ms(call, repeats)}
-
-
-def _line(x: Any, y: Any) -> tuple[float, float]:
-    """Slope and level of the least-squares line."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
-    return slope, mean_y - slope * mean_x
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "park bench scaling: expected matplotlib for the plot, got no such package; pip install 'parkattn[plots]'"
-        ) from None

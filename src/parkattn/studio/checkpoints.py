@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from parkattn.checks import expect_choice
+from parkattn.extras import package
 from parkattn.sprites import CHECKPOINT
-from parkattn.studio.extras import package
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("none", "model", "sequential")

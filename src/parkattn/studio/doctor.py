@@ -14,11 +14,11 @@ from parkattn.attend import dense_attention
 from parkattn.attention import park_attention
 from parkattn.backend import resolve
 from parkattn.config import ParkConfig
+from parkattn.extras import INSTALL
 from parkattn.record import environment
 from parkattn.scene import clustered_scene
 from parkattn.sprites import CHECKPOINT
 from parkattn.studio import checkpoints
-from parkattn.studio.extras import INSTALL
 from parkattn.studio.gain import GPUS, estimate, gpu_peak
 from parkattn.studio.video import CODEC
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parkattn.studio.extras import INSTALL, package
+from parkattn.extras import INSTALL, package
 
 Frames = NDArray[np.uint8]
 CODEC = "libx264"
