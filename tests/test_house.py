@@ -52,7 +52,7 @@ def test_package_says_it_is_typed():
 
 
 def test_missing_extra_names_the_install_line():
-    code = "import sys\nsys.modules['matplotlib'] = None\nfrom parkattn import demo\ndemo._pyplot()"
+    code = "import sys\nsys.modules['matplotlib'] = None\nfrom parkattn import extras\nextras.pyplot('pictures')"
     failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert failed.returncode != 0
     assert "pip install 'parkattn[plots]'" in failed.stderr
@@ -79,3 +79,19 @@ def test_gpu_figures_in_the_readme_are_the_recorded_ones():
         dense_ms = [f"{r['ms']:.1f}" for r in of_case if r["kernel"] == "cudnn"]
         ours = [(f"{r['ms']:.1f}", f"{r['ratio']:.3f}") for r in of_case if r["kernel"] == "gluon" and r["borders"] == "rounded"]
         assert dense in dense_ms and (sparse, share) in ours
+
+
+def test_figures_of_the_small_model_in_the_readme_are_the_recorded_ones():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    dense, park = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["methods"]
+    assert f"denoising {dense['seconds']['denoise']:.1f} s dense, {park['seconds']['denoise']:.1f} s PARK" in text
+    assert f"({park['speedup']:.2f}x; {dense['seconds']['total'] / park['seconds']['total']:.2f}x with text and decoding)" in text
+    for name, said in (
+        ("ablation", "PARK {}, without QRKC {}, without PAMA {}, centroid retrieval {}"),
+        ("ablation_top_k", "{}, {}, {} and {}"),
+    ):
+        lines = {line["method"]: line for line in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["lines"]}
+        order = ("park", "park-no-qrkc", "park-no-pama", "centroid")
+        figures = [f"{lines[method]['psnr']:.1f}" for method in order]
+        figures[0 if name == "ablation" else 3] += " dB"
+        assert said.format(*figures) in text
