@@ -129,6 +129,29 @@ def test_a_section_keeps_its_lines_with_commit_and_versions(tmp_path, monkeypatc
     assert "e2e run" not in (tmp_path / "short.jsonl").read_text()
 
 
+def test_waiting_for_a_turn_costs_none_of_its_seconds(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
+    monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", TINY["wan2.1-1.3b"])
+    clock = [0.0]
+    monkeypatch.setattr(e2e.time, "monotonic", lambda: clock[0])
+
+    def turn() -> float:
+        clock[0] += 1000.0  # the others came first
+        return 500.0
+
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, turn=turn)
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [line.get("steps_done") for line in lines if line.get("method") == "dense"] == [50]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_forwards_are_marked_and_go_through_the_same_phases():
+    ready = e2e.prepare(TINY["wan2.1-1.3b"], CPU, compiled=True)
+    found = e2e.measure(ready)
+    assert found["compiled"] and found["finite"]
+    assert e2e_turns.table_rows([{"model": "wan2.1-1.3b", **found}])[0][0] == "wan2.1-1.3b, compiled"
+
+
 def test_sparse_density_leaves_dense_calls_out():
     rows = [{"dense": 2, "refresh": 1, "reuse": 1, "density": (2 + 0.2 + 0.4) / 4}, {"dense": 0, "refresh": 1, "reuse": 1, "density": 0.5}]
     assert e2e_run.sparse_density(rows) == pytest.approx((0.2 + 0.4 + 0.5 + 0.5) / 4)

@@ -374,8 +374,13 @@ def compile_gluon(target) -> None:
         # at 8 chunks the compiler parks addresses of E and F on the stack, before the tile loop
         assert stack_bytes(built.asm["cubin"]) <= (256 if chunks == 8 else 0)
         # where ptxas cannot keep GEMMs in flight it waits after every one, and says so only to who runs it by hand
-        gemms, waits = (machine_code(built.asm["cubin"]).count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+        code = machine_code(built.asm["cubin"])
+        gemms, waits = (code.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert 0 < waits < gemms / 2, f"{gemms} GEMM instructions, {waits} waits"
+        # queries are read into registers: until a product has used them nothing says that the reads are done, not even a barrier
+        events = re.findall(r"LDSM|SYNCS\.ARRIVE|WARPGROUP\.DEPBAR", code)
+        after_loads = [b for a, b in itertools.pairwise(events) if a == "LDSM" and b != "LDSM"]
+        assert after_loads == ["WARPGROUP.DEPBAR"] * 2, f"{after_loads}: the buffer of the queries is given back too early"
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def flashinfer(record: Record = None, repeats: Repeats = 7) -> None:
 def e2e(
     record: Record = None,
     full: Annotated[bool, typer.Option("--full", help="With all 50 steps of Wan2.1-1.3B, PARK and dense.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="After compile_repeated_blocks, dense and PARK alike.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="gate, gate-around, wan2.1-1.3b, wan2.1-14b or hunyuanvideo; repeatable.")] = None,
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
@@ -111,7 +112,7 @@ def e2e(
     """Whole models at 720p with random weights: dense, refresh and reuse forwards, memory, and what a run gains."""
     from parkattn.bench.e2e_turns import COLUMNS, run_and_tabulate
 
-    outcome, rows = run_and_tabulate(record, only=only, full=full, rehearse=rehearse, budget_s=budget)
+    outcome, rows = run_and_tabulate(record, only=only, full=full, compiled=compiled, rehearse=rehearse, budget_s=budget)
     table = Table(*COLUMNS, title="one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps")
     for row in rows:
         table.add_row(*row)

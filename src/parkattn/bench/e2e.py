@@ -2,6 +2,7 @@
 
     park bench e2e --record FILE            gate, then the three models, each in a process of its own
     park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
+    park bench e2e --compiled --record FILE     the same models after compile_repeated_blocks(fullgraph=True), dense and PARK alike
 
 Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep almost every
 block: density is fixed by top-k instead, and every record says which density was reached.
@@ -194,14 +195,17 @@ class Prepared:
     transformer: Any
     inputs: dict[str, Any]
     top_k: float
+    compiled: bool = False
 
 
-def prepare(model: WholeModel, device: torch.device) -> Prepared:
+def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False) -> Prepared:
     transformer = random_transformer(model, device)
+    if compiled:
+        transformer.compile_repeated_blocks(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
     inputs = forward_inputs(model, transformer, device)
     top_k = find_top_k(transformer, inputs, model)
     free_memory()
-    return Prepared(model, device, transformer, inputs, top_k)
+    return Prepared(model, device, transformer, inputs, top_k, compiled)
 
 
 def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:
@@ -214,7 +218,10 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
 
     def forward(timestep: float, phase: str) -> Watched:
         found = watched(lambda: run_forward(transformer, ready.inputs, timestep), ready.device)
-        note({"benchmark": "e2e forward", "phase": phase, "seconds": found.seconds, "peak_gb": found.peak_gb, "top_k": ready.top_k})
+        note({
+            "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds, "peak_gb": found.peak_gb,
+            "top_k": ready.top_k,
+        })  # fmt: skip
         return found
 
     with enable(transformer, config, total_steps=len(PHASES_MEASURED)):
@@ -225,6 +232,7 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
     seconds = {phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES}
     return {
         **forwards_record(model, config, report, {**seconds, "dense": [stock.seconds]}),
+        "compiled": ready.compiled,
         "density": report.density,
         "finite": all(run.finite for run in [stock, *runs]),
         "memory": memory_record(transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=_most([run.peak_gb for run in runs])),
@@ -287,7 +295,9 @@ def _most(values: list[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def run_section(name: str, record: Path, *, full: bool, rehearse: bool, turn: Callable[[], float] = lambda: math.inf) -> None:
+def run_section(
+    name: str, record: Path, *, full: bool, rehearse: bool, compiled: bool = False, turn: Callable[[], float] = lambda: math.inf
+) -> None:
     """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it is given."""
     device, facts = bench_device(), gpu_environment()
 
@@ -311,8 +321,9 @@ def run_section(name: str, record: Path, *, full: bool, rehearse: bool, turn: Ca
         if name == "gate":
             turn()
         return
-    ready = prepare((SMALL if rehearse else MODELS)[name], device)
-    ends = time.monotonic() + turn()
+    ready = prepare((SMALL if rehearse else MODELS)[name], device, compiled=compiled)
+    given = turn()  # waits, so the clock is read after it
+    ends = time.monotonic() + given
     found = measure(ready, lambda part: keep({"model": name, **part}))
     keep({"model": name, **found})
     left = ends - time.monotonic()

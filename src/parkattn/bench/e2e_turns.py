@@ -27,7 +27,13 @@ READY = "ready"
 
 
 def run_all(
-    record: Path, *, only: list[str] | None = None, full: bool = False, rehearse: bool = False, budget_s: float = 1200
+    record: Path,
+    *,
+    only: list[str] | None = None,
+    full: bool = False,
+    compiled: bool = False,
+    rehearse: bool = False,
+    budget_s: float = 1200,
 ) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
     ends = time.monotonic() + budget_s
@@ -35,7 +41,7 @@ def run_all(
     for name in names:
         expect_choice("only", name, SECTIONS)
     together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
-    options = [*(["--full"] if full else []), *(["--rehearse"] if rehearse else [])]
+    options = [f"--{name}" for name, chosen in {"full": full, "compiled": compiled, "rehearse": rehearse}.items() if chosen]
 
     def start(name: str) -> _Section:
         return _Section(name, [sys.executable, "-m", "parkattn.bench.e2e_turns", "--section", name, "--record", str(record), *options])
@@ -132,7 +138,8 @@ def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
             times = [f"{line[name]:.2f}" for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s")]
             peaks = [shown(memory[name], ".1f") for name in ("dense_peak_gb", "park_peak_gb")]
             saved = [f"{run['speedup']:.2f}x", f"{run['saved_s']:.1f}"]
-            rows.append([line["model"], f"{line['density']:.3f}", *times, *saved, *peaks, f"{memory['state_with_guidance_gb']:.2f}"])
+            name = line["model"] + (", compiled" if line.get("compiled") else "")
+            rows.append([name, f"{line['density']:.3f}", *times, *saved, *peaks, f"{memory['state_with_guidance_gb']:.2f}"])
     return rows
 
 
@@ -156,13 +163,15 @@ def main() -> None:
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", choices=SECTIONS)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--budget", type=float, default=1200)
     asked = parser.parse_args()
+    chosen = {"full": asked.full, "compiled": asked.compiled, "rehearse": asked.rehearse}
     if asked.section:
-        run_section(asked.section, asked.record, full=asked.full, rehearse=asked.rehearse, turn=wait_for_turn)
+        run_section(asked.section, asked.record, **chosen, turn=wait_for_turn)
         return
-    outcome, rows = run_and_tabulate(asked.record, only=asked.only, full=asked.full, rehearse=asked.rehearse, budget_s=asked.budget)
+    outcome, rows = run_and_tabulate(asked.record, only=asked.only, **chosen, budget_s=asked.budget)
     for row in (COLUMNS, *rows):
         _say("  ".join(f"{cell:>12}" for cell in row))
     sys.exit(any(result != "passed" for result in outcome.values()))

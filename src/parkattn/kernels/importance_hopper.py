@@ -68,8 +68,6 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
     for t in range(tiles):
         mbarrier.wait(q_full, t & 1)
         q = q_s.load(OPERAND)
-        gl.thread_barrier()
-        mbarrier.arrive(q_empty, count=1)
         ms = ()
         for i in gl.static_range(OWN):
             g = t * CHUNKS + 2 * i + W
@@ -81,8 +79,10 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
                 waited = warpgroup_mma_wait(0, deps=(s, ) + mass)
                 s = waited[0]
                 mass = waited[1:]
-                # the column sums of the tile before are done in every warp: E and F may be overwritten
+                # the column sums of the tile before are done in every warp: E and F may be overwritten, and so may the queries, which
+                # this product had in registers (a barrier right after their load would not wait for it: the copy engine wrote over them)
                 gl.thread_barrier()
+                mbarrier.arrive(q_empty, count=1)
             else:
                 s = warpgroup_mma_wait(0, deps=(s, ))
             mbarrier.arrive(c_empty.index(g % STAGES), count=1)
