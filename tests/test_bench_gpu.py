@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 
@@ -105,12 +106,16 @@ def test_flashinfer_is_left_out_of_the_whole_and_refused_alone_where_it_is_missi
         next(flashinfer.gate(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("kind", ["full-k", "two-pass"])
-def test_tilelang_programs_compile_for_hopper(kind):
+@pytest.mark.parametrize("kind, width", [("full-k", 1024), ("two-pass", 4096)])
+def test_tilelang_programs_compile_for_hopper(kind, width):
     tilelang = pytest.importorskip("tilelang")
     if shutil.which("nvcc") is None:
         pytest.skip("TileLang compiles with nvcc, which is not here")
     program = {"full-k": importance_tilelang.full_key_program, "two-pass": importance_tilelang.two_pass_program}[kind]
-    traced = program(tilelang.language, 128, 256, "bfloat16", **importance_tilelang.TILES[kind])
-    source = tilelang.compile(traced, target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
+    traced = program(tilelang.language, 128, width, "bfloat16", **importance_tilelang.TILES[kind])
+    kernel = tilelang.compile(traced, target={"kind": "cuda", "arch": "sm_90a"})
+    source = kernel.get_kernel_source()
     assert "wgmma" in source and "tma_load" in source
+    # no launch asks for more than the 227 KiB of sm_90 less one for barriers, and no query tile is overwritten while it is read
+    assert max(int(found) for found in re.findall(r"int64_t\)(\d{5,})\)", kernel.adapter.get_host_source())) <= 226 * 1024
+    assert len(re.findall(r"for \(int t = 0;.*\n\s*__syncthreads\(\);", source)) == source.count("for (int t = 0;") == 1

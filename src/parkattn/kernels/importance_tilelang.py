@@ -1,6 +1,7 @@
 """PAMA in TileLang, both algorithms as the paper's Appendix D has them: an optional extra (parkattn[tilelang]) to be measured beside the Triton kernels.
 
-One program per query block and head, no list of work and no partial rows: what the Triton kernels add to the paper is not here.
+One program per query block and head (per query tile where log-sum-exps are made), no list of work and no partial rows: what the
+Triton kernels add to the paper is not here.
 Sizes are compiled in except heads, tokens and query blocks.  TileLang compiles with nvcc: set CUDA_HOME where it is not found.
 """
 
@@ -41,7 +42,7 @@ def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
         with T.Kernel(blocks, heads, threads=threads) as (u, h):
             q_s = T.alloc_shared((BM, dim), dtype)
             c_s = T.alloc_shared((BN, dim), dtype)
-            e_s = T.alloc_shared((BM, width), "float16")
+            e_s = T.alloc_shared((BM, width + 8), "float16")  # 8 more, so that rows start in different banks
             tops = T.alloc_shared((width // BN, BM), "float32")
             bias_s, total = T.alloc_shared((width,), "float32"), T.alloc_shared((width,), "float32")
             s = T.alloc_fragment((BM, BN), "float32")
@@ -52,6 +53,7 @@ def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
             T.copy(log_sizes[h, 0:width], bias_s)
             T.fill(total, 0)
             for t in T.serial(T.ceildiv(length, BM)):
+                T.sync_threads()  # TileLang 0.1.15 puts none here: the loading warps would overwrite q_s under the products of tile t - 1
                 T.copy(q[h, first + t * BM : first + (t + 1) * BM, 0:dim], q_s)
                 T.fill(top, -1e30)
                 T.fill(z, 0)
@@ -88,48 +90,63 @@ def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
 
 
 def two_pass_program(T, dim, width, dtype, *, BM, BN, threads, stages):
-    """Two-pass: tiles [BM, BN]; first the log-sum-exp of every row, then the logits again and column sums in shared memory."""
+    """Two-pass: tiles [BM, BN]; first the log-sum-exp of every query, then the logits again and column sums in shared memory.
+
+    A launch for each pass: of two pipelined loops in one launch TileLang 0.1.15 gives only the first a loading warpgroup.
+    """
     heads, n, blocks, edges, keys = (T.dynamic(name) for name in ("heads", "n", "blocks", "edges", "keys"))
 
     @T.prim_func
     def two_pass(q: T.Tensor((heads, n, dim), dtype), offsets: T.Tensor((heads, edges), "int32"), centroids: T.Tensor((heads, keys, dim), dtype),
-                 log_sizes: T.Tensor((heads, width), "float32"), out: T.Tensor((heads, blocks, width), "float32"), scale: T.float32):
+                 log_sizes: T.Tensor((heads, width), "float32"), lse: T.Tensor((heads, n), "float32"), out: T.Tensor((heads, blocks, width), "float32"),
+                 scale: T.float32):
+        with T.Kernel(T.ceildiv(n, BM), heads, threads=threads) as (u, h):
+            T.disable_warp_group_reg_alloc()  # it would leave room for one program per multiprocessor
+            q_s, c_s = T.alloc_shared((BM, dim), dtype), T.alloc_shared((BN, dim), dtype)
+            bias_s = T.alloc_shared((width,), "float32")
+            s = T.alloc_fragment((BM, BN), "float32")
+            top, before, z, more = (T.alloc_fragment((BM,), "float32") for _ in range(4))
+            T.copy(log_sizes[h, 0:width], bias_s)
+            T.copy(q[h, u * BM : (u + 1) * BM, 0:dim], q_s)
+            T.fill(top, -1e30)
+            T.fill(z, 0)
+            for j in T.Pipelined(width // BN, num_stages=stages):
+                T.copy(centroids[h, j * BN : (j + 1) * BN, 0:dim], c_s)
+                T.clear(s)
+                T.gemm(q_s, c_s, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                for i, v in T.Parallel(BM, BN):
+                    s[i, v] = s[i, v] * scale + bias_s[j * BN + v]
+                T.copy(top, before)
+                T.reduce_max(s, top, dim=1, clear=False)
+                for i, v in T.Parallel(BM, BN):
+                    s[i, v] = T.exp2(s[i, v] - top[i])
+                T.reduce_sum(s, more, dim=1, clear=True)
+                for i in T.Parallel(BM):
+                    z[i] = z[i] * T.exp2(before[i] - top[i]) + more[i]
+            for i in T.Parallel(BM):
+                # a query without keys gives no weight
+                top[i] = T.if_then_else(z[i] > 0, top[i] + T.log2(z[i]), T.infinity("float32"))
+            T.copy(top, lse[h, u * BM : (u + 1) * BM])
         with T.Kernel(blocks, heads, threads=threads) as (u, h):
-            q_s = T.alloc_shared((BM, dim), dtype)
-            # a buffer for each pass: one buffer in two pipelines is more than TileLang 0.1.15 takes
-            c_s, d_s = T.alloc_shared((BN, dim), dtype), T.alloc_shared((BN, dim), dtype)
+            q_s, c_s = T.alloc_shared((BM, dim), dtype), T.alloc_shared((BN, dim), dtype)
             bias_s, total = T.alloc_shared((width,), "float32"), T.alloc_shared((width,), "float32")
             s = T.alloc_fragment((BM, BN), "float32")
             part = T.alloc_fragment((BN,), "float32")
-            top, before, z, more = (T.alloc_fragment((BM,), "float32") for _ in range(4))
+            top = T.alloc_fragment((BM,), "float32")
             first = offsets[h, u]
             length = offsets[h, u + 1] - first
             T.copy(log_sizes[h, 0:width], bias_s)
             T.fill(total, 0)
             for t in T.serial(T.ceildiv(length, BM)):
+                T.sync_threads()  # as in full_key
                 T.copy(q[h, first + t * BM : first + (t + 1) * BM, 0:dim], q_s)
-                T.fill(top, -1e30)
-                T.fill(z, 0)
+                for i in T.Parallel(BM):
+                    # rows past the block get no weight
+                    top[i] = T.if_then_else(t * BM + i < length, lse[h, first + t * BM + i], T.infinity("float32"))
                 for j in T.Pipelined(width // BN, num_stages=stages):
                     T.copy(centroids[h, j * BN : (j + 1) * BN, 0:dim], c_s)
                     T.clear(s)
                     T.gemm(q_s, c_s, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, v in T.Parallel(BM, BN):
-                        s[i, v] = s[i, v] * scale + bias_s[j * BN + v]
-                    T.copy(top, before)
-                    T.reduce_max(s, top, dim=1, clear=False)
-                    for i, v in T.Parallel(BM, BN):
-                        s[i, v] = T.exp2(s[i, v] - top[i])
-                    T.reduce_sum(s, more, dim=1, clear=True)
-                    for i in T.Parallel(BM):
-                        z[i] = z[i] * T.exp2(before[i] - top[i]) + more[i]
-                for i in T.Parallel(BM):
-                    # log-sum-exp; rows past the block and rows without keys get no weight
-                    top[i] = T.if_then_else((t * BM + i < length) & (z[i] > 0), top[i] + T.log2(z[i]), T.infinity("float32"))
-                for j in T.Pipelined(width // BN, num_stages=stages):
-                    T.copy(centroids[h, j * BN : (j + 1) * BN, 0:dim], d_s)
-                    T.clear(s)
-                    T.gemm(q_s, d_s, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for i, v in T.Parallel(BM, BN):
                         s[i, v] = T.exp2(s[i, v] * scale + bias_s[j * BN + v] - top[i])
                     T.reduce_sum(s, part, dim=0, clear=True, batch=8)
@@ -150,7 +167,7 @@ TILES = {
 
 @functools.cache
 def build(kind: str, dim: int, width: int, dtype: str, **tile):
-    """The compiled kernel; the first call of a process takes seconds."""
+    """The compiled kernel; the first call takes seconds, later processes find it in TileLang's cache."""
     tilelang, T = _tilelang()
     program = {"full-k": full_key_program, "two-pass": two_pass_program}[kind]
     return tilelang.compile(program(T, dim, width, dtype, **(tile or TILES[kind])))
@@ -165,7 +182,8 @@ def _run(kind, q, offsets, centroids, sizes, scale, tile):
     log_sizes = torch.nn.functional.pad(sizes.float().log2(), (0, width - key_blocks), value=-math.inf)
     out = torch.empty(bh, offsets.shape[1] - 1, width, device=q.device, dtype=torch.float32)
     scale = (1 / math.sqrt(d) if scale is None else scale) * math.log2(math.e)
-    build(kind, d, width, str(q.dtype)[6:], **(tile or {}))(q, offsets, centroids, log_sizes, out, scale)
+    scratch = () if kind == "full-k" else (torch.empty(q.shape[:2], device=q.device, dtype=torch.float32),)
+    build(kind, d, width, str(q.dtype)[6:], **(tile or {}))(q, offsets, centroids, log_sizes, *scratch, out, scale)
     return out[..., :key_blocks]
 
 
