@@ -81,6 +81,35 @@ def test_gpu_figures_in_the_readme_are_the_recorded_ones():
         assert dense in dense_ms and (sparse, share) in ours
 
 
+def test_figures_of_whole_models_in_the_readme_are_the_recorded_ones():
+    text = (ROOT / "README.md").read_text()
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results/e2e.jsonl").read_text().splitlines()]
+    recorded = [
+        (r["model"] + (", compiled" if r["compiled"] else ""), *(f"{r[name]:.2f}" for name in ("dense_s", "refresh_warm_s", "reuse_s")), f"{r['run']['speedup']:.2f}x")
+        for r in records
+        if r.get("benchmark") == "e2e"
+    ]  # fmt: skip
+    told = re.findall(r"^\| (\w[^|]*) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+x) \|$", text, flags=re.MULTILINE)
+    assert sorted(told) == sorted(recorded)
+    park, dense = (r for r in records if r.get("benchmark") == "e2e run")
+    assert f"took {dense['denoise_s']:.1f} s dense and {park['denoise_s']:.1f} s with PARK ({dense['speedup']:.2f}x)" in " ".join(
+        text.split()
+    )
+    assert dense["steps_done"] == 50 and f"{park['peak_gb']:.1f}" == f"{dense['peak_gb']:.1f}" == "6.8"
+
+
+def test_pama_figures_in_the_docs_are_the_recorded_ones():
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_pama.jsonl").read_text().splitlines()]
+    text = (ROOT / "docs/kernels.md").read_text()
+    rows = [r for r in records if r.get("benchmark") == "pama"]
+    assert len(rows) == 21
+    for r in rows:
+        shape = "({heads}, {tokens:,}, {key_blocks:,})".format(**r["shape"])
+        line = next(line for line in text.splitlines() if line.startswith(f"| {shape} |"))
+        told = f"{r['ms']:.1f} ms |" if r["kernel"] == "PyTorch" else f"{r['ms']:.2f} ms, {r['speedup']:.1f}x, {r['extra_mb']:.0f} MB"
+        assert told in line
+
+
 def test_figures_of_the_small_model_in_the_readme_are_the_recorded_ones():
     text = " ".join((ROOT / "README.md").read_text().split())
     dense, park = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["methods"]
