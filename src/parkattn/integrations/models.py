@@ -57,11 +57,13 @@ MODELS: dict[str, ModelRow] = {
 
 
 def row_for(transformer: Any) -> ModelRow:
-    name = type(without_compile_wrapper(transformer)).__name__
-    if name not in MODELS:
-        supported = ", ".join(sorted(MODELS))
-        raise ValueError(f"transformer: expected one of {supported}, got {name}; this model stays dense, or add its row to MODELS.")
-    return MODELS[name]
+    """The row of the transformer's class, or of the class that it extends, as xDiT's do."""
+    names = [cls.__name__ for cls in type(without_compile_wrapper(transformer)).__mro__]
+    for name in names:
+        if name in MODELS:
+            return MODELS[name]
+    supported = ", ".join(sorted(MODELS))
+    raise ValueError(f"transformer: expected one of {supported}, got {names[0]}; this model stays dense, or add its row to MODELS.")
 
 
 def without_compile_wrapper(module: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parkattn.integrations import xdit
 from parkattn.integrations.sequence_parallel import attend_ulysses, in_one_piece, why_not_sparse
 
 
@@ -77,6 +78,8 @@ class MethodProcessor:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text_tokens: int, options: CallOptions, compiled: bool = False
     ) -> Tensor:
         """Where the tokens of a sequence are spread over ranks, they are brought together first: [b s h d] -> [b s h d]."""
+        if options.usp:
+            return self._attend_in_usp(q, k, v, text_tokens, options, compiled)
         parallel = self._parallel_config if options.parallel else None
         # tensor parallelism spreads heads, not tokens
         if parallel is None or getattr(parallel, "context_parallel_config", parallel) is None:
@@ -94,6 +97,19 @@ class MethodProcessor:
             return self._attend(q, k, v, mask, text_tokens, options, compiled)
 
         return attend_ulysses(attend, q, k, v, mask, text_tokens, self.text, parallel, options.scale)
+
+    def _attend_in_usp(self, q: Tensor, k: Tensor, v: Tensor, text_tokens: int, options: CallOptions, compiled: bool) -> Tensor:
+        extras = getattr(self.stock, "attention_kwargs", None)
+        exchange = xdit.Exchange(text_tokens, self.text, options.usp == "whole text", extras, options.dropout, options.causal)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, text_tokens: int, dense: Callable[..., Tensor], reason: str | None) -> Tensor:
+            dense = functools.partial(dense, q, k, v)
+            return self.attend(AttentionCall(q, k, v, None, text_tokens, options.scale, dense, options.part, reason, compiled))
+
+        refusal = exchange.why_not_sparse()
+        if refusal is not None:
+            return call(q, k, v, text_tokens, exchange.stock, refusal)
+        return exchange.attend(lambda q, k, v, text_tokens: call(q, k, v, text_tokens, exchange.dense, options.why_dense()), q, k, v)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text_tokens: int, options: CallOptions, compiled: bool
@@ -131,6 +147,7 @@ class CallOptions:
     parallel: bool = False
     by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
     part: int = 0
+    usp: str = ""  # the stock code calls xDiT's USP: with each rank's "share" of the text, or the "whole text" on every rank
 
     def why_dense(self) -> str | None:
         if self.causal:
@@ -150,8 +167,9 @@ class _Caller:
 class _StockSelf:
     """What stock code sees as `self`: the stock processor, except that its backend leads back to ours."""
 
-    def __init__(self, caller: _Caller) -> None:
+    def __init__(self, caller: _Caller, functional: _Functional) -> None:
         self._stock = caller.processor.stock
+        self.attention_function = functional.usp  # where xDiT's processor of Wan keeps its USP
         # stock code passes these two on to the attention function, which is how `_dispatch` learns who calls
         self._attention_backend = caller
         self._parallel_config = caller.processor._parallel_config
@@ -185,7 +203,7 @@ class KeyPadding:
 
 
 class _Functional:
-    """torch.nn.functional, with our attention, and with a `pad` that knows KeyPadding."""
+    """torch.nn.functional, with our attention, and with a `pad` that knows KeyPadding; and xDiT's USP, with our attention."""
 
     def __init__(self) -> None:
         self.traced: _Caller | None = None  # who calls, while a graph is traced: torch.compile cannot follow a ContextVar
@@ -202,10 +220,36 @@ class _Functional:
         enable_gqa: bool = False,
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        caller = _RUNNING.get() if self.traced is None else self.traced
-        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=caller.calls)
-        caller.calls += 1
+        caller, part = self._next_call()
+        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part)
         return _call(caller, q, k, v, attn_mask, options).transpose(1, 2)
+
+    def usp(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        joint_query: Tensor | None = None,
+        joint_key: Tensor | None = None,
+        joint_value: Tensor | None = None,
+        joint_strategy: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[b h s d]. The joint tensors are the text of a rank that holds all of it."""
+        if joint_query is not None and joint_key is not None and joint_value is not None:
+            pairs = ((query, joint_query), (key, joint_key), (value, joint_value))
+            query, key, value = (torch.cat(pair[:: -1 if joint_strategy == "front" else 1], 2) for pair in pairs)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        caller, part = self._next_call()
+        options = CallOptions(None, dropout_p, is_causal, part=part, usp="share" if joint_query is None else "whole text")
+        return _call(caller, q, k, v, None, options).transpose(1, 2)
+
+    def _next_call(self) -> tuple[_Caller, int]:
+        caller = _RUNNING.get() if self.traced is None else self.traced
+        caller.calls += 1
+        return caller, caller.calls - 1
 
     def pad(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, KeyPadding):
@@ -241,7 +285,7 @@ def _call(caller: _Caller, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     processor = caller.processor
     text_tokens = 0 if processor.text == "none" else q.shape[1] - caller.video_tokens
     if torch.compiler.is_compiling():
-        flags = (options.scale, options.dropout, options.causal, options.parallel, options.by_head, options.part)
+        flags = (options.scale, options.dropout, options.causal, options.parallel, options.by_head, options.part, options.usp)
         return _attention_op(q, k, v, mask, processor.handle, text_tokens, *flags)
     return processor.attention(q, k, v, mask, text_tokens, options)
 
@@ -260,11 +304,12 @@ def _attention_op(
     parallel: bool,
     by_head: bool,
     part: int,
+    usp: str = "",
 ) -> Tensor:
     processor = _PROCESSORS.get(int(handle))
     if processor is None:
         raise RuntimeError("parkattn::attention: expected an enabled transformer, got a graph whose session is gone; compile it again.")
-    options = CallOptions(scale, dropout, causal, parallel, by_head, part)
+    options = CallOptions(scale, dropout, causal, parallel, by_head, part, usp)
     return processor.attention(q, k, v, mask, text_tokens, options, compiled=True).contiguous()
 
 
@@ -298,14 +343,17 @@ def _class_for(stock: type) -> type[MethodProcessor]:
     dispatchers = {"dispatch_attention_fn", "_dispatch_attention_fn"} & names
     if dispatchers and "_attention_backend" in names:
         replaced: dict[str, Any] = {**dict.fromkeys(dispatchers, _dispatch), "F": functional}
+    elif {"USP", "attention_function"} & names:
+        xdit.register_backend()
+        replaced = {"USP": functional.usp}
     elif "scaled_dot_product_attention" in names:
         replaced = {"F": functional}
     else:
         raise ValueError(
-            f"processor: expected one that hands its backend to dispatch_attention_fn, or calls F.scaled_dot_product_attention, got "
+            f"processor: expected one that hands its backend to dispatch_attention_fn, or calls F.scaled_dot_product_attention or USP, got "
             f"{stock.__name__}; set the model's default processor before enable, or leave this model dense."
         )
-    by_context = not dispatchers
+    by_context, in_usp = not dispatchers, "USP" in replaced
     names_seen = {**stock_call.__globals__, **replaced}
     # by this name torch.compile would look globals up in the stock module, where cross-attention finds its own
     names_seen.pop("__name__")
@@ -315,19 +363,19 @@ def _class_for(stock: type) -> type[MethodProcessor]:
     # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
     @functools.wraps(stock_call)
     def call(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.pair_mask and kwargs.get("attention_mask") is not None:
+        if self.pair_mask and not in_usp and kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = KeyPadding(kwargs["attention_mask"])
         caller = _Caller(self, hidden_states.shape[1])
         if not by_context:
-            return copied(_StockSelf(caller), attn, hidden_states, *args, **kwargs)
+            return copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling():
             functional.traced = caller
-            out = copied(_StockSelf(caller), attn, hidden_states, *args, **kwargs)
+            out = copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
             functional.traced = None
             return out
         token = _RUNNING.set(caller)
         try:
-            return copied(_StockSelf(caller), attn, hidden_states, *args, **kwargs)
+            return copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
         finally:
             _RUNNING.reset(token)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RING = "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
+
 
 def why_not_sparse(parallel: Any, text_tokens: int) -> str | None:
     """None where attend_ulysses applies."""
@@ -19,7 +21,7 @@ def why_not_sparse(parallel: Any, text_tokens: int) -> str | None:
     if degrees is None:
         return f"the parallelism of {type(parallel).__name__} is not that of diffusers; use enable_parallelism"
     if (degrees.ring_degree or 1) > 1:
-        return "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
+        return RING
     if text_tokens and getattr(degrees, "ulysses_anything", False):
         return "ulysses_anything hides how text was split over the ranks; pad to a multiple of ulysses_degree"
     return None
