@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import math
 import warnings
@@ -141,6 +142,23 @@ def expect_size(pipe: Any, frames: int, height: int, width: int) -> None:
     if frames < 1 or frames % every != 1 % every:
         near = max(1, round((frames - 1) / every) * every + 1)
         raise ValueError(f"frames: expected a multiple of {every} plus 1 for this model, got {frames}; try {near}.")
+
+
+def expect_whole_text(pipe: Any, name: str, text: str, room: int) -> None:
+    """Refused, because stock pipelines cut a longer text without a word: minutes later the video would show something else."""
+    tokenizer, accepted = getattr(pipe, "tokenizer", None), inspect.signature(pipe.__call__).parameters
+    if tokenizer is None or "max_sequence_length" not in accepted:
+        return
+    # HunyuanVideo writes the prompt into a template, whose beginning it then takes away again
+    template = accepted["prompt_template"].default if "prompt_template" in accepted else {}
+    whole = tokenizer(template.get("template", "{}").replace("{}", text), verbose=False).input_ids
+    needed = len(whole) - (template.get("crop_start") or 0)
+    if needed <= room:
+        return
+    own = accepted["max_sequence_length"].default
+    fits = isinstance(own, int) and needed <= own
+    advice = "leave out --text-tokens" if fits else f"shorten the {name}, or pass --text-tokens {needed} if this model reads so many"
+    raise ValueError(f"text_tokens: expected at least {needed} for this {name}, got {room}, which would cut it; {advice}.")
 
 
 def token_count(pipe: Any, frames: int, height: int, width: int) -> int:

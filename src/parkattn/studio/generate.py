@@ -31,6 +31,8 @@ from parkattn.studio.video import Frames, as_bytes, expect_writable_folder, vide
 FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
+# ours: what a pipeline calls it, and may not have
+OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
 # below this the paper's 128 x 512 blocks would hold a handful of tokens each: shorter videos keep its block sizes instead
 SHORT_VIDEO = 16_384
 QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
@@ -92,7 +94,7 @@ def prepare(request: Request) -> tuple[Request, Path]:
     filled["prompt"] = understood(request.prompt, folder)
     if checkpoints.is_shipped(folder):
         filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
-    for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("seed", 0)):
+    for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("text_tokens", 1), ("seed", 0)):
         value = filled.get(name, getattr(request, name))
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
@@ -125,7 +127,12 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
             f"{absent[0]}: expected a value, since {type(pipe).__name__} has none of its own, got nothing; pass --{absent[0]}."
         )
     # a record must not depend on what another version of diffusers would take
-    for ours, theirs in {"guidance": "guidance_scale", "text_tokens": "max_sequence_length"}.items():
+    for ours, theirs in OPTIONAL.items():
+        if theirs not in accepted and getattr(request, ours) is not None:
+            option = ours.replace("_", "-")
+            raise ValueError(
+                f"{ours}: expected none, since {type(pipe).__name__} takes no {theirs}, got {getattr(request, ours)!r}; leave out --{option}."
+            )
         if getattr(request, ours) is None and theirs in accepted and isinstance(accepted[theirs].default, (int, float)):
             filled[ours] = accepted[theirs].default
     request = dataclasses.replace(request, **filled)
@@ -133,6 +140,9 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
         raise ValueError(f"negative: expected guidance above 1 beside it, got {request.guidance}; pass --guidance 3, or leave it out.")
     assert request.frames and request.height and request.width
     checkpoints.expect_size(pipe, request.frames, request.height, request.width)
+    if request.text_tokens is not None:
+        for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
+            checkpoints.expect_whole_text(pipe, name, text, request.text_tokens)
     return request
 
 

@@ -19,7 +19,7 @@ import torch
 
 from parkattn.plan import write_atomically
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Progress, Request, find_done, make_video, prepare, understood
+from parkattn.studio.generate import Progress, Request, find_done, fit_to_pipeline, make_video, prepare, understood
 from parkattn.studio.video import expect_writable_folder, video_library
 
 FORMAT = "parkattn.prompts.1"
@@ -107,7 +107,7 @@ def generate_videos(
 ) -> Outcome:
     """This rank's videos and records in `out`, and the index once every rank's are there. request.prompt is not used.
 
-    Every item of the file is checked before the model is loaded. progress(item, place, of) gives what follows its steps.
+    Every item of the file is checked before the first video is made. progress(item, place, of) gives what follows its steps.
     """
     shard = shard_from_environment() if shard is None else shard
     video_library()
@@ -136,6 +136,7 @@ def generate_videos(
     for place, item in enumerate(todo, 1):
         if pipe is None:
             pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+            expect_all_fit({waiting: asked[waiting] for waiting in todo}, pipe, prompts)
         follow = progress(item, place, len(todo)) if progress is not None else None
         record = make_video(pipe, asked[item], out / item.video, progress=follow)
         if finished is not None:
@@ -143,6 +144,15 @@ def generate_videos(
     # whoever ends last finds everything there; ranks that end together write the same bytes
     index = write_index(items, request.seed, out) if all_done(asked, out) else None
     return Outcome(len(todo), len(mine) - len(todo), index)
+
+
+def expect_all_fit(asked: dict[Item, Request], pipe: Any, prompts: Path) -> None:
+    """What only the loaded pipeline can tell, before the first video: a prompt that is too long must not end a night's work."""
+    for item, request in asked.items():
+        try:
+            fit_to_pipeline(request, pipe)
+        except ValueError as error:
+            raise ValueError(f"{prompts} line {item.line}: {error}") from None
 
 
 def is_done(request: Request, video: Path) -> bool:
