@@ -6,12 +6,13 @@ python examples/wan_lora.py path/to/lora.safetensors
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
-from diffusers.utils import export_to_video
 
 from parkattn.integrations import enable, summary
+from parkattn.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, load_lora, **options):
@@ -24,7 +25,7 @@ def generate(pipe, prompt: str, load_lora, **options):
 def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-14B-Diffusers", torch_dtype=torch.bfloat16).to("cuda")
     frames, report = generate(pipe, "a cat walks on the grass", lambda p: p.load_lora_weights(sys.argv[1]), height=720, width=1280)
-    export_to_video(frames, "wan-lora.mp4", fps=16)
+    write_mp4(Path("wan-lora.mp4"), as_bytes(frames), fps=16)
     sys.stdout.write(f"{report}\n")
 
 

@@ -80,6 +80,49 @@ def test_a_record_holds_what_was_left_to_the_pipeline_and_a_missing_video_is_mad
     assert path.read_bytes() == made
 
 
+def test_a_text_that_would_be_cut_is_refused_and_one_that_just_fits_is_not(model):
+    pipe = checkpoints.load_pipeline(model)  # a token a word, and one for the end: 9
+    assert generate.fit_to_pipeline(asked(model, text_tokens=9), pipe).text_tokens == 9
+    with pytest.raises(ValueError, match=r"at least 9 for this prompt, got 8, which would cut it; leave out --text-tokens\."):
+        generate.fit_to_pipeline(asked(model, text_tokens=8), pipe)
+    with pytest.raises(ValueError, match=r"at least 13 for this negative, got 9"):
+        generate.fit_to_pipeline(asked(model, text_tokens=9, guidance=3.0, negative="blue " * 12), pipe)
+    # beyond the pipeline's own 512 leaving the option out would not help
+    long = dataclasses.replace(asked(model, text_tokens=None), prompt="red " * 512)
+    with pytest.raises(ValueError, match=r"at least 513 .* got 512, .*; shorten the prompt, or pass --text-tokens 513"):
+        generate.fit_to_pipeline(long, pipe)
+    assert generate.fit_to_pipeline(dataclasses.replace(long, text_tokens=513), pipe).text_tokens == 513
+
+
+def test_the_template_of_hunyuanvideo_is_not_counted_as_prompt():
+    import inspect
+
+    import tiny_pipelines as tiny
+
+    pipe = tiny.hunyuan()
+    template = inspect.signature(pipe.__call__).parameters["prompt_template"].default
+    whole = len(pipe.tokenizer(template["template"].format("a cat")).input_ids)
+    kept = whole - template["crop_start"]
+    checkpoints.expect_whole_text(pipe, "prompt", "a cat", kept)
+    with pytest.raises(ValueError, match=f"at least {kept} for this prompt, got {kept - 1}"):
+        checkpoints.expect_whole_text(pipe, "prompt", "a cat", kept - 1)
+    # the same words as the pipeline's own encoder sees them: with one token less of room its last one is lost
+    for room, seen in ((kept + 1, kept), (kept, kept), (kept - 1, kept - 1)):
+        mask = pipe._get_llama_prompt_embeds("a cat", template, max_sequence_length=room)[1]
+        assert mask.sum() == seen
+
+
+def test_an_option_the_pipeline_does_not_know_is_refused_by_name(model):
+    class Plain:
+        def __call__(self, prompt, height=32, width=48, num_frames=5, num_inference_steps=2):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"guidance: expected none, since Plain takes no guidance_scale, got 1\.0; leave out --guidance"):
+        generate.fit_to_pipeline(asked(model), Plain())
+    with pytest.raises(ValueError, match=r"text_tokens: expected none.*leave out --text-tokens"):
+        generate.fit_to_pipeline(asked(model, guidance=None), Plain())
+
+
 def test_the_shipped_model_gets_its_grammar_and_another_the_words_as_they_are(model):
     spoken = "A Red circle  moves right over blue waves."
     assert generate.understood(spoken, checkpoints.find_model(None)) == "a red circle moves right over blue waves"
@@ -170,6 +213,34 @@ def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
     assert [row["method"] for row in report["methods"]] == ["dense", "park", "park-no-pama"]
     with pytest.raises(ValueError, match="steps = 4, asked 3"):
         compare.compare(asked(model, steps=3), ["dense", "park"], out)
+
+
+def test_disturbed_steps_are_in_the_metrics_and_a_sentence_in_the_terminal(compared, model, tmp_path, monkeypatch, capsys):
+    import shutil
+
+    from parkattn.studio import commands
+
+    out, _ = compared
+    shutil.copytree(out, tmp_path / "out")
+    record = json.loads((out / "dense.json").read_text())
+    for hung, mark in ((0.0, ""), (5.0, "~")):
+        for row in record["measured"]["steps"]:
+            row["seconds"], row["attention_seconds"] = 2.0, 1.0
+        record["measured"]["steps"][2]["seconds"] += hung
+        park = json.loads((out / "park.json").read_text())
+        for row in park["measured"]["steps"]:
+            row["seconds"], row["attention_seconds"] = 2.0, 1.0
+        report = compare.write_report({"dense": record, "park": park}, tmp_path / "out")
+        monkeypatch.setattr(compare, "compare", lambda *arguments, report=report, **options: report)
+        commands.compare(prompt="a red circle", out=tmp_path / "out")
+        shown = " ".join(capsys.readouterr().out.split())
+        # four steps of 2 s, one of which took longer
+        assert report["methods"][0]["steadiness"] == {"step_spread": hung / (8 + hung), "dense_apart": 0.0}
+        assert f"{mark}1.00x" in shown and ("~1.00x" in shown) == bool(hung)
+        assert ("timing was unsteady (in the run of dense" in shown) == bool(hung) == bool(report["timing_warning"])
+        assert json.loads((tmp_path / "out" / "metrics.json").read_text())["timing_warning"] == report["timing_warning"]
+        header, row = (line.split(",") for line in (tmp_path / "out" / "metrics.csv").read_text().splitlines()[:2])
+        assert float(row[header.index("timing_step_spread")]) == pytest.approx(hung / (8 + hung))
 
 
 def test_methods_are_chosen_by_name_and_dense_comes_first():

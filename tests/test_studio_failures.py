@@ -69,11 +69,14 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--set", "top_q=0.9"], "got top_q; correct or remove that name."),
         ([SENTENCE, "--set", "top_p"], "--set: expected NAME=VALUE, got 'top_p'"),
         ([SENTENCE, "--device", "cuda:7"], "device: expected one this machine has"),
+        ([SENTENCE, "--device", "tpu"], "device: expected auto, cpu, cuda or cuda:N, got 'tpu'; leave it out"),
         ([SENTENCE, "--dtype", "int4"], "dtype: expected one of bfloat16, float16, float32"),
         ([SENTENCE, "--offload", "model", "--device", "cpu"], "offload: expected none on cpu"),
         ([SENTENCE, "--steps", "0"], "steps: expected at least 1, got 0"),
         ([SENTENCE, "--guidance", "nan"], "guidance: expected a number from 0 on, got nan"),
         ([SENTENCE, "--negative", "blue"], "negative: expected guidance above 1 beside it, got 1.0"),
+        ([SENTENCE, "--text-tokens", "4"], "text_tokens: expected at least 9 for this prompt, got 4, which would cut it; leave out"),
+        ([SENTENCE, "--text-tokens", "0"], "text_tokens: expected at least 1, got 0"),
         ([SENTENCE, "--model", "no-such-folder"], "model: expected a diffusers folder or a hub id"),
     ],
 )
@@ -148,6 +151,33 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(park, tmp_pat
     assert code == 2 and holds(error, "ending in .mp4")
 
 
+def test_a_refused_comparison_leaves_nothing_behind(park, tmp_path):
+    code, _, error = park("compare", SENTENCE, "--text-tokens", "4", "--out", tmp_path / "out")
+    assert code == 2 and holds(error, "text_tokens: expected at least 9 for this prompt, got 4")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_gpu_this_machine_has_not_is_refused_by_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert checkpoints.choose_device("cuda:1") == "cuda:1"
+    with pytest.raises(ValueError, match="expected cuda:0 to cuda:1, got 'cuda:2'"):
+        checkpoints.choose_device("cuda:2")
+
+
+def test_slower_than_dense_is_explained_only_where_attention_is_small():
+    def report(attention: float, speedup: float | None) -> dict:
+        rows = [
+            {"method": "dense", "speedup": 1.0, "seconds": {"attention": attention, "denoise": 10.0}},
+            {"method": "park", "speedup": speedup},
+        ]
+        return {"tokens": 1288, "methods": rows}
+
+    said = commands._why_slower(report(1.0, 0.7))
+    assert "park, because at 1,288 tokens attention is only 10% of dense denoising" in said
+    assert [commands._why_slower(report(*case)) for case in ((1.0, 1.2), (7.0, 0.7), (1.0, None))] == [None] * 3
+
+
 def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
     frames = np.random.default_rng(0).integers(0, 256, (8, 128, 128, 3), dtype=np.uint8)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -179,7 +209,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(park, tmp_path, monkeypatch):
 
 def test_running_out_of_gpu_memory_is_one_line(park, tmp_path, monkeypatch):
     class Full:
-        def __call__(self, height=32, width=48, num_frames=5, num_inference_steps=2, **options):
+        def __call__(self, height=32, width=48, num_frames=5, num_inference_steps=2, guidance_scale=1.0, max_sequence_length=32, **options):
             raise torch.OutOfMemoryError
 
         class transformer:  # noqa: N801 (a pipeline's attribute)

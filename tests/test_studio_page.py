@@ -40,11 +40,13 @@ def method_row(name: str, level: float) -> dict:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def page_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
+WARNING = "The speed-up is rough, because timing was unsteady."
+
+
+def write_page(folder, methods: dict[str, int], **changes):
+    """methods: the red of each one's first frame."""
     clips = {}
-    for name, start in (("dense", 0), ("park", 40)):
+    for name, start in methods.items():
         frames = np.zeros((FRAMES, 64, 96, 3), np.uint8)
         for i in range(FRAMES):
             frames[i, :, :, 0] = start + 6 * i
@@ -60,10 +62,26 @@ def page_file(tmp_path_factory):
         "fps": FPS,
         "device": "cpu",
     }
+    settings |= changes.pop("settings", {})
     report = {"settings": settings, "tokens": 5400, "lpips": "no", "protocol": "as written", "environment": {"cpu": "a CPU", "threads": 1}}
+    report |= {"timing_warning": None, "methods": [method_row(name, 0.4 if name != "dense" else 1.0) for name in methods]}
     page = folder / "index.html"
-    page.write_text(render_page(report | {"methods": [method_row("dense", 1.0), method_row("park", 0.4)]}, clips), encoding="utf-8")
+    page.write_text(render_page(report | changes, clips), encoding="utf-8")
     return page, clips
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    return write_page(tmp_path_factory.mktemp("page"), {"dense": 0, "park": 40})
+
+
+@pytest.fixture(scope="module")
+def wide_page(tmp_path_factory):
+    """Every method, a long word in the prompt, and times that cannot be trusted."""
+    methods = dict.fromkeys(("dense", "park", "park-no-pama", "park-no-qrkc", "centroid"), 0)
+    return write_page(
+        tmp_path_factory.mktemp("wide"), methods, timing_warning=WARNING, settings={"prompt": "a " + "very" * 30 + " long word"}
+    )[0]
 
 
 def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
@@ -147,3 +165,31 @@ def test_a_phone_shows_everything_without_scrolling_sideways(browser, page_file)
     assert tab.locator(".heat").count() == 1 and tab.locator(".chart").count() == 4 and tab.locator("#table tbody tr").count() == 2
     if os.environ.get("PARK_SCREENSHOTS"):
         tab.screenshot(path=os.path.join(os.environ["PARK_SCREENSHOTS"], "page-phone.png"), full_page=True)  # noqa: PTH118
+
+
+def test_a_wide_table_scrolls_in_its_own_box_and_the_page_does_not(browser, wide_page):
+    tab = opened(browser, wide_page, viewport={"width": 375, "height": 812}, is_mobile=True, has_touch=True)
+    box = tab.locator(".scroll")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 375
+    assert tab.evaluate("() => { scrollTo(500, 0); return scrollX; }") == 0
+    assert box.evaluate("b => b.scrollWidth > 2 * b.clientWidth && b.getBoundingClientRect().right <= 375")
+    last, names = tab.locator("#table th").last, tab.locator("#table td").first
+    assert last.bounding_box()["x"] > 375
+    box.evaluate("b => { b.scrollLeft = b.scrollWidth; }")
+    assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 375 and tab.evaluate("scrollX") == 0
+    # the names of the methods stay, and leave most of the box to the figures
+    assert names.bounding_box()["x"] == box.bounding_box()["x"] + 1 and names.bounding_box()["width"] < box.bounding_box()["width"] / 2
+    # without a finger: the arrow keys scroll what can be reached by tab
+    box.focus()
+    tab.keyboard.press("ArrowLeft")
+    until(tab, "(b => b.scrollLeft < b.scrollWidth - b.clientWidth)(document.querySelector('.scroll'))")
+    assert tab.locator("#table th").all_inner_texts()[:3] == ["method", "PSNR dB", "speed-up"] and not tab.failures
+
+
+def test_unsteady_times_are_told_beside_the_speed_up(browser, page_file, wide_page):
+    for page, warned in ((wide_page, True), (page_file[0], False)):
+        tab = opened(browser, page, viewport={"width": 375, "height": 812})
+        note, figure = tab.locator("#rough"), tab.locator("#figures b").nth(1).inner_text()
+        assert note.is_visible() == warned and figure == ("≈ 1.30×" if warned else "1.30×")
+        assert note.inner_text() == (WARNING if warned else "")
+        assert tab.locator("#figures").evaluate("f => f.nextElementSibling.id") == "rough"

@@ -18,7 +18,7 @@ from parkattn.studio.generate import Request
 from parkattn.studio.prompts import Shard, generate_videos
 
 PROMPTS = ["a cat", "a dog runs", "two ships\u2014at sea"]
-SMALL = {"steps": 2, "height": 32, "width": 32, "frames": 5, "text_tokens": 16, "guidance": 1.0}
+SMALL = {"steps": 2, "height": 32, "width": 32, "frames": 5, "text_tokens": 32, "guidance": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,16 @@ def test_finished_items_are_kept_interrupted_ones_made_again_and_new_lines_added
         generate_videos(asked(model, seed=1), file, out)
 
 
+def test_a_prompt_that_would_be_cut_is_found_before_the_first_video(model, file, tmp_path):
+    # one token a byte and one for the end: 6, 11 and 19
+    assert file.read_text(encoding="utf-8").splitlines()[4] == PROMPTS[2]
+    with pytest.raises(ValueError, match=r"prompts\.txt line 5: text_tokens: expected at least 19 for this prompt, got 18"):
+        generate_videos(asked(model, text_tokens=18), file, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    with pytest.raises(ValueError, match=r"^height: expected a multiple of 16"):  # no line's fault
+        generate_videos(asked(model, height=40), file, tmp_path / "out")
+
+
 def test_the_index_waits_for_the_last_rank(model, file, tmp_path, monkeypatch):
     loaded = []
     load = prompts.checkpoints.load_pipeline
@@ -154,7 +164,7 @@ def test_a_file_without_prompts_or_with_one_twice_is_refused(tmp_path, text, mes
 
 
 def test_other_bad_input_is_one_line_before_a_model_is_loaded(model, file, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"prompts: expected a text file with one prompt per line, got .*missing.txt"):
+    with pytest.raises(ValueError, match=r"prompts: expected a text file with one prompt per line, got no file .*missing.txt; write one"):
         prompts.read_prompts(tmp_path / "missing.txt")
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="expected a text file"):

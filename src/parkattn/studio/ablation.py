@@ -58,7 +58,9 @@ class AblationSettings:
         expect_choice("budget", self.budget, BUDGETS)
         for name in self.methods:
             if not isinstance(make_method(name), Park):
-                raise ValueError(f"methods: expected methods with a {self.budget} budget, got {name!r}; its density cannot be set.")
+                raise ValueError(
+                    f"methods: expected methods with a {self.budget} budget, got {name!r}, whose density cannot be set; leave it out."
+                )
 
 
 class CallRecorder(Dense):

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +76,12 @@ def fingerprint(folder: Path) -> str:
 def choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {device!r}; leave it out for the best this machine has.")
+    if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one this machine has, got {device!r} without a CUDA GPU; pass --device cpu.")
+    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        raise ValueError(f"device: expected cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {device!r}; pass one of these.")
     return device
 
 

@@ -81,14 +81,17 @@ def generate(
         record, made = generate_video(request, out, overwrite=overwrite, progress=bar(method))
     found = record["measured"]
     if not made:
-        console.print(f"{out} is done already, with these settings; pass --overwrite to make it again.", markup=False, highlight=False)
+        console.print(
+            f"{out} is done already, with these settings; pass --overwrite to make it again.", markup=False, highlight=False, soft_wrap=True
+        )
         return
     seconds = found["seconds"]
     console.print(
         f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding",
         highlight=False,
+        soft_wrap=True,
     )
-    console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False)
+    console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
@@ -158,6 +161,7 @@ def compare(
     table = Table(
         "method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {request.prompt}"
     )
+    rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
         table.add_row(
             row["method"],
@@ -166,10 +170,25 @@ def compare(
             f"{row['density']:.0%}",
             f"{row['recall']['mean']:.3f}" if row["recall"] else "",
             f"{row['seconds']['denoise']:.1f}",
-            "" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x",
         )
     console.print(table)
+    for note in filter(None, (report["timing_warning"], _why_slower(report))):
+        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _why_slower(report: dict[str, Any]) -> str | None:
+    """Where attention is a small part of a step, planning costs more than sparse attention can save."""
+    dense, *others = report["methods"]
+    share = dense["seconds"]["attention"] / dense["seconds"]["denoise"]
+    slower = [row["method"] for row in others if row["speedup"] is not None and row["speedup"] < 1]
+    if not slower or share > 0.5:
+        return None
+    return (
+        f"Slower than dense: {', '.join(slower)}, because at {report['tokens']:,} tokens attention is only {share:.0%} of dense denoising; "
+        "make the video longer or larger to see a gain."
+    )
 
 
 @app.command()
@@ -197,6 +216,10 @@ def ablation(
         numbers = tuple(int(seed) for seed in seeds.split(","))
     except ValueError:
         raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     names = tuple(methods.split(",")) if methods else METHODS
     asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
     request = Request(
@@ -204,8 +227,8 @@ def ablation(
         device=device, dtype=dtype,
     )  # fmt: skip
     with _interruptible(f"finished runs are kept in {out}; run again to go on"):
-        table = run_ablation(request, asked, out, overwrite=overwrite, say=lambda line: console.print(line, markup=False, highlight=False))
-    console.print(to_markdown(table), markup=False, highlight=False, soft_wrap=True)
+        table = run_ablation(request, asked, out, overwrite=overwrite, say=say)
+    say(to_markdown(table))
 
 
 @app.command()
@@ -236,7 +259,11 @@ def _show_examination(found: dict[str, Any]) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     where = found["environment"]
-    line("python, torch", f"{where['python']}, {where['torch']}, {where['threads']} threads on {where['cpu']}", True)
+    line(
+        "python, torch",
+        f"{where['python']}, {where['torch']}, {where['threads']} thread{'s' * (where['threads'] != 1)} on {where['cpu']}",
+        True,
+    )
     for gpu in found["gpu"] or [None]:
         line(
             "gpu",
@@ -298,7 +325,7 @@ def _interruptible(left: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"stopped; {left}", markup=False, highlight=False)
+        console.print(f"stopped; {left}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
 

@@ -22,6 +22,7 @@ from parkattn.studio import checkpoints
 from parkattn.studio.generate import Progress, Request, config_for, find_done, fit_to_pipeline, generate_frames, prepare, write_record
 from parkattn.studio.observe import RECALL_ROWS
 from parkattn.studio.page import render_page
+from parkattn.studio.steadiness import steadiness, timing_warning
 from parkattn.studio.video import Frames, expect_writable_folder, side_by_side, video_library, write_mp4
 
 DEFAULT_PROMPT = EXAMPLE
@@ -61,7 +62,7 @@ def compare(
     for method in methods:
         requests[method], folder = prepare(dataclasses.replace(request, method=method))
     kept = {} if overwrite else {m: r for m in methods if (r := _kept(requests[m], out, m)) is not None}
-    expect_writable_folder(out / "raw")
+    expect_writable_folder(out)
     pipe = None
     records: dict[str, dict[str, Any]] = {}
     for method, asked in requests.items():
@@ -90,6 +91,7 @@ def write_report(records: dict[str, dict[str, Any]], out: Path) -> dict[str, Any
         "tokens": records[REFERENCE]["tokens"],
         "lpips": fidelity.lpips_reason() or "measured",
         "protocol": (fidelity.__doc__ or "").strip(),
+        "timing_warning": timing_warning(rows),
         "methods": rows,
         "environment": environment(),
     }
@@ -139,6 +141,7 @@ def _row(method: str, records: dict[str, dict[str, Any]], clips: dict[str, Frame
     # a method that was kept from an earlier run may have been timed on another machine
     here, there = ({n: records[m]["environment"].get(n) for n in ("cpu", "threads", "gpu")} for m in (method, REFERENCE))
     row["speedup"] = base["seconds"]["denoise"] / found["seconds"]["denoise"] if here == there else None
+    row["steadiness"] = steadiness(found["steps"], base["steps"] if here == there else None)
     return row | {name: value for name, value in found.items() if name != "summary"}
 
 
@@ -156,6 +159,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
         "density_sparse_steps": row["density_sparse_steps"],
     }
     flat |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")} | {"speedup_denoise": row["speedup"]}
+    flat |= {"timing_step_spread": row["steadiness"]["step_spread"], "timing_dense_apart": row["steadiness"]["dense_apart"]}
     flat |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
     return flat | {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
 
@@ -184,6 +188,7 @@ def _raw_path(out: Path, method: str) -> Path:
 def _save_raw(out: Path, method: str, frames: Frames) -> None:
     from safetensors.numpy import save
 
+    _raw_path(out, method).parent.mkdir(exist_ok=True)
     write_atomically(_raw_path(out, method), save({"frames": np.ascontiguousarray(frames)}))
 
 

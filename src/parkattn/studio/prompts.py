@@ -55,6 +55,10 @@ def read_prompts(path: Path) -> list[Item]:
     """One prompt per line; empty lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(
+            f"prompts: expected a text file with one prompt per line, got no file {path}; write one, or check the path."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts: expected a text file with one prompt per line, got {path} ({error}); check the path.") from None
     items: dict[str, Item] = {}
@@ -130,13 +134,12 @@ def generate_videos(
     done = {item for item in items if not overwrite and is_done(asked[item], out / item.video)}
     mine = [item for place, item in enumerate(items) if shard.takes(place)]
     todo = [item for item in mine if item not in done]
+    if todo:
+        pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        expect_whole_prompts(request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts)
     for item in todo if overwrite else ():
         (out / item.video).with_suffix(".json").unlink(missing_ok=True)  # not done any more, in the eyes of every rank
-    pipe = None
     for place, item in enumerate(todo, 1):
-        if pipe is None:
-            pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
-            expect_all_fit({waiting: asked[waiting] for waiting in todo}, pipe, prompts)
         follow = progress(item, place, len(todo)) if progress is not None else None
         record = make_video(pipe, asked[item], out / item.video, progress=follow)
         if finished is not None:
@@ -146,13 +149,15 @@ def generate_videos(
     return Outcome(len(todo), len(mine) - len(todo), index)
 
 
-def expect_all_fit(asked: dict[Item, Request], pipe: Any, prompts: Path) -> None:
-    """What only the loaded pipeline can tell, before the first video: a prompt that is too long must not end a night's work."""
-    for item, request in asked.items():
+def expect_whole_prompts(request: Request, lines: dict[int, str], pipe: Any, prompts: Path) -> None:
+    """Only the loaded pipeline knows a prompt's length; one that is too long must be found before the first video, not after a night."""
+    room = fit_to_pipeline(replace(request, prompt=""), pipe).text_tokens
+    for line, prompt in lines.items():
         try:
-            fit_to_pipeline(request, pipe)
+            if room is not None:
+                checkpoints.expect_whole_text(pipe, "prompt", prompt, room)
         except ValueError as error:
-            raise ValueError(f"{prompts} line {item.line}: {error}") from None
+            raise ValueError(f"{prompts} line {line}: {error}") from None
 
 
 def is_done(request: Request, video: Path) -> bool:
