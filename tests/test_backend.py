@@ -23,6 +23,7 @@ from parkattn.backend import resolve
 from parkattn.cluster import Clustering, initial_tokens
 from parkattn.importance import ESTIMATORS
 from parkattn.permute import arrange, gather, scatter
+from parkattn.plan import Blocks
 from parkattn.reuse import PlanStore
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -337,6 +338,32 @@ def test_what_has_no_kernel_is_refused_with_the_alternative():
         park_attention(q, q, q[..., :32], config, plan=plan)
     with pytest.raises(ValueError, match=r"scale: .* use backend='reference'"):
         park_attention(q, q, q, config, plan=plan, scale=-1.0)
+
+
+@in_interpreter
+def test_gradients_are_refused_by_the_function_and_dense_in_the_method():
+    q, k, v = (tokens(seed, 4, 40, 64, h=1).requires_grad_() for seed in (1, 2, 3))
+    config, site = config_for(backend="triton", dense_steps=0), CallSite(step=5, total_steps=10)
+    with pytest.raises(ValueError, match=r"q, k, v: .* torch.no_grad\(\), or use backend='reference'"):
+        park_attention(q, k, v, config)
+    out, stats = Park(config)(q, k, v, site)
+    assert stats.phase == "dense" and "gradients" in stats.reason and torch.equal(out, dense_attention(q, k, v)) and out.requires_grad
+    with torch.no_grad():
+        assert Park(config)(q, k, v, site).stats.phase == "refresh"
+
+
+@in_interpreter
+def test_other_memory_layouts_give_the_same_or_are_refused():
+    q, k, v = (tokens(seed, 4, 48, 64, KEY_VALID, h=1) for seed in (1, 2, 3))
+    config, strided = config_for(backend="triton"), lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)
+    plan = build_plan(q, k, config, key_valid=KEY_VALID)
+    expect_same_plan(build_plan(q, k, config, key_valid=strided(KEY_VALID)), plan)
+    sides = (Blocks(*map(strided, (side.labels, side.order, side.offsets))) for side in (plan.queries, plan.keys))
+    same = replace(plan, **dict(zip(("queries", "keys"), sides, strict=True)), mask=strided(plan.mask))
+    assert torch.equal(park_attention(q, k, v, config, plan=same), park_attention(q, k, v, config, plan=plan))
+    for at, name in enumerate("qkv"):
+        with pytest.raises(ValueError, match=rf"{name}: expected a last dimension of stride 1 .* call {name}.contiguous\(\)"):
+            park_attention(*(strided(x) if i == at else x for i, x in enumerate((q, k, v))), config, plan=plan)
 
 
 # ---------------------------------------------------------------------------------------------- benchmarks behind the same seam

@@ -112,6 +112,23 @@ def test_unchecked_nan_and_inf_finish_with_labels_in_range(bad, metric, root, si
     assert out[1, 0].isfinite().all()
 
 
+@pytest.mark.parametrize("root", ["cholesky", "sqrt"])
+def test_nan_in_one_head_leaves_the_plans_of_the_others(root):
+    q, k, _ = tensors()
+    config = SMALL.replace(metric_root=root)
+    clean = build_plan(q, k, config)
+    q[0, 0, 3, 2] = torch.nan
+    spoilt = build_plan(q, k, config)
+    for head in ((0, 1), (1, 0), (1, 1)):
+        assert torch.equal(spoilt.keys.labels[head], clean.keys.labels[head])
+        assert torch.equal(spoilt.mask[head], clean.mask[head])
+
+
+def test_a_singular_metric_is_refused_also_beside_a_nan():
+    metric = torch.stack([torch.zeros(2, 2), torch.full((2, 2), torch.nan)])
+    refused(metric_root, metric, named="metric", came="singular")
+
+
 # Configuration --------------------------------------------------------------------------------------------
 
 BAD_FIELDS = {
@@ -304,6 +321,7 @@ def test_saving_replaces_a_file_and_leaves_only_that_file(tmp_path):
     plan = build_plan(*tensors()[:2], SMALL)
     plan.save(path)
     assert torch.equal(Plan.load(path).mask, plan.mask)
+    assert torch.equal(Plan.load(path, plan.mask.device).mask, plan.mask)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.safetensors"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import io
 import json
 import weakref
 
@@ -248,6 +250,33 @@ def collect() -> None:
     """Twice: the first round frees the pipeline, and with it the entry that held the session."""
     gc.collect()
     gc.collect()
+
+
+def pickled(pipe):
+    copied, file = copy.copy(pipe), io.BytesIO()
+    torch.save(pipe.transformer, file)
+    file.seek(0)
+    copied.transformer = torch.load(file, weights_only=False)
+    return copied
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_what_is_enabled_is_stock_and_apart(copied):
+    pipe = tiny.wan()
+    dense = tiny.run_wan(pipe)
+    session = weakref.ref(enable(pipe, SPARSE))
+    sparse, report = tiny.run_wan(pipe), str(summary(pipe))
+    other = copied(pipe)
+    assert torch.equal(tiny.run_wan(other), dense)
+    assert str(summary(pipe)) == report
+    assert other.transformer.cache_context.__self__ is other.transformer
+    with enable(other, SPARSE):
+        assert torch.equal(tiny.run_wan(other), sparse)
+    assert torch.equal(tiny.run_wan(other), dense) and torch.equal(tiny.run_wan(pipe), sparse)
+    if copied is copy.deepcopy:
+        del pipe
+        collect()
+        assert session() is None
 
 
 def test_a_deleted_pipeline_takes_its_session_along():

@@ -136,6 +136,18 @@ def test_a_whole_compiled_transformer_whose_step_nobody_counts_stays_dense_and_s
     assert reason.startswith("the step is unknown: a compiled transformer without a scheduler")
 
 
+def test_a_compiled_transformer_that_asks_for_gradients_is_refused_with_what_to_do():
+    transformer = tiny.wan_transformer()
+    transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    inputs = (tiny.noise(1, 16, 3, 8, 8), torch.tensor([5.0]), tiny.noise(1, 16, 16))
+    with enable(transformer, CONFIG, total_steps=1):
+        with pytest.raises(Exception, match=r"parkattn::attention: expected .* use torch.no_grad\(\)"):
+            transformer(*inputs)
+        with torch.no_grad():
+            transformer(*inputs)
+        assert summary(transformer).calls["refresh"] == 2
+
+
 def test_the_operator_is_registered_as_torch_expects():
     transformer = tiny.wan_transformer(num_layers=1)
     enable(transformer, CONFIG, total_steps=1, dense_steps=1)

@@ -61,6 +61,42 @@ def test_sparse_attention_sees_the_video_and_keeps_text_apart(model):
     assert torch.equal(run(transformer, inputs), dense)
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # stock Wan's norms
+def test_under_autocast_attention_sees_what_the_stock_attention_would(model):
+    transformer, inputs, _ = model
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dense = run(transformer, inputs)
+        enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0)
+        out = run(transformer, inputs)
+    assert out.dtype == dense.dtype and summary(transformer).calls["refresh"] > 0 == summary(transformer).calls["dense"]
+    # each rounds its attention once, in at most 3 layers
+    torch.testing.assert_close(out, dense, rtol=0, atol=3 * 2 * torch.finfo(torch.bfloat16).eps * dense.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "cogvideox"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_flow_through_kept_blocks_and_survive_checkpointing(name, checkpointing):
+    """Recomputed in the backward pass, a refresh is a reuse: both must keep the same tensors for it."""
+    transformer, inputs, _ = tiny.transformers()[name]
+    weights = [getattr(MODELS[type(transformer).__name__].attentions(transformer)[0], to).weight for to in ("to_q", "to_k", "to_v")]
+
+    def gradients():
+        transformer.zero_grad()
+        transformer(**inputs, return_dict=False)[0].square().sum().backward()
+        return [weight.grad.clone() for weight in weights]
+
+    dense = gradients()
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+        transformer.train()
+    with enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0) as session:
+        found = gradients()
+        assert not any(mass.requires_grad for entry in session.log.layers.values() for mass in entry.mass)
+    for ours, theirs in zip(found, dense, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance(theirs))
+        assert theirs.abs().max() > 0
+
+
 @pytest.mark.parametrize("name", ["hunyuan", "hunyuan i2v", "hunyuan 1.5", "mochi"])
 def test_padding_never_reaches_the_video(name):
     """Whatever a refiner makes of padded text: what stands there at the first block must not matter."""

@@ -93,6 +93,18 @@ def test_a_scheduler_replaced_after_enable_is_the_one_that_counts(wan):
     assert sorted({site.step for site, _ in seen}) == [0, 1, 2]
 
 
+def test_a_scheduler_whose_run_is_over_does_not_count_the_run_of_another_pipeline(hunyuan):
+    """Two pipelines with one transformer and a scheduler each; enabled on the first."""
+    other = type(hunyuan)(**{**hunyuan.components, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0)})
+    other.set_progress_bar_config(disable=True)
+    enable(hunyuan, SPARSE)
+    tiny.run_hunyuan(hunyuan, steps=3)
+    for _ in range(2):
+        seen = trace(other)
+        tiny.run_hunyuan(other, steps=3)
+        assert [site.step for site, _ in seen if site.layer == 0] == [0, 1, 2]
+
+
 def test_conditional_and_unconditional_plans_are_kept_apart(wan):
     enable(wan, SPARSE)
     seen = trace(wan)
@@ -206,14 +218,15 @@ def forward(transformer, timestep: float, seed: int = 0, text_seed: int = 1):
     )[0]
 
 
-def test_a_bare_transformer_counts_steps_by_its_timesteps():
+@pytest.mark.parametrize("timesteps", [(999.0, 600.0, 200.0), (0.0, 400.0, 900.0)], ids=["falling", "rising"])
+def test_a_bare_transformer_counts_steps_by_its_timesteps(timesteps):
     transformer = tiny.wan_transformer()
     enable(transformer, SPARSE, total_steps=3, dense_steps=1, refresh_interval=1)
     seen = trace(transformer)
     with torch.no_grad():
         for _ in range(2):
             del seen[:]
-            for timestep in (999.0, 600.0, 200.0):
+            for timestep in timesteps:
                 forward(transformer, timestep)
                 forward(transformer, timestep, text_seed=2)
             where = [(site.step, site.branch, stats.phase) for site, stats in seen if site.layer == 0]

@@ -282,6 +282,35 @@ def test_non_contiguous_views_give_the_bits_of_contiguous_input(case):
     assert torch.equal(park_attention(q, k, v, config), park_attention(*packed, config))
 
 
+@cases(10)
+@given(attention_cases())
+def test_the_default_device_is_not_where_anything_happens(case):
+    from parkattn.backend.triton import _first_tokens
+
+    q, k, v = case.qkv()
+    config, valid = small_config(case, query_multiple=2, key_multiple=2), case.key_padding()
+    out, first = park_attention(q, k, v, config, key_valid=valid), _first_tokens(k, 2, case.seed, valid)
+    with torch.device("meta"):
+        assert torch.equal(park_attention(q, k, v, config, key_valid=valid), out)
+        assert torch.equal(_first_tokens(k, 2, case.seed, valid), first)
+
+
+@cases(30)
+@given(attention_cases(dtype=st.sampled_from([torch.float32, torch.bfloat16])))
+def test_neither_autocast_nor_gradients_change_a_plan_or_an_output(case):
+    q, k, v = case.qkv()
+    config = small_config(case)
+    plan, out = build_plan(q, k, config), park_attention(q, k, v, config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same_plan(build_plan(q, k, config), plan)
+        assert torch.equal(park_attention(q, k, v, config), out)
+    learnt = [x.clone().requires_grad_() for x in (q, k, v)]
+    kept = build_plan(*learnt[:2], config)
+    assert same_plan(kept, plan) and not kept.estimated_mass.requires_grad
+    park_attention(*learnt, config).sum().backward()
+    assert all(x.grad is not None for x in learnt)
+
+
 @cases(40)
 @given(attention_cases(), st.booleans())
 def test_a_saved_plan_loads_as_the_same_plan(tmp_path_factory, case, padded):

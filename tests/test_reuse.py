@@ -61,6 +61,11 @@ def test_dense_steps_override_the_fraction_and_last_steps_are_dense():
     assert names[:3] == ["dense"] * 3 and names[-2:] == ["dense"] * 2 and names[3] == "refresh"
 
 
+def test_a_step_past_the_last_is_dense_and_says_that_the_number_of_steps_is_wrong():
+    phase = Schedule(ParkConfig(), 4).phase(4, 0, 1)
+    assert phase.name == "dense" and "not one of 4 steps" in phase.reason and "total_steps" in phase.reason
+
+
 def test_dense_layers_are_always_dense_and_say_why():
     phase = Schedule(ParkConfig(dense_layers=(0, 5)), 50).phase(30, 5, None)
     assert phase.name == "dense" and "dense_layers" in phase.reason
@@ -187,3 +192,22 @@ def test_text_and_padding_are_the_plans_and_not_given_twice():
     plan = build_plan(q, k, SMALL, text=slice(90, 96))
     with pytest.raises(ValueError, match="text, key_valid"):
         park_attention(q, k, v, SMALL, plan=plan, text=slice(90, 96))
+
+
+@pytest.mark.parametrize("text, padded", [(slice(0, 6), False), (None, False), (slice(90, 96), True)])
+def test_a_plan_is_not_reused_for_other_text_or_newly_padded_keys(text, padded):
+    q, k, v = inputs()
+    key_valid = (torch.arange(q.shape[2]) < 80).expand(q.shape[0], -1) if padded else None
+    park = Park(SMALL)
+    park(q, k, v, CallSite(step=0, text=slice(90, 96)))
+    assert park(q, k, v, CallSite(step=1, text=slice(90, 96))).stats.phase == "reuse"
+    changed = park(q, k, v, CallSite(step=2, text=text), key_valid=key_valid)
+    assert changed.stats.phase == "refresh" and "text or padding" in changed.stats.reason
+    assert torch.equal(changed.out, Park(SMALL)(q, k, v, CallSite(step=2, text=text), key_valid=key_valid).out)
+    assert park(q, k, v, CallSite(step=3, text=text), key_valid=key_valid).stats.phase == "reuse"
+
+
+def test_what_no_backend_can_run_is_refused_at_the_first_step_not_after_the_dense_ones():
+    pytest.importorskip("triton")
+    with pytest.raises((TypeError, ValueError), match="use backend='reference'"):
+        Park(SMALL.replace(dense_steps=5, backend="triton"))(*inputs(), CallSite(step=0))

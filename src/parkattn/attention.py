@@ -12,16 +12,18 @@ from torch import Tensor
 from parkattn.attend import dense_attention
 from parkattn.backend import Backend, explain_out_of_memory, resolve
 from parkattn.borders import fitting_multiple
-from parkattn.checks import expect_attention_inputs, expect_finite, shape_of
+from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, shape_of
 from parkattn.config import ParkConfig
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore, Schedule
 from parkattn.roles import assign_roles
+from parkattn.segments import outside_autocast
 from parkattn.selection import kept_mass, select_top_k, select_top_p
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
 @explain_out_of_memory
+@outside_autocast
 def build_plan(
     q: Tensor,
     k: Tensor,
@@ -39,6 +41,8 @@ def build_plan(
     """
     config = config or ParkConfig()
     expect_attention_inputs(q, k)
+    # a choice of blocks has no gradient, and a plan that lives for steps must not keep the graph of this one
+    q, k = q.detach(), k.detach()
     _check_finite(q, k, config)
     backend = _backend(q, config)
     roles = assign_roles(q, k, text, key_valid)
@@ -73,6 +77,7 @@ def build_plan(
 
 
 @explain_out_of_memory
+@outside_autocast
 def park_attention(
     q: Tensor,
     k: Tensor,
@@ -90,16 +95,25 @@ def park_attention(
     """
     config = config or ParkConfig()
     expect_attention_inputs(q, k, v)
+    backend = _backend(q, config)
+    if asks_for_gradient(q, k, v) and not backend.differentiable:
+        raise ValueError(
+            f"q, k, v: expected tensors without gradient with backend={backend.name!r}, got requires_grad=True; "
+            "call under torch.no_grad(), or use backend='reference', which has a gradient."
+        )
     if plan is None:
         plan = build_plan(q, k, config, text=text, key_valid=key_valid, scale=scale)
     else:
         _expect_plan(plan, q, k, text, key_valid)
         _check_finite(q, k, config)
-    return _backend(q, config).attend(q, k, v, plan, scale=scale, compensate=config.compensate)
+    return backend.attend(q, k, v, plan, scale=scale, compensate=config.compensate)
 
 
 class Park:
-    """PARK as an AttentionMethod: a config, and the plans it holds between the steps of one generation."""
+    """PARK as an AttentionMethod: a config, and the plans it holds between the steps of one generation.
+
+    Which keys are padding must stay the same for as long as a plan is reused: to compare them would wait for the GPU.
+    """
 
     def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
         self.config = config or ParkConfig()
@@ -109,18 +123,23 @@ class Park:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
     ) -> AttentionOutput:
+        # for dense steps too: what no backend can run is refused at the first step, not after the warm-up
+        backend = _backend(q, self.config)
         phase = Schedule(self.config, site.total_steps).phase(site.step, site.layer, self.plans.refreshed_at(site.key))
+        if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
+            phase = phase._replace(name="dense", reason="gradients are asked for, which the kernels do not compute; use torch.no_grad()")
         if phase.name == "dense":
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=scale, key_valid=key_valid)
             return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
-        backend = _backend(q, self.config)
         held = self.plans.get(site.key, backend.arrange)
         if held is not None and not held.plan.fits(q, k):
             phase, held = phase._replace(name="refresh", reason="the number of tokens changed"), None
+        elif held is not None and (held.text, held.plan.padding) != (site.text, key_valid is not None):
+            phase, held = phase._replace(name="refresh", reason="text or padding changed"), None
         if phase.name == "refresh" or held is None:
             start = held.plan if held is not None and self.config.warm_start else None
             plan = build_plan(q, k, self.config, text=site.text, key_valid=key_valid, scale=scale, start=start)
-            self.plans.put(site.key, plan, site.step)
+            self.plans.put(site.key, plan, site.step, site.text)
         else:
             plan = held.plan
         out = park_attention(q, k, v, self.config, plan=plan, scale=scale)

@@ -61,6 +61,10 @@ def expect_finite(name: str, value: Tensor) -> None:
         )
 
 
+def asks_for_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
     """bool [b, m] on k's device, with at least one True per row."""
     expect_tensor("key_valid", key_valid)

@@ -64,9 +64,13 @@ def _cluster_head(x: Tensor, count: int, iterations: int, seed: int, start: Tens
 
 def initial_tokens(n: int, count: int, seed: int) -> Tensor:
     """`count` distinct tokens [count], one from each of `count` equal stretches of the sequence, by a private generator."""
-    draw = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    edges = torch.arange(count + 1) * n // count
-    return edges[:-1] + (draw * edges.diff()).long()
+    edges = torch.arange(count + 1, device="cpu") * n // count
+    return edges[:-1] + (uniform(count, seed) * edges.diff()).long()
+
+
+def uniform(count: int, seed: int) -> Tensor:
+    """[count] float64 in [0, 1), the same on every machine: on the CPU, whatever the default device."""
+    return torch.rand(count, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
@@ -104,15 +108,16 @@ def metric_root(metric: Tensor, kind: str = "cholesky") -> Tensor:
     expect_choice("root", kind, ("cholesky", "sqrt"))
     # d x d is small: factor in float64 so that a nearly singular metric costs no accuracy
     exact = metric.double()
+    finite = exact.isfinite().all(-1).all(-1)
     if kind == "cholesky":
         root, failed = torch.linalg.cholesky_ex(exact)
-        if bool(failed.any()) and bool(exact.isfinite().all()):
+        if bool((failed.bool() & finite).any()):
             raise ValueError("metric: expected positive definite for root='cholesky', got a singular one; raise alpha or use root='sqrt'.")
         return root.to(metric.dtype)
-    if not bool(exact.isfinite().all()):
-        return torch.full_like(metric, torch.nan)
-    values, vectors = torch.linalg.eigh(exact)
-    return (vectors * values.clamp(min=0).sqrt().unsqueeze(-2) @ vectors.mT).to(metric.dtype)
+    # eigh refuses NaN, and one head's NaN must not reach the others
+    values, vectors = torch.linalg.eigh(torch.where(finite[..., None, None], exact, 0))
+    root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2) @ vectors.mT
+    return torch.where(finite[..., None, None], root, torch.nan).to(metric.dtype)
 
 
 def cluster_keys(

@@ -100,11 +100,11 @@ class Plan:
         write_atomically(Path(path), data)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str = "cpu") -> Plan:
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(str(path), framework="pt", device=device) as file:
+            with safe_open(str(path), framework="pt", device=str(device)) as file:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except SafetensorError as error:

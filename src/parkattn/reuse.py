@@ -44,6 +44,8 @@ class Schedule:
             return Phase("dense", f"layer {layer} is in dense_layers")
         if step < self.dense_steps:
             return Phase("dense", f"step {step} is one of the first {self.dense_steps} steps")
+        if self.total_steps is not None and step >= self.total_steps:
+            return Phase("dense", f"step {step}, counted from 0, is not one of {self.total_steps} steps; check total_steps")
         if self.total_steps is not None and step >= self.total_steps - config.dense_last_steps:
             return Phase("dense", f"step {step} is one of the last {config.dense_last_steps} steps")
         if last_refresh is None:
@@ -62,6 +64,7 @@ class Schedule:
 class HeldPlan(NamedTuple):
     plan: Plan
     step: int
+    text: slice | None  # the span it was built with
 
 
 class PlanStore:
@@ -79,10 +82,10 @@ class PlanStore:
         if key not in self._packed:
             return None
         packed, step = self._packed[key]
-        return HeldPlan(packed.unpack(arrange), step)
+        return HeldPlan(packed.unpack(arrange), step, packed.text)
 
-    def put(self, key: SiteKey, plan: Plan, step: int) -> None:
-        self._packed[key] = (_PackedPlan.pack(plan), step)
+    def put(self, key: SiteKey, plan: Plan, step: int, text: slice | None = None) -> None:
+        self._packed[key] = (_PackedPlan.pack(plan, text), step)
 
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._packed[key][1] if key in self._packed else None
@@ -107,9 +110,10 @@ class _PackedPlan(NamedTuple):
     key_clusters: int
     padding: bool
     estimated_mass: Tensor
+    text: slice | None
 
     @classmethod
-    def pack(cls, plan: Plan) -> _PackedPlan:
+    def pack(cls, plan: Plan, text: slice | None) -> _PackedPlan:
         return cls(
             plan.queries.labels.to(_smallest(plan.queries.count)),
             plan.keys.labels.to(_smallest(plan.keys.count)),
@@ -119,6 +123,7 @@ class _PackedPlan(NamedTuple):
             plan.key_clusters,
             plan.padding,
             plan.estimated_mass,
+            text,
         )
 
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:

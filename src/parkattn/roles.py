@@ -55,7 +55,9 @@ def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | N
     if text is None and key_valid is None:
         return Roles(None, None, None, has_text=False)
 
-    keys = torch.ones(b, m, dtype=torch.bool, device=k.device) if key_valid is None else key_valid.clone()
+    keys = (
+        torch.ones(b, m, dtype=torch.bool, device=k.device) if key_valid is None else key_valid.clone(memory_format=torch.contiguous_format)
+    )
     queries = keys.clone() if n == m else torch.ones(b, n, dtype=torch.bool, device=q.device)
     if text is not None:
         queries[:, text] = False

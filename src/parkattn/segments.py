@@ -1,16 +1,35 @@
-"""Sums and means of rows that share a label, and running a one-head definition over all heads."""
+"""Sums and means of rows that share a label, in which precision, and running a one-head definition over all heads."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precisions are accumulated in float32; float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def outside_autocast(verb: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
+    """A function of q, ... that computes in the precision it names: autocast would cluster and select in half precision."""
+
+    @functools.wraps(verb)
+    def as_named(q: Tensor, *more: Given.args, **named: Given.kwargs) -> Found:
+        device = q.device.type if isinstance(q, Tensor) else "cpu"
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return verb(q, *more, **named)
+        with torch.autocast(device, enabled=False):
+            return verb(q, *more, **named)
+
+    return as_named
 
 
 def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -37,6 +37,10 @@ class Backend(Protocol):
     def reason(self) -> str:
         """What was chosen and why, in one sentence."""
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients flow through attend; a plan never has any."""
+
     def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
         """k-means of q [b h n d]; start: labels [b h n] of an earlier plan; valid [b n]: False is left out."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.backend.triton import TritonBackend, triton_backend
+from parkattn.backend.triton import TritonBackend, on_its_gpu, triton_backend
 from parkattn.plan import Plan
 
 WORKSPACE_BYTES = 128 * 1024 * 1024  # what FlashInfer's documentation recommends
@@ -32,14 +32,15 @@ class FlashInferBackend(TritonBackend):
     name: str = "flashinfer"
     kernel: str = "auto"
 
+    @on_its_gpu
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         from parkattn.kernels import permute
 
         if compensate:
             raise ValueError("compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'.")
         wrapper = self.planned(q, k, plan, scale=scale)
-        rows = (permute.gather_rows(x, side.order) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
-        return permute.scatter_rows(wrapper.run(*rows), plan.queries.order, out=torch.empty_like(q))
+        rows = (permute.gather_rows(x, side.order.contiguous()) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+        return permute.scatter_rows(wrapper.run(*rows), plan.queries.order.contiguous(), out=torch.empty_like(q))
 
     def planned(self, q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = None) -> Any:
         """FlashInfer's wrapper with its own plan made: token indices, on the host too."""

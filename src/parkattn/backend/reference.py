@@ -20,6 +20,7 @@ from parkattn.segments import segment_mean
 class ReferenceBackend:
     reason: str
     name: str = "reference"
+    differentiable = True
 
     def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
         return kmeans(q, config.query_clusters, iterations=iterations, seed=config.seed, start=start, valid=valid)

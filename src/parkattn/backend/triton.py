@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from parkattn.checks import shape_of
-from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise
+from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise, uniform
 from parkattn.config import ParkConfig
 from parkattn.plan import Blocks, Plan
 
@@ -20,6 +23,20 @@ DTYPES = (torch.bfloat16, torch.float16)
 # from this shrinkage on the metric is positive definite by a margin that float32 rounding cannot reach, so its Cholesky
 # factor needs no check, and no synchronisation for one
 SAFE_SHRINKAGE = 0.01
+Owner = TypeVar("Owner")
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def on_its_gpu(verb: Callable[Concatenate[Owner, Given], Found]) -> Callable[Concatenate[Owner, Given], Found]:
+    """A kernel is launched on the current GPU, which need not be that of its tensors: pipe.to("cuda:1") makes no GPU the current one."""
+
+    @functools.wraps(verb)
+    def there(self: Owner, *given: Given.args, **named: Given.kwargs) -> Found:
+        with torch.cuda.device_of(next(x for x in (*given, *named.values()) if isinstance(x, Tensor))):
+            return verb(self, *given, **named)
+
+    return there
 
 
 def triton_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> TritonBackend:
@@ -34,10 +51,14 @@ class TritonBackend:
     reason: str
     gluon: bool  # attention by the Hopper kernel
     name: str = "triton"
+    differentiable = False
 
+    @on_its_gpu
     def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
+        self._expect_dense_rows(q=q)
         return self._kmeans(q, config.query_clusters, config.seed, iterations, start, valid)
 
+    @on_its_gpu
     def cluster_keys(
         self,
         k: Tensor,
@@ -51,6 +72,7 @@ class TritonBackend:
     ) -> Clustering:
         from parkattn.kernels import cluster
 
+        self._expect_dense_rows(k=k, q=q)
         if config.key_metric == "euclidean":
             return self._kmeans(k, config.key_clusters, config.seed, iterations, start, valid)
         metric = stabilise(cluster.query_metric(q, query_valid), alpha=config.alpha, epsilon=config.epsilon, s_min=config.s_min)
@@ -64,6 +86,7 @@ class TritonBackend:
         order, offsets = cluster.sort_labels(labels, count)
         return Clustering(labels, cluster.segment_mean(k, order, offsets).view(*k.shape[:2], count, -1), sizes)
 
+    @on_its_gpu
     def round_borders(self, x: Tensor, found: Clustering, multiple: int) -> Clustering:
         from parkattn.kernels import borders, cluster
 
@@ -73,6 +96,7 @@ class TritonBackend:
         order, offsets = cluster.sort_labels(labels, found.clusters)
         return Clustering(labels, cluster.segment_mean(x, order, offsets).view_as(found.centroids), offsets.diff(dim=-1))
 
+    @on_its_gpu
     def importance(
         self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
     ) -> Tensor:
@@ -98,15 +122,18 @@ class TritonBackend:
             weights = importance.pama(rows, offsets, centroids, sizes, scale=scale) * (queries.sizes > 0).view(b * h, -1, 1)
         return weights.view(b, h, queries.clusters, keys.clusters)
 
+    @on_its_gpu
     def arrange(self, labels: Tensor, count: int) -> Blocks:
         from parkattn.kernels import cluster
 
         labels = labels.to(torch.int32)
         return Blocks(labels, *cluster.sort_labels(labels, count))
 
+    @on_its_gpu
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         from parkattn.kernels import cluster, permute
 
+        self._expect_dense_rows(q=q, k=k, v=v)
         if v.shape[-1] != q.shape[-1]:
             raise ValueError(
                 f"v: expected q's head dim {q.shape[-1]} with backend={self.name!r}, got {shape_of(v)}; use backend='reference'."
@@ -115,23 +142,32 @@ class TritonBackend:
             raise ValueError(f"scale: expected a positive number with backend={self.name!r}, got {scale}; use backend='reference'.")
         b, h, m, d = k.shape
         blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
-        order, out = plan.queries.order.reshape(b * h, -1), torch.empty_like(q)
+        # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
+        order, key_order, out = plan.queries.order.reshape(b * h, -1).contiguous(), plan.keys.order.contiguous(), torch.empty_like(q)
         stand_ins = {}
         if compensate:
             keys, values = (torch.empty(b * h, m, d, device=q.device, dtype=q.dtype) for _ in range(2))
-            means = (cluster.segment_mean(x, plan.keys.order, plan.keys.offsets, rows=rows) for x, rows in ((k, keys), (v, values)))
+            means = (cluster.segment_mean(x, key_order, plan.keys.offsets.contiguous(), rows=rows) for x, rows in ((k, keys), (v, values)))
             stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
         else:
-            keys, values = permute.gather_rows(k, plan.keys.order), permute.gather_rows(v, plan.keys.order)
+            keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)
         if self.gluon:
             from parkattn.kernels.attend_gluon import attend_hopper
 
-            rows = permute.gather_rows(q, plan.queries.order)
+            rows = permute.gather_rows(q, order.view(b, h, -1))
             return attend_hopper(rows, keys, values, *blocks, scale=scale, out_order=order, out=out, **stand_ins)[0]
         from parkattn.kernels.attend_triton import attend_ragged
 
         by_head = (x.view(b, h, m, d) for x in (keys, values))
         return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=order, out=out, **stand_ins)[0]
+
+    def _expect_dense_rows(self, **tensors: Tensor) -> None:
+        for name, x in tensors.items():
+            if x.stride(-1) != 1:
+                raise ValueError(
+                    f"{name}: expected a last dimension of stride 1 with backend={self.name!r}, got stride {x.stride(-1)}; "
+                    f"call {name}.contiguous(), or use backend='reference'."
+                )
 
     def _kmeans(self, x: Tensor, clusters: int, seed: int, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
         from parkattn.kernels import cluster
@@ -152,7 +188,7 @@ def _first_tokens(x: Tensor, count: int, seed: int, valid: Tensor | None) -> Ten
     """
     if valid is None:
         return initial_tokens(x.shape[2], count, seed).to(x.device, non_blocking=True)
-    draw = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(valid.device, non_blocking=True)
+    draw = uniform(count, seed).to(valid.device, non_blocking=True)
     members = valid.sum(-1, keepdim=True)
     used = members.clamp(min=1, max=count)  # as many clusters as tokens
     cluster = torch.arange(count + 1, device=valid.device)

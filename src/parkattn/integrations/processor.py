@@ -10,6 +10,7 @@ tensor: a graph input, so that one graph serves every layer.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import itertools
 import types
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from parkattn.integrations import xdit
 from parkattn.integrations.sequence_parallel import attend_ulysses, in_one_piece, why_not_sparse
+from parkattn.integrations.tracker import itself
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,17 @@ class MethodProcessor:
 
     def give_back(self) -> Any:
         """The stock processor, with the backend and the parallelism that were chosen in the meantime."""
+        return self._share(self.stock)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copied or pickled transformer is a stock one: it is in no session, which alone could take us off again."""
+        return itself, (self._share(copy.copy(self.stock)),)
+
+    def _share(self, stock: Any) -> Any:
         for name in _SHARED:
             if getattr(self, name) is not getattr(self.stock, name, None):
-                setattr(self.stock, name, getattr(self, name))
-        return self.stock
+                setattr(stock, name, getattr(self, name))
+        return stock
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, text_tokens: int, options: CallOptions, compiled: bool = False
@@ -283,6 +292,10 @@ def _dispatch(
 
 def _call(caller: _Caller, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions) -> Tensor:
     processor = caller.processor
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # as it would for the stock attention, which q and k of norms in float32 reach with v in half precision
+        q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     text_tokens = 0 if processor.text == "none" else q.shape[1] - caller.video_tokens
     if torch.compiler.is_compiling():
         flags = (options.scale, options.dropout, options.causal, options.parallel, options.by_head, options.part, options.usp)
@@ -316,6 +329,11 @@ def _attention_op(
 @_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+@_attention_op.register_autograd
+def _(*_: Any) -> Any:
+    raise RuntimeError("parkattn::attention: expected a graph without gradients, got one; use torch.no_grad(), or do not compile to train.")
 
 
 def replace_processor(attention: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool) -> MethodProcessor:

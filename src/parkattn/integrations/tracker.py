@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,24 +38,15 @@ class StepTracker:
         self._begun = False
         self._uncounted: set[str | None] = set()  # branches of a compiled transformer seen before the scheduler began to count
         self._last_timestep: float | None = None
+        self._rising: bool | None = None  # whether timesteps rise; not known before they change
         self._forwards_in_step = 0
         self._inside_forward = False
 
     def attach(self, transformer: torch.nn.Module) -> None:
         names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
-
-        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
-            if not torch.compiler.is_compiling():
-                self.begin_forward({**dict(zip(names, args, strict=False)), **kwargs})
-                self.grid = _grid(module, args, kwargs)
-
-        def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._inside_forward = False
-
-        self._undo.append(transformer.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.append(transformer.register_forward_hook(after).remove)
+        hooks = _Hooks(self, names)
+        self._undo.append(transformer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        self._undo.append(transformer.register_forward_hook(hooks.after).remove)
         if hasattr(transformer, "cache_context"):
             self._follow_contexts(transformer)
 
@@ -87,6 +79,9 @@ class StepTracker:
         self.total_steps = total if total is not None else self.total_steps
         self._layers_seen.clear()
 
+    def end_forward(self) -> None:
+        self._inside_forward = False
+
     def at_layer(self, transformer: str, layer: int) -> None:
         """Called by compiled attention. Where the whole transformer is compiled its forwards are not seen: a layer that comes again begins one."""
         if self._inside_forward:
@@ -112,10 +107,15 @@ class StepTracker:
         schedule = self._run.tolist() if isinstance(self._run, torch.Tensor) else []
         if value in schedule:
             return schedule.index(value)
-        # denoising runs downwards: a rise begins a new run
-        if first or self.step is None or last is None or value > last:
+        if first or self.step is None or last is None:
             return 0
-        return self.step + (value != last)
+        if value == last:
+            return self.step
+        # most models denoise downwards, Mochi upwards: the first change says which, and a turn begins a new run
+        rising = value > last
+        turned = self._rising is not None and rising != self._rising
+        self._rising = None if turned else rising
+        return 0 if turned else self.step + 1
 
     def _follow_contexts(self, transformer: Any) -> None:
         stock = transformer.cache_context
@@ -133,11 +133,57 @@ class StepTracker:
         self._undo.append(put_on_instance(transformer, "cache_context", cache_context))
 
 
-def put_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
+class _Hooks:
+    """What the tracker hears of one transformer. A copied or pickled transformer takes hooks along that tell nobody."""
+
+    def __init__(self, tracker: StepTracker | None, names: list[str]) -> None:
+        self.tracker = tracker
+        self.names = names  # of the arguments of forward
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
+        if not torch.compiler.is_compiling() and self.tracker is not None:
+            self.tracker.begin_forward({**dict(zip(self.names, args, strict=False)), **kwargs})
+            self.tracker.grid = _grid(module, args, kwargs)
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling() and self.tracker is not None:
+            self.tracker.end_forward()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Hooks, (None, [])
+
+
+class _Shadow:
+    """A method put on one instance. A copied or pickled instance has what was shadowed, as a method of its own."""
+
+    def __init__(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
+        self.owner = weakref.ref(owner)
+        self.name = name
+        self.value = value
+        self.shadowed = owner.__dict__.get(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_method_of_class, (self.owner(), self.name)) if self.shadowed is None else (itself, (self.shadowed,))
+
+
+def _method_of_class(owner: Any, name: str) -> Any:
+    return types.MethodType(getattr(type(owner), name), owner)
+
+
+def itself(value: Any) -> Any:
+    """For __reduce_ex__ of what is to come back as something else."""
+    return value
+
+
+def put_on_instance(owner: Any, name: str, value: Callable[..., Any]) -> Callable[[], None]:
     """Shadow a method on one instance; returns how to take it off, which does not keep the owner alive."""
-    value.shadowed = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    of_owner, of_value = weakref.ref(owner), weakref.ref(value)
+    shadow = _Shadow(owner, name, value)
+    setattr(owner, name, shadow)
+    of_owner, of_value = weakref.ref(owner), weakref.ref(shadow)
 
     def undo() -> None:
         alive, ours = of_owner(), of_value()
@@ -153,7 +199,9 @@ def put_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _counter(scheduler: Any) -> int | None:
-    step = getattr(scheduler, "step_index", None)
+    step, timesteps = getattr(scheduler, "step_index", None), getattr(scheduler, "timesteps", None)
+    if step is not None and timesteps is not None and step >= len(timesteps):
+        return None  # its run is over: another pipeline with a scheduler of its own runs the transformer
     return getattr(scheduler, "begin_index", None) if step is None else step
 
 
