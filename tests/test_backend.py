@@ -6,17 +6,16 @@ The interpreter must be chosen before triton is imported, so what runs kernels r
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
 from parkattn.attend import attend, dense_attention
 from parkattn.backend import resolve
@@ -40,12 +39,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 @outside
 def test_the_triton_backend_under_the_interpreter():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", "addopts=", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert re.search(r"[12]\d passed", run.stdout), "the interpreted tests were skipped"
+    run_interpreted(__file__, at_least=25)
 
 
 # ---------------------------------------------------------------------------------------------- who is chosen, and why

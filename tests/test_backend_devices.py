@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,12 +21,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 @pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
 def test_launches_under_the_interpreter():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", "addopts=", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "1 passed" in run.stdout, "the interpreted test was skipped"
+    run_interpreted(__file__, at_least=1)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")

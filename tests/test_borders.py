@@ -6,16 +6,13 @@ The interpreter must be chosen before triton is imported, so what runs kernels r
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from interpreted import run_interpreted
 from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.attend import dense_attention
 from parkattn.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_borders
@@ -32,12 +29,7 @@ few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomi
 @outside
 def test_the_kernels_under_the_interpreter():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", "addopts=", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert re.search(r"\d+ passed", run.stdout)
+    run_interpreted(__file__, at_least=3)
 
 
 def clustered(seed: int, n: int, count: int, d: int = 8, dtype: torch.dtype = torch.float64, heads: int = 2):

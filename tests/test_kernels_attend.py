@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -18,6 +17,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+from interpreted import run_interpreted
+
 pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -31,11 +32,7 @@ one_by_one = settings(deadline=None, suppress_health_check=list(HealthCheck), de
 
 @on_compiler
 def test_the_kernel_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(pathlib.Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    run_interpreted(__file__, at_least=4)
 
 
 # ---------------------------------------------------------------------------------------------- ragged problems
