@@ -85,7 +85,7 @@ def test_figures_of_whole_models_in_the_readme_are_the_recorded_ones():
     text = (ROOT / "README.md").read_text()
     records = [json.loads(line) for line in (ROOT / "benchmarks/results/e2e.jsonl").read_text().splitlines()]
     recorded = [
-        (r["model"] + (", compiled" if r["compiled"] else ""), *(f"{r[name]:.2f}" for name in ("dense_s", "refresh_warm_s", "reuse_s")), f"{r['run']['speedup']:.2f}x")
+        (r["model"] + (", compiled" if r.get("compiled") else ""), *(f"{r[name]:.2f}" for name in ("dense_s", "refresh_warm_s", "reuse_s")), f"{r['run']['speedup']:.2f}x")
         for r in records
         if r.get("benchmark") == "e2e"
     ]  # fmt: skip
