@@ -48,15 +48,16 @@ def test_the_models_are_the_real_ones():
 def test_one_measurement_has_every_phase_at_the_density_asked_for(ready):
     parts = []
     found = e2e.measure(ready, parts.append)
-    assert [part["phase"] for part in parts] == ["refresh", "reuse", "refresh", "reuse", "dense"]
+    assert [part["phase"] for part in parts] == ["refresh", "reuse", "refresh", "reuse", "refresh, not fused", "reuse, not fused", "dense"]
     assert found["each_s"] == {
-        "dense": [parts[4]["seconds"]],
+        "dense": [parts[6]["seconds"]],
         **{p: [x["seconds"] for x in parts if x["phase"] == p] for p in ("refresh", "reuse")},
     }
     # 16 blocks come in steps of a sixteenth
     assert found["density"] == pytest.approx(e2e.DENSITY, abs=0.5 / 16)
     assert found["finite"]
     assert all(found[name] > 0 for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s"))
+    assert (found["fused"], found["fusing_s"], found["reuse_unfused_s"]) == ("no: on cpu", None, parts[5]["seconds"])
     assert found["reuse_speedup"] == found["dense_s"] / found["reuse_s"]
     assert found["layers"] == {"WanTransformer3DModel": 2, "HunyuanVideoTransformer3DModel": 3}[found["transformer"]]
     assert found["memory"]["state_with_guidance_gb"] == 2 * found["memory"]["state_gb"] > 0
@@ -121,7 +122,7 @@ def test_a_section_keeps_its_lines_with_commit_and_versions(tmp_path, monkeypatc
     monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", TINY["wan2.1-1.3b"])
     e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, turn=lambda: 60.0)
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert [line["benchmark"] for line in lines] == ["e2e forward"] * 5 + ["e2e", "e2e run", "e2e run", "e2e decode"]
+    assert [line["benchmark"] for line in lines] == ["e2e forward"] * 7 + ["e2e", "e2e run", "e2e run", "e2e decode"]
     assert {line["environment"]["commit"] for line in lines} == {"abc1234"}
     assert {(line["model"], line["rehearsal"]) for line in lines} == {("wan2.1-1.3b", True)}
     assert [row[0] for row in e2e_turns.table_rows(lines)] == ["wan2.1-1.3b"]
@@ -230,7 +231,7 @@ def test_the_table_has_a_line_per_model():
     from parkattn.bench.e2e_turns import table_rows
 
     line = {
-        "benchmark": "e2e", "model": "m", "density": 0.25, "dense_s": 2.0, "refresh_cold_s": 1.5, "refresh_warm_s": 1.4, "reuse_s": 1.0,
+        "benchmark": "e2e", "model": "m", "density": 0.25, "dense_s": 2.0, "refresh_cold_s": 1.5, "refresh_warm_s": 1.4, "reuse_s": 1.0, "reuse_unfused_s": 1.1,
         "run": {"speedup": 1.6, "saved_s": 30.0}, "memory": {"dense_peak_gb": None, "park_peak_gb": 3.0, "state_with_guidance_gb": 0.5},
     }  # fmt: skip
-    assert table_rows([{"gate": "x"}, line]) == [["m", "0.250", "2.00", "1.50", "1.40", "1.00", "1.60x", "30.0", "", "3.0", "0.50"]]
+    assert table_rows([{"gate": "x"}, line]) == [["m", "0.250", "2.00", "1.50", "1.40", "1.00", "1.10", "1.60x", "30.0", "", "3.0", "0.50"]]

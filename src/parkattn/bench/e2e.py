@@ -196,6 +196,7 @@ class Prepared:
     inputs: dict[str, Any]
     top_k: float
     compiled: bool = False
+    fusing_s: float | None = None  # compiling norms and RoPE, once per model; None where they are not compiled
 
 
 def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False) -> Prepared:
@@ -203,9 +204,19 @@ def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False) 
     if compiled:
         transformer.compile_repeated_blocks(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
     inputs = forward_inputs(model, transformer, device)
+    fusing_s = seconds_of_fusing(transformer, inputs, model, device)
     top_k = find_top_k(transformer, inputs, model)
     free_memory()
-    return Prepared(model, device, transformer, inputs, top_k, compiled)
+    return Prepared(model, device, transformer, inputs, top_k, compiled, fusing_s)
+
+
+def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeModel, device: torch.device) -> float | None:
+    """How much longer the first forward takes than the second: the same one block of each kind, dense."""
+    with first_blocks(transformer, 1):
+        run_forward(transformer, inputs, 999.0)
+        with enable(transformer, model.config(dense_steps=2), total_steps=2):
+            first, second = (watched(lambda: run_forward(transformer, inputs, 999.0), device).seconds for _ in range(2))
+            return first - second if summary(transformer).fused.startswith("yes") else None
 
 
 def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:
@@ -228,13 +239,18 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
         runs = [forward(999.0 - step, phase) for step, phase in enumerate(PHASES_MEASURED)]
         report = summary(transformer)
     expect_phases(report.steps, PHASES_MEASURED)
+    with enable(transformer, config, total_steps=len(PHASES_MEASURED), fuse=False):
+        unfused = [forward(999.0 - step, f"{phase}, not fused") for step, phase in enumerate(PHASES_MEASURED[:2])]
     stock = forward(999.0, "dense")
     seconds = {phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES}
     return {
         **forwards_record(model, config, report, {**seconds, "dense": [stock.seconds]}),
         "compiled": ready.compiled,
+        "fused": report.fused,
+        "fusing_s": ready.fusing_s,
+        "reuse_unfused_s": unfused[-1].seconds,
         "density": report.density,
-        "finite": all(run.finite for run in [stock, *runs]),
+        "finite": all(run.finite for run in [stock, *runs, *unfused]),
         "memory": memory_record(transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=_most([run.peak_gb for run in runs])),
     }
 

@@ -37,6 +37,8 @@ def gate_around(device: torch.device, *, rehearse: bool = False) -> Iterator[Cas
     if device.type == "cuda":
         yield from _gate_offload(_fitted(SMALL_WAN, rehearse), device)
     yield from _gate_compile(_fitted(SMALL_WAN, rehearse), device, "inductor" if device.type == "cuda" else "aot_eager")
+    for name, model in {"wan": SMALL_WAN, "hunyuanvideo": SMALL_HUNYUAN}.items() if device.type == "cuda" else ():
+        yield from _gate_fused(name, _fitted(model, rehearse), device)
 
 
 def _fitted(model: WholeModel, rehearse: bool) -> WholeModel:
@@ -147,6 +149,28 @@ def _gate_compile(model: WholeModel, device: torch.device, compiler: str) -> Ite
         yield verdict(f"compiled, {compiler}: output", _apart(compiled, eager), 0)
     else:
         yield verdict(f"compiled, {compiler}: output", _share_of_allowed(compiled, eager, exact), 1, of="what is allowed")
+
+
+def _gate_fused(name: str, model: WholeModel, device: torch.device) -> Iterator[Case]:
+    """Norms and RoPE compiled: every block kept is stock dense, whatever the layer, and a second session compiles nothing more."""
+    transformer = random_transformer(model, device)
+    inputs = forward_inputs(model, transformer, device)
+    stock, exact = _outputs(transformer, inputs), _exact(transformer, inputs)
+    torch._dynamo.reset()
+    counts, found = torch._dynamo.utils.counters["stats"], []
+    for _ in range(2):
+        with enable(transformer, _config(model, "triton", top_k=_EVERY_BLOCK), total_steps=len(TIMESTEPS), fuse=True):
+            found.append(_outputs(transformer, inputs))
+            report = summary(transformer)
+        if len(found) == 1:
+            graphs = counts["unique_graphs"]
+    yield verdict(f"{name}, fused: every block kept is stock dense", _share_of_allowed(found[0], stock, exact), 1, fused=report.fused)
+    yield verdict(f"{name}, fused: a second run is equal", _apart(*found), 0)
+    yield verdict(
+        f"{name}, fused: compiled, and in the first session alone",
+        int(not report.fused.startswith("yes")) + counts["unique_graphs"] - graphs,
+        0,
+    )
 
 
 def _gate_pipeline(model: WholeModel, device: torch.device) -> Iterator[Case]:

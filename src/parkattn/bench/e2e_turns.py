@@ -122,7 +122,20 @@ class _Section:
         self._process.kill()
 
 
-COLUMNS = ("model", "density", "dense s", "refresh s", "warm s", "reuse s", "50 steps", "saved s", "dense GB", "PARK GB", "plans GB")
+COLUMNS = (
+    "model",
+    "density",
+    "dense s",
+    "refresh s",
+    "warm s",
+    "reuse s",
+    "not fused",
+    "50 steps",
+    "saved s",
+    "dense GB",
+    "PARK GB",
+    "plans GB",
+)
 
 
 def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
@@ -135,7 +148,7 @@ def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     for line in lines:
         if line.get("benchmark") == "e2e":
             run, memory = line["run"], line["memory"]
-            times = [f"{line[name]:.2f}" for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s")]
+            times = [f"{line[name]:.2f}" for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s", "reuse_unfused_s")]
             peaks = [shown(memory[name], ".1f") for name in ("dense_peak_gb", "park_peak_gb")]
             saved = [f"{run['speedup']:.2f}x", f"{run['saved_s']:.1f}"]
             name = line["model"] + (", compiled" if line.get("compiled") else "")

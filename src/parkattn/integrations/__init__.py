@@ -23,12 +23,19 @@ __all__ = ["MODELS", "Session", "Summary", "disable", "enable", "sequence_parall
 
 
 def enable(
-    target: Any, config: ParkConfig | str | None = None, *, method: str = "park", total_steps: int | None = None, **changes: Any
+    target: Any,
+    config: ParkConfig | str | None = None,
+    *,
+    method: str = "park",
+    total_steps: int | None = None,
+    fuse: bool | None = None,
+    **changes: Any,
 ) -> Session:
     """Run `method` in the video self-attention of a pipeline or a transformer.
 
     config: a ParkConfig, a preset's name, or None for the model's preset; changes override single fields. Enabling again
     replaces what was enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
+    fuse: compile the stock norms and RoPE around each attention, once, in the first step; None: on a GPU, for long sequences.
     """
     if config is None:
         config = row_for(next(iter(transformers_of(target).values()))).preset
@@ -38,7 +45,7 @@ def enable(
     made = make_method(method, config)
     if isinstance(target, torch.nn.Module) and hasattr(made, "config"):
         Schedule(config, total_steps)  # refuses now what would fail in the first forward
-    return Session(target, made, total_steps)
+    return Session(target, made, total_steps, fuse)
 
 
 def disable(target: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parkattn.integrations.fused import Fusing
 from parkattn.integrations.models import row_for, without_compile_wrapper
 from parkattn.integrations.processor import AttentionCall, MethodProcessor, replace_processor, set_processor
 from parkattn.integrations.summary import RunLog, Summary, stopwatch
@@ -23,13 +24,14 @@ _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKey
 class Session:
     """A context manager: leaving it disables."""
 
-    def __init__(self, target: Any, method: AttentionMethod, total_steps: int | None = None) -> None:
+    def __init__(self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None) -> None:
         transformers = transformers_of(target)
         rows = {name: row_for(transformer) for name, transformer in transformers.items()}
         for transformer in transformers.values():
             close_session_of(transformer)
         self.method = method
         self.log = RunLog()
+        self.fusing = Fusing(fuse)
         self.tracker = StepTracker(functools.partial(_scheduler, weakref.ref(target)), self.reset, total_steps)
         self._undo: list[Callable[[], None]] = []
         self._transformers = [weakref.ref(transformer) for transformer in transformers.values()]
@@ -39,7 +41,8 @@ class Session:
                 row = rows[name]
                 for layer, attention in enumerate(row.attentions(transformer)):
                     attend = functools.partial(self._attend, name, layer, row.text)
-                    self._processors.append((name, layer, attention, replace_processor(attention, attend, row.text, row.pair_mask)))
+                    made = replace_processor(attention, attend, row.text, row.pair_mask, self.fusing)
+                    self._processors.append((name, layer, attention, made))
                 self.tracker.attach(transformer)
                 _SESSIONS[transformer] = self
             self._follow_end_of_run(target)
@@ -70,7 +73,7 @@ class Session:
 
     def summary(self) -> Summary:
         lost = [(name, layer) for name, layer, attention, processor in self._processors if attention.processor is not processor]
-        return Summary.of(self.method.name, self.log, self._state_bytes(), lost)
+        return Summary.of(self.method.name, self.log, self._state_bytes(), self.fusing.reason, lost)
 
     def __enter__(self) -> Session:
         return self
