@@ -169,14 +169,14 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     x_acc, x_rows, x_full, x_empty = exchange
-    mail = mailbox + gl.program_id(0) * (QSTAGES * 8)
+    mail = mailbox + gl.program_id(0) * (2 * QSTAGES * 8)
     begin = 0
     r = 0
     shared_tiles = 0
     mbarrier.wait(q_full.index(W), 0)
     rows = gl.load(mail + 3)
     while rows > 0:
-        record = mail + (r % QSTAGES) * 8
+        record = mail + (r % (2 * QSTAGES)) * 8
         all_tiles = gl.load(record + 6)
         total = all_tiles
         if COMPENSATE:
@@ -279,7 +279,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
         begin = end
         r += 1
         mbarrier.wait(q_full.index((r % QSTAGES) * 2 + W), (r // QSTAGES) & 1)
-        rows = gl.load(mail + (r % QSTAGES) * 8 + 3)
+        rows = gl.load(mail + (r % (2 * QSTAGES)) * 8 + 3)
 
 
 @gluon.jit
@@ -363,7 +363,8 @@ def attend_hopper(
 
     stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
-    mailbox = torch.empty(programs, tile.query_stages, 8, dtype=torch.int32, device=q.device)
+    # twice the query slots: a letter stays until every warp is past its tile, also a warp whose last reads are still under way when the slot is free
+    mailbox = torch.empty(programs, 2 * tile.query_stages, 8, dtype=torch.int32, device=q.device)
     attend_hopper_kernel[(programs,)](
         box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
         box(stand_ins[0], WIDE, 64), box(stand_ins[1], WIDE, 64), work.wide, work.tails, work.tiles, work.count, mailbox,

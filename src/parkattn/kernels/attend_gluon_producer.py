@@ -60,14 +60,14 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
     n, m, kb, wide_width, tails_width, bias_width = shape
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    mail = mailbox + gl.program_id(0) * (QSTAGES * 8)
+    mail = mailbox + gl.program_id(0) * (2 * QSTAGES * 8)
     last = gl.load(count)
     done = 0
     r = 0
     tile = gl.atomic_add(count + 1, 1, sem="relaxed")
     while tile < last:
         record = tiles + tile * 8
-        letter = mail + (r % QSTAGES) * 8
+        letter = mail + (r % (2 * QSTAGES)) * 8
         head = gl.load(record)
         list_id = gl.load(record + 1)
         wide_tiles = gl.load(record + 4)
@@ -100,6 +100,6 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
         tile = gl.atomic_add(count + 1, 1, sem="relaxed")
     for w in gl.static_range(2):
         mbarrier.wait(q_empty.index((r % QSTAGES) * 2 + w), ((r // QSTAGES) & 1) ^ 1)
-    gl.store(mail + (r % QSTAGES) * 8 + 3, 0)
+    gl.store(mail + (r % (2 * QSTAGES)) * 8 + 3, 0)
     for w in gl.static_range(2):
         mbarrier.arrive(q_full.index((r % QSTAGES) * 2 + w), count=1)

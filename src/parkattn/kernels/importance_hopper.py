@@ -105,8 +105,9 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
         stat_s.index(mine).store(top)
         stat_s.index(mine + 1).store(total)
         gl.thread_barrier()
-        mbarrier.arrive(stat_bar.index(W), count=1)
-        mbarrier.wait(stat_bar.index(1 - W), t & 1)
+        # a barrier for even and one for odd tiles: a warp that is a tile behind still finds its phase
+        mbarrier.arrive(stat_bar.index(W * 2 + (t & 1)), count=1)
+        mbarrier.wait(stat_bar.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)
         their_top = stat_s.index(other).load(ROW)
         their_total = stat_s.index(other + 1).load(ROW)
         peak = gl.maximum(top, their_top)
@@ -161,13 +162,13 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stat_bar = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    stat_bar = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(4):
         mbarrier.init(stat_bar.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
