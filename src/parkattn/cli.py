@@ -74,3 +74,7 @@ def main() -> None:
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"park: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,8 @@ def expect_all_pass(cases: Iterator[Case]) -> list[Case]:
     failed = [case for case in found if not case["ok"]]
     if failed:
         case = failed[0]
-        raise RuntimeError(f"gate {case['gate']!r}: error {case.get('error')} is above {case.get('allowed')}, so nothing was timed.")
+        why = case.get("failure") or f"error {case['error']} is above {case['allowed']}"
+        raise RuntimeError(f"gate {case['gate']!r}: {why}, so nothing was timed.")
     return found
 
 

@@ -65,7 +65,8 @@ def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[
 
 
 def gpu_environment() -> dict[str, Any]:
-    return environment() | {"triton": _installed("triton"), "driver": _driver()}
+    peers = {name: _installed(name) for name in ("tilelang", "flash-kmeans", "fa3-fwd", "flashinfer-python")}
+    return environment() | {"triton": _installed("triton"), "driver": _driver(), **{name: found for name, found in peers.items() if found}}
 
 
 def free_memory() -> None:
