@@ -327,7 +327,7 @@ def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their
     calls = [(0, "dense", 3.0), (0, "dense", 2.0), (0, "dense", 9.0), (0, "refresh", 2.5), (0, "reuse", 1.0), (1, "reuse", 4.0)]
     for layer, phase, seconds in calls:
         log.add(CallSite(layer=layer), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
-    report = Summary.of("park", log, 0, "no: as asked")
+    report = Summary.of("park", log, 0, {})
     assert report.attention_seconds == {"dense": 14.0, "refresh": 2.5, "reuse": 5.0}
     # layer 0: two sparse calls instead of 3 s each; layer 1 has nothing to be compared with
     assert report.seconds_saved == 2 * 3.0 - 3.5

@@ -32,7 +32,8 @@ def fresh_compiler():
 
 
 def apart_from_time(report) -> dict:
-    return {**report.to_dict(), "attention_seconds": None, "seconds_saved": None}
+    """And from who compiled the blocks."""
+    return {**report.to_dict(), "attention_seconds": None, "seconds_saved": None, "fused": None}
 
 
 def graphs() -> int:

@@ -196,7 +196,7 @@ class Prepared:
     inputs: dict[str, Any]
     top_k: float
     compiled: bool = False
-    fusing_s: float | None = None  # compiling norms and RoPE, once per model; None where they are not compiled
+    fusing_s: float | None = None  # what enable takes to compile the blocks, once; None where it does not
 
 
 def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False) -> Prepared:
@@ -216,7 +216,7 @@ def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeMode
         run_forward(transformer, inputs, 999.0)
         with enable(transformer, model.config(dense_steps=2), total_steps=2):
             first, second = (watched(lambda: run_forward(transformer, inputs, 999.0), device).seconds for _ in range(2))
-            return first - second if summary(transformer).fused.startswith("yes") else None
+            return first - second if any(outcome.startswith("yes") for outcome in summary(transformer).fused) else None
 
 
 def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:

@@ -26,6 +26,9 @@ class ModelRow:
         """The attention modules; their place in this list is their layer number."""
         return [getattr(block, attention) for blocks, attention in self.blocks for block in getattr(transformer, blocks)]
 
+    def all_blocks(self, transformer: Any) -> list[Any]:
+        return [block for blocks, _ in self.blocks for block in getattr(transformer, blocks)]
+
 
 def _hunyuan_sequence_parallel() -> dict[str, Any]:
     """Split video and text at the first block, gather video at the last projection; every rank then holds [video_i, text_i]."""

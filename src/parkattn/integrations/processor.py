@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from parkattn.integrations import xdit
-from parkattn.integrations.fused import Fusing, compile_later
-from parkattn.integrations.key_padding import KeyPadding
 from parkattn.integrations.sequence_parallel import attend_ulysses, in_one_piece, why_not_sparse
 from parkattn.integrations.tracker import itself
 
@@ -60,12 +58,11 @@ class MethodProcessor:
     _parallel_config: Any = None
     _cp_config: Any = None
 
-    def __init__(self, stock: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool, fusing: Fusing) -> None:
+    def __init__(self, stock: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool) -> None:
         self.stock = stock
         self.attend = attend
         self.text = text
         self.pair_mask = pair_mask
-        self.fusing = fusing
         for name in _SHARED:
             setattr(self, name, getattr(stock, name, None))
         number = next(_NUMBERS)
@@ -189,6 +186,29 @@ class _StockSelf:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
+
+
+class KeyPadding:
+    """A text mask [b s] that withstands being blown up to [b 1 n n] by stock code: every step of that leaves it as it is."""
+
+    def __init__(self, valid: Tensor) -> None:
+        self.valid = valid
+        self.shape = valid.shape
+
+    def bool(self) -> KeyPadding:
+        return KeyPadding(self.valid.bool())
+
+    def view(self, *shape: int) -> KeyPadding:
+        return self
+
+    def repeat(self, *times: int) -> KeyPadding:
+        return self
+
+    def transpose(self, *axes: int) -> KeyPadding:
+        return self
+
+    def __and__(self, other: KeyPadding) -> KeyPadding:
+        return self
 
 
 class _Functional:
@@ -317,12 +337,10 @@ def _(*_: Any) -> Any:
     raise RuntimeError("parkattn::attention: expected a graph without gradients, got one; use torch.no_grad(), or do not compile to train.")
 
 
-def replace_processor(
-    attention: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool, fusing: Fusing
-) -> MethodProcessor:
+def replace_processor(attention: Any, attend: Callable[[AttentionCall], Tensor], text: str, pair_mask: bool) -> MethodProcessor:
     """Put a MethodProcessor in place of the attention module's own processor, and return it."""
     stock: Any = type(attention.processor)
-    made = _class_for(stock)(attention.processor, attend, text, pair_mask, fusing)
+    made = _class_for(stock)(attention.processor, attend, text, pair_mask)
     set_processor(attention, made)
     return made
 
@@ -361,7 +379,9 @@ def _class_for(stock: type) -> type[MethodProcessor]:
     copied: Any = types.FunctionType(stock_call.__code__, names_seen, stock_call.__name__, stock_call.__defaults__, stock_call.__closure__)
     copied.__kwdefaults__ = stock_call.__kwdefaults__
 
-    def run(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
+    @functools.wraps(stock_call)
+    def call(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.pair_mask and not in_usp and kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = KeyPadding(kwargs["attention_mask"])
         caller = _Caller(self, hidden_states.shape[1])
@@ -377,14 +397,5 @@ def _class_for(stock: type) -> type[MethodProcessor]:
             return copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
         finally:
             _RUNNING.reset(token)
-
-    fused = compile_later(run, stock.__name__)
-
-    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
-    @functools.wraps(stock_call)
-    def call(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.fusing.applies_to(hidden_states):
-            return self.fusing.call(fused, run, self, attn, hidden_states, *args, **kwargs)
-        return run(self, attn, hidden_states, *args, **kwargs)
 
     return type(f"Method{stock.__name__}", (MethodProcessor,), {"__call__": call, "__doc__": MethodProcessor.__doc__})

@@ -41,8 +41,8 @@ class Session:
                 row = rows[name]
                 for layer, attention in enumerate(row.attentions(transformer)):
                     attend = functools.partial(self._attend, name, layer, row.text)
-                    made = replace_processor(attention, attend, row.text, row.pair_mask, self.fusing)
-                    self._processors.append((name, layer, attention, made))
+                    self._processors.append((name, layer, attention, replace_processor(attention, attend, row.text, row.pair_mask)))
+                self._undo += [self.fusing.attach(block) for block in row.all_blocks(transformer)]
                 self.tracker.attach(transformer)
                 _SESSIONS[transformer] = self
             self._follow_end_of_run(target)
@@ -54,6 +54,7 @@ class Session:
         """Forget plans and statistics. Happens by itself when a run begins."""
         self.method.reset()
         self.log.clear()
+        self.fusing.outcomes.clear()
 
     def close(self) -> None:
         """Put every processor object back and forget all state."""
@@ -73,7 +74,7 @@ class Session:
 
     def summary(self) -> Summary:
         lost = [(name, layer) for name, layer, attention, processor in self._processors if attention.processor is not processor]
-        return Summary.of(self.method.name, self.log, self._state_bytes(), self.fusing.reason, lost)
+        return Summary.of(self.method.name, self.log, self._state_bytes(), dict(self.fusing.outcomes.most_common()), lost)
 
     def __enter__(self) -> Session:
         return self

@@ -96,7 +96,7 @@ class Summary:
     density: float | None  # mean over all calls
     dense_because: dict[str, int]  # reason -> calls
     backends: list[str]  # what computed the sparse calls, and why
-    fused: str  # whether norms and RoPE around attention ran compiled by us, and why
+    fused: dict[str, int]  # whether blocks ran compiled by us, and why or why not -> calls of blocks
     attention_seconds: dict[str, float]  # phase -> time in attention, plans included
     seconds_saved: float | None  # against the layer's own dense calls (median); None where none ran dense
     state_bytes: int  # held now
@@ -104,7 +104,7 @@ class Summary:
     layers: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, method: str, log: RunLog, state_bytes: int, fused: str, lost: Iterable[tuple[str, int]] = ()) -> Summary:
+    def of(cls, method: str, log: RunLog, state_bytes: int, fused: dict[str, int], lost: Iterable[tuple[str, int]] = ()) -> Summary:
         rows: list[dict[str, Any]] = []
         for (transformer, layer), entry in sorted(log.layers.items()):
             rows.append({
@@ -148,7 +148,7 @@ class Summary:
             + f"; mean density {self.density:.2f}; plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
             f"attention took {sum(self.attention_seconds.values()):.1f} s{saved}",
             *(f"sparse calls: {reason}" for reason in self.backends),
-            f"norms and RoPE compiled: {self.fused}",
+            *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
             f"{'transformer':14} {'layer':>5} {'dense':>6} {'refresh':>8} {'reuse':>6} {'density':>8} {'mass':>6}",
         ]
         for row in self.layers:
