@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -119,3 +121,61 @@ def test_tilelang_programs_compile_for_hopper(kind, width):
     # no launch asks for more than the 227 KiB of sm_90 less one for barriers, and no query tile is overwritten while it is read
     assert max(int(found) for found in re.findall(r"int64_t\)(\d{5,})\)", kernel.adapter.get_host_source())) <= 226 * 1024
     assert len(re.findall(r"for \(int t = 0;.*\n\s*__syncthreads\(\);", source)) == source.count("for (int t = 0;") == 1
+
+
+MEMCHECK = '{"gate": "a", "ok": true}\n========= ERROR SUMMARY: 0 errors\n'
+RACES = """{"gate": "a", "ok": true}
+========= Error: Race reported between Read access at full_key_hopper+0x42b0 in importance_hopper.py:111
+=========     and Write access at full_key_hopper+0xb100 in importance_hopper.py:106 [288 hazards]
+========= RACECHECK SUMMARY: 20 hazards displayed (95 errors, 0 warnings)
+"""
+CONSAN = "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
+OF_ALL = "racecheck, warp-specialised kernels"
+
+
+@pytest.mark.parametrize(
+    ("tool", "printed", "status", "ok", "errors"),
+    [
+        ("memcheck", MEMCHECK, 0, True, 0),
+        ("memcheck", MEMCHECK.replace("0 errors", "2 errors"), 99, False, 2),
+        ("memcheck", MEMCHECK.replace("true", "false"), 1, False, 0),
+        ("memcheck", "Segmentation fault", 139, False, None),
+        ("memcheck", MEMCHECK + "out of time", -9, False, 0),
+        ("racecheck", RACES, 99, False, 95),
+        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, True, 0),
+        (OF_ALL, RACES, 99, True, 95),
+        ("ConSan, PAMA", '{"ok": true}', 0, True, 0),
+        ("ConSan, PAMA", CONSAN, 1, False, 1),
+        ("ConSan, PAMA", "RuntimeError: no allocator", 1, False, 0),
+        ("ConSan, PAMA without a wait", CONSAN, 1, True, 1),
+        ("ConSan, PAMA without a wait", '{"ok": true}', 0, False, 0),
+        ("ConSan, PAMA without a wait", "RuntimeError: no allocator", 1, False, 0),
+    ],
+)
+def test_what_a_sanitizer_printed_is_judged(tool, printed, status, ok, errors):
+    from parkattn.bench.sanitize import judge
+
+    found = judge(tool, printed, status)
+    assert (found["ok"], found["errors"]) == (ok, errors)
+    if printed is RACES:
+        assert found["found"] == ["full_key_hopper importance_hopper.py:106", "full_key_hopper importance_hopper.py:111"]
+
+
+def test_a_missing_sanitizer_is_named(monkeypatch):
+    from parkattn.bench import sanitize
+
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="expected compute-sanitizer on the PATH"):
+        next(sanitize.run_rounds())
+
+
+def test_the_kernel_without_a_wait_is_the_kernel_without_a_wait():
+    """In a process of its own: modules are exchanged there."""
+    code = (
+        "import inspect, sys; from parkattn.bench import sanitize; sanitize._share_registers(forget_a_wait=True);"
+        "from parkattn.kernels import importance_hopper as ours, attend_gluon; print(inspect.getsource(ours).count('mbarrier.wait('),"
+        "'[168, 168]' in inspect.getsource(ours), attend_gluon.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'])"
+    )
+    kernel = pathlib.Path(importance_tilelang.__file__).with_name("importance_hopper.py").read_text()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(kernel.count("mbarrier.wait(") - 1), "True", "168"]

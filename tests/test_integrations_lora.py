@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn.integrations import disable, enable, summary  # noqa: E402
+from parkattn.integrations import disable, enable, fused, summary  # noqa: E402
 from test_integrations import EVERY_BLOCK, SPARSE, everything_on, tolerance  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
@@ -53,12 +53,16 @@ def test_lora_weights_loaded_before_or_after_enable_go_through_the_method(family
     torch.testing.assert_close(adapted, dense, rtol=0, atol=tolerance(dense))
 
 
-def test_fusing_scaling_and_unloading_while_enabled(family, weights):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.compile's about itself
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fusing_scaling_and_unloading_while_enabled(family, weights, compiled, monkeypatch):
+    monkeypatch.setattr(fused, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
     build, run = family
     pipe = build()
     plain = run(pipe)
     pipe.load_lora_weights(weights, adapter_name="motion")
-    with enable(pipe, SPARSE):
+    with enable(pipe, SPARSE, fuse=compiled):
         apart = run(pipe)
         pipe.fuse_lora()
         # fused weights round once more; a plan made from them may not move a token, so only rounding is left
@@ -69,6 +73,7 @@ def test_fusing_scaling_and_unloading_while_enabled(family, weights):
         assert (half - apart).abs().max() > tolerance(apart)
         pipe.unload_lora_weights()
         without = run(pipe)
+        assert list(summary(pipe).fused) == (["yes, as asked"] if compiled else [])
     with enable(pipe, SPARSE):
         torch.testing.assert_close(run(pipe), without, rtol=0, atol=0)
     # unfusing subtracts what fusing added, up to rounding

@@ -45,12 +45,14 @@ def kernels_for(device: torch.device, dim: int) -> list[str]:
     return ["gluon", "triton"] if gluon else ["triton"]
 
 
-def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+def gate(device: torch.device, *, rehearse: bool = False, kernels: list[str] | None = None) -> Iterator[Case]:
     """Both kernels on block-ordered tensors against the float64 definition: empty blocks, compensation, poison, repeats, lse."""
     bf16, fp16 = torch.bfloat16, torch.float16
     for dim in (64,) if rehearse else (64, 128, 256):
         shape = TINY if rehearse else Shape(3, 1500, 12, 70, dim)
-        for kernel in kernels_for(device, dim):
+        if rehearse and device.type == "cuda":  # for the sanitizer: several query tiles per program, of both kinds, with several key tiles
+            shape = Shape(48, 700, 4, 8, dim)
+        for kernel in kernels or kernels_for(device, dim):
             for dtype, compensate in ((bf16, False), (fp16, True)):
                 yield from _gate_kernel(kernel, shape, dtype, compensate, device, 2 if rehearse else 10)
 

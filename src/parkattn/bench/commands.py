@@ -1,4 +1,4 @@
-"""`park bench cpu | decisions | pama | kmeans | qrkc | attend | layer | scaling | flashinfer | gpu`: gate, measure, table, record."""
+"""`park bench cpu | decisions | pama | kmeans | qrkc | attend | layer | scaling | flashinfer | sanitize | gpu`: gate, measure, table, record."""
 
 from __future__ import annotations
 
@@ -137,6 +137,27 @@ def gpu(
         raise typer.Exit(1)
 
 
+@app.command("sanitize")
+def sanitize(
+    record: Record = None,
+    only: Annotated[list[str] | None, typer.Option(help="memcheck, synccheck, racecheck, ...; repeatable.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds for each.")] = 600,
+) -> None:
+    """compute-sanitizer and Triton's ConSan over every kernel at small sizes."""
+    from parkattn.bench.sanitize import ROUNDS, run_rounds
+    from parkattn.checks import expect_choice
+
+    for name in only or ():
+        expect_choice("only", name, ROUNDS)
+    table, records = Table("tool", "errors", "must find", "checks passed", "ok"), []
+    for line in track(run_rounds(only, limit), "watching", total=len(only or ROUNDS), console=console, transient=True):
+        records.append(line)
+        table.add_row(*(_shown(line, column) for column in ("tool", "errors", "must_find", "checks_passed", "ok")))
+    _show_and_keep(table, records, record)
+    if not all(line["ok"] for line in records):
+        raise typer.Exit(1)
+
+
 def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...], *, gate: str | None = None) -> None:
     from parkattn.bench.gpu import GATES, MEASURES
     from parkattn.bench.problems import expect_all_pass
@@ -148,6 +169,10 @@ def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: 
     passed = expect_all_pass(GATES[f"gate-{gate or name}"](device, rehearse=rehearse))
     console.print(f"gate: {len(passed)} checks passed")
     peak, facts = roofline(device), gpu_environment()
+    if record is not None:
+        append_records(
+            record, [{"section": f"gate-{gate or name}", "rehearsal": rehearse, **case, "environment": facts} for case in passed]
+        )
     table = Table(
         *columns,
         title=f"{facts.get('gpu', facts['cpu'])}: {peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run",

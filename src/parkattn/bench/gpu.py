@@ -4,9 +4,7 @@
     TRITON_INTERPRET=1 park bench gpu --out DIR --rehearse    the same code at tiny sizes on the CPU, before a GPU is spent
 
 Every section is a process of its own with a time limit: a hang or a CUDA error costs that section alone. One JSON line per
-result goes to DIR/gpu.jsonl as soon as it is there. For races and stray reads, every kernel at sizes a sanitizer can bear:
-
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m parkattn.bench.gpu --out DIR --section sanitize
+result goes to DIR/gpu.jsonl as soon as it is there. `park bench sanitize` looks for races and stray accesses.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parkattn.bench import attend, flashinfer, kmeans, layer, pama, qrkc, scaling
+from parkattn.bench import attend, flashinfer, kmeans, layer, pama, qrkc, sanitize, scaling
 from parkattn.bench.timing import bench_device, gpu_environment, roofline
 from parkattn.record import append_records
 
@@ -93,11 +90,8 @@ def run_section(name: str, out: Path, *, rehearse: bool = False) -> bool:
 
 
 def _records(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[str, Any]]:
-    if name == "sanitize":
-        # PyTorch's own fused attention reads past the end of a mask: the definitions must not use it under a sanitizer
-        with sdpa_kernel(SDPBackend.MATH):
-            for check in (pama.gate, kmeans.gate, qrkc.gate, attend.gate):
-                yield from check(device, rehearse=True)
+    if name in sanitize.SECTIONS:
+        yield from sanitize.checks(name, device)
     elif name in GATES:
         yield from GATES[name](device, rehearse=rehearse)
     else:
@@ -111,7 +105,7 @@ def main() -> None:
         prog="python -m parkattn.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--section", choices=[*SECTIONS, "sanitize"], help="this one only, in this process")
+    parser.add_argument("--section", choices=[*SECTIONS, *sanitize.SECTIONS], help="this one only, in this process")
     parser.add_argument("--budget", type=float, default=570, help="seconds for all sections")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
     options = parser.parse_args()
