@@ -51,7 +51,7 @@ def gate(device: torch.device, *, rehearse: bool = False, kernels: list[str] | N
     for dim in (64,) if rehearse else (64, 128, 256):
         shape = TINY if rehearse else Shape(3, 1500, 12, 70, dim)
         if rehearse and device.type == "cuda":  # for the sanitizer: several query tiles per program, of both kinds, with several key tiles
-            shape = Shape(48, 700, 4, 8, dim)
+            shape = Shape(20, 700, 4, 8, dim)
         for kernel in kernels or kernels_for(device, dim):
             for dtype, compensate in ((bf16, False), (fp16, True)):
                 yield from _gate_kernel(kernel, shape, dtype, compensate, device, 2 if rehearse else 10)
