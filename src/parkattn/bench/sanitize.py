@@ -136,6 +136,9 @@ def _share_registers(*, forget_a_wait: bool) -> None:
     tiles = importlib.import_module("parkattn.kernels.tiles_attend")
     kernel: Any = importlib.import_module("parkattn.kernels.attend_gluon")
     kernel.gluon_tile = lambda d: tiles.GluonTile(producer_registers=168)
+    # the fewest slots there are: each takes a quarter of a minute to compile
+    tiles_of_pama: Any = importlib.import_module("parkattn.kernels.tiles_retrieval")
+    tiles_of_pama.full_key_tile = lambda *_: {"GLUON": True, "stages": 2}
     name = "parkattn.kernels.importance_hopper"
     found = importlib.util.find_spec(name)
     assert found is not None and found.origin is not None
