@@ -5,6 +5,7 @@ The interpreter must be chosen before triton is imported, so those tests run in 
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import re
@@ -267,6 +268,12 @@ def test_work_list_kernels_build(arch):
     assert compiled(list_queries_kernel, types, {"QUERY_TILE": 128, "LANES": 128, "CHUNK": 1024}, arch, num_warps=4)[1] == 0
 
 
+def before_arrivals(ptx: str) -> set[str]:
+    """What stands last before one thread arrives at an mbarrier for its group: only a barrier of the group makes it speak for all."""
+    events = re.findall(r"bar\.sync|bar\.warp\.sync|mbarrier\.\w+(?:\.expect_tx)?|(?:st|ld)\.shared|barrier\.sync|wgmma\.wait_group", ptx)
+    return {before for before, event in itertools.pairwise(events) if event == "mbarrier.arrive"}
+
+
 @on_compiler
 @pytest.mark.parametrize(("d", "element", "everything"), [(64, "fp16", True), (128, "bf16", False), (128, "bf16", True)])
 def test_gluon_kernel_builds_and_fits(d, element, everything):
@@ -289,3 +296,4 @@ def test_gluon_kernel_builds_and_fits(d, element, everything):
     # with everything on, a few words are kept on the stack and read once per query tile, outside the loops over keys
     assert stack <= (64 if everything else 0)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert before_arrivals(ptx) == {"bar.sync", "bar.warp.sync"}

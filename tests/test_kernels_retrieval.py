@@ -359,6 +359,7 @@ def compile_gluon(target) -> None:
 
     from parkattn.kernels import importance_hopper
     from parkattn.kernels import tiles_retrieval as tiles
+    from test_kernels_attend import before_arrivals
 
     kernel, layout = importance_hopper.full_key_hopper, repr(importance_hopper.SWIZZLED)
     for chunks, dtype in ((8, "bf16"), (4, "fp16"), (2, "bf16")):
@@ -377,6 +378,7 @@ def compile_gluon(target) -> None:
         code = machine_code(built.asm["cubin"])
         gemms, waits = (code.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert 0 < waits < gemms / 2, f"{gemms} GEMM instructions, {waits} waits"
+        assert before_arrivals(built.asm["ptx"]) == {"bar.sync"}
         # queries are read into registers: until a product has used them nothing says that the reads are done, not even a barrier
         events = re.findall(r"LDSM|SYNCS\.ARRIVE|WARPGROUP\.DEPBAR", code)
         after_loads = [b for a, b in itertools.pairwise(events) if a == "LDSM" and b != "LDSM"]
