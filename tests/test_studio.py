@@ -277,6 +277,7 @@ def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeyp
     assert "| dense again | 2 | 100.00 |" in (tmp_path / "table.md").read_text()
     said = []
     kept = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["environment"]["torch"] == torch.__version__ for line in kept)
     (tmp_path / "results.jsonl").write_text("\n".join(kept[:-1]) + "\n")
     assert ablation.run_ablation(request, settings, tmp_path, say=said.append)["lines"] == table["lines"]
     assert len(said) == 1  # the one run that was missing

@@ -99,7 +99,7 @@ def run_ablation(
     if before.get("budgets") is None:
         before["budgets"] = calibrate(pipe, request, config, settings, say)
         write_atomically(out / "settings.json", json.dumps({**facts, "budgets": before["budgets"]}, indent=1).encode())
-    rows = _rows(out)
+    rows, made_with = _rows(out), environment()
     for scene in scenes:
         for seed in settings.seeds:
             asked = dataclasses.replace(request, prompt=scene.sentence, seed=seed)
@@ -113,10 +113,10 @@ def run_ablation(
                 budgeted = config if name == FLOOR else _with_budget(config, settings.budget, before["budgets"][name]["value"])
                 made = generate_frames(pipe, dataclasses.replace(asked, method="dense" if name == FLOOR else name), budgeted)
                 row = _row(scene.sentence, seed, name, made, reference)
-                append_records(out / "results.jsonl", [row])
+                append_records(out / "results.jsonl", [row | {"environment": made_with}])
                 rows.append(row)
                 say(f"{scene.sentence}, seed {seed}, {name}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
-    table = tabulate(rows, settings) | {"settings": facts, "budgets": before["budgets"], "environment": environment()}
+    table = tabulate(rows, settings) | {"settings": facts, "budgets": before["budgets"], "environment": made_with}
     write_atomically(out / "table.json", json.dumps(table, indent=1).encode())
     write_atomically(out / "table.md", to_markdown(table).encode())
     return table
@@ -253,8 +253,10 @@ def _before(out: Path, facts: dict[str, Any], overwrite: bool) -> dict[str, Any]
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
+    """Without what each was made with, which stays in its line: a resumed run may have seen two machines."""
     path = out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{name: value for name, value in line.items() if name != "environment"} for line in lines]
 
 
 def _with_budget(config: ParkConfig, budget: str, value: float) -> ParkConfig:
