@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import re
 import shutil
+import weakref
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
 from parkattn.integrations import disable, enable, fused, summary
+from parkattn.integrations.session import session_of
 from test_integrations import SPARSE
 from test_integrations_compile import apart_from_time, fresh_compiler, graphs, pytestmark  # noqa: F401 (a fixture and the warnings)
 
@@ -122,8 +128,112 @@ def test_what_attention_raises_is_not_taken_for_a_refusal(tracing_compiler, monk
         assert list(summary(transformer).fused) == [AS_ASKED]
 
 
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_more_graphs_than_torch_allows_are_not_made_and_the_summary_names_the_limit(tracing_compiler):
+    transformer = tiny.wan_transformer()
+    assert list(output(transformer, fuse=True)[1].fused) == [AS_ASKED]
+    transformer = tiny.wan_transformer(ffn_dim=64)
+    expected, plain = output(transformer, fuse=False)
+    out, report = output(transformer, fuse=True)
+    assert torch.equal(out, expected)
+    assert apart_from_time(report) == apart_from_time(plain)
+    assert list(report.fused.values()) == [2]
+    assert "torch._dynamo.config.recompile_limit" in next(iter(report.fused))
+
+
+def test_a_refusal_without_words_has_its_name_in_the_summary(tracing_compiler, monkeypatch):
+    def refuse(*_, **__):
+        raise torch._dynamo.exc.SkipFrame
+
+    transformer = tiny.wan_transformer()
+    monkeypatch.setattr(fused, "_compiled", lambda *_: refuse)
+    assert output(transformer, fuse=True)[1].fused == {"no, torch.compile refused: SkipFrame": 2}
+
+
+def test_what_the_block_itself_refuses_is_no_word_of_the_compiler(tracing_compiler):
+    transformer = tiny.wan_transformer()
+    linear = transformer.blocks[0].ffn.net[2]
+    whole = linear.weight
+    with torch.no_grad(), enable(transformer, CONFIG, total_steps=1, fuse=True):
+        linear.weight = torch.nn.Parameter(whole[:, 1:])
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            transformer(*INPUTS)
+        linear.weight = whole
+        transformer(*INPUTS)
+        assert summary(transformer).fused == {AS_ASKED: 2}
+
+
+@contextlib.contextmanager
+def environment(**changes: str):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changes.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("off", "why"),
+    [
+        (lambda: torch._dynamo.config.patch(disable=True), "torch.compile is switched off"),
+        (lambda: environment(TORCHDYNAMO_DISABLE="1"), "torch.compile is switched off"),
+        (lambda: torch.compiler.set_stance("force_eager"), "torch.compiler.set_stance says force_eager"),
+        (lambda: torch.compiler.set_stance("fail_on_recompile"), "torch.compiler.set_stance says fail_on_recompile"),
+        (lambda: FlopCounterMode(display=False), "inside _?FlopCounterMode"),
+    ],
+)
+def test_where_compiling_is_switched_off_the_summary_says_so(tracing_compiler, off, why):
+    transformer = tiny.wan_transformer()
+    expected, plain = output(transformer, fuse=False)
+    with off():
+        out, report = output(transformer, fuse=True)
+    assert torch.equal(out, expected)
+    assert apart_from_time(report) == apart_from_time(plain)
+    (reason,) = report.fused
+    assert re.fullmatch(f"no, {why}", reason)
+    assert graphs() == 0
+
+
+def test_hooks_on_every_module_are_heard(tracing_compiler):
+    transformer, heard = tiny.wan_transformer(), []
+
+    def add_hook():
+        hooks.enter_context(torch.nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(module)))
+
+    with contextlib.ExitStack() as hooks:
+        _, report = output(transformer, fuse=True, during=add_hook)
+    assert report.fused == {"no, a hook is on every module": 2}
+    assert set(heard) >= {transformer.blocks[0], transformer.blocks[1].attn1.to_q}
+
+
+def test_blocks_are_compiled_again_when_hooks_are_gone(tracing_compiler):
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = tiny.wan(num_layers=3)
+    enable(pipe, CONFIG, fuse=False)
+    expected = tiny.run_wan(pipe)
+    enable(pipe, CONFIG, fuse=True)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.2))
+    tiny.run_wan(pipe)
+    assert summary(pipe).fused == {"no, a hook is on the block": 24}
+    pipe.transformer.disable_cache()
+    assert torch.equal(tiny.run_wan(pipe), expected)
+    assert summary(pipe).fused == {AS_ASKED: 24}
+    assert graphs() == 1
+
+
+def test_a_forward_that_is_replaced_in_the_class_is_the_one_that_runs(tracing_compiler, monkeypatch):
+    transformer = tiny.wan_transformer()
+    kind = type(transformer.blocks[0])
+    stock = kind.forward
+    before, _ = output(transformer, fuse=True)
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: stock(*args, **kwargs) / 2)
+    expected, _ = output(transformer, fuse=False)
+    assert torch.equal(output(transformer, fuse=True)[0], expected)
+    assert not torch.equal(expected, before)
+
+
 @pytest.mark.parametrize("place", ["", "attn1.to_q", "norm1"])
-@pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "replaced forward"])
+@pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "replaced forward", "another's forward"])
 def test_hooks_inside_a_block_are_heard_whenever_they_come(tracing_compiler, place, kind):
     transformer = tiny.wan_transformer()
     module, heard = transformer.blocks[0].get_submodule(place), []
@@ -133,14 +243,16 @@ def test_hooks_inside_a_block_are_heard_whenever_they_come(tracing_compiler, pla
             module.register_forward_hook(lambda *_: heard.append(1))
         elif kind == "pre-hook":
             module.register_forward_pre_hook(lambda *_: heard.append(1))
+        elif kind == "another's forward":
+            heard.append(1)
+            module.forward = transformer.blocks[1].get_submodule(place).forward
         else:
             stock = module.forward
             module.forward = lambda *args, **kwargs: [heard.append(1), stock(*args, **kwargs)][1]
 
-    expected, _ = output(transformer, fuse=False)
     out, report = output(transformer, fuse=True, during=add_hook)
-    assert torch.equal(out, expected)
     assert heard == [1]
+    assert torch.equal(out, output(transformer, fuse=False)[0])
     assert report.fused == {f"no, a hook is on {place or 'the block'}": 1, AS_ASKED: 1}
 
 
@@ -154,27 +266,57 @@ def test_gradients_are_left_to_the_plain_code(tracing_compiler):
     assert graphs() == 0
 
 
+WAN_14B, WAN_1_3B, HUNYUAN = (75_600, 5120, 40), (75_600, 1536, 30), (115_200, 3072, 60)  # tokens, channels, blocks at 720p
+
+
 @pytest.mark.parametrize(
-    ("wanted", "device", "tokens", "why_not"),
+    ("wanted", "device", "model", "steps", "why_not"),
     [
-        (None, "cpu", 75_600, "on cpu"),
-        (None, "cuda", 75_600, None),
-        (None, "cuda", 29_999, "29999 tokens, fewer than 30000"),
-        (True, "cpu", 8, None),
+        (None, "cuda", WAN_14B, 50, None),
+        (None, "cuda", WAN_1_3B, 50, None),
+        (None, "cuda", HUNYUAN, 50, None),
+        (None, "cuda", WAN_14B, 4, "4 steps of 75600 tokens do not pay for compiling"),
+        (None, "cuda", (32_760, 1536, 30), 50, "50 steps of 32760 tokens do not pay for compiling"),
+        (None, "cuda", (75_600, 256, 8), 50, "50 steps of 75600 tokens do not pay for compiling"),
+        (None, "cuda", WAN_14B, None, "the number of steps is not known"),
+        (None, "cpu", WAN_14B, 50, "not on a GPU"),
+        (True, "cpu", (8, 8, 1), None, None),
     ],
 )
-def test_when_it_is_done(wanted, device, tokens, why_not):
+def test_when_it_is_done(wanted, device, model, steps, why_not):
+    tokens, channels, blocks = model
+
     class Hidden:
-        shape = (1, tokens, 64)
+        shape = (1, tokens, channels)
+
+        @staticmethod
+        def numel():
+            return tokens * channels
 
     Hidden.device = torch.device(device)
     with torch.no_grad():
-        assert fused.Fusing(wanted)._why_not(Hidden()) == why_not
+        assert fused.Fusing(wanted, lambda: steps)._why_not(Hidden(), blocks) == why_not
+
+
+def test_the_number_of_steps_is_that_of_the_run_under_way(tracing_compiler, monkeypatch):
+    """As on a GPU, where nothing is said of fuse."""
+    seen = []
+    monkeypatch.setattr(fused.Fusing, "_why_not", lambda self, hidden, blocks: seen.append((self._steps(), blocks)) or "looked at")
+    pipe = tiny.wan(experts=2, num_layers=3)
+    with enable(pipe, CONFIG):
+        tiny.run_wan(pipe, steps=3)
+    assert set(seen) == {(3, 3)}
+
+
+@pytest.mark.parametrize("wanted", ["no", 0, 1])
+def test_anything_but_yes_no_and_none_is_refused(wanted):
+    with pytest.raises(TypeError, match="fuse: expected True, False or None"):
+        enable(tiny.wan_transformer(), CONFIG, total_steps=1, fuse=wanted)
 
 
 def test_on_a_cpu_nothing_is_compiled_unasked(tracing_compiler):
     _, report = output(tiny.wan_transformer(), fuse=None)
-    assert report.fused == {"no, on cpu": 2}
+    assert report.fused == {"no, not on a GPU": 2}
     assert graphs() == 0
 
 
@@ -216,3 +358,20 @@ def test_a_copy_of_a_fused_transformer_is_stock(tracing_compiler):
             copied = copy.deepcopy(transformer)
         assert all("_compiled_call_impl" not in module.__dict__ for module in copied.modules())
         assert torch.equal(copied(*INPUTS, return_dict=False)[0], stock)
+
+
+def test_a_wrong_fuse_takes_nothing_off():
+    transformer = tiny.wan_transformer()
+    with enable(transformer, CONFIG, total_steps=1) as session:
+        with pytest.raises(TypeError, match="fuse"):
+            enable(transformer, CONFIG, total_steps=1, fuse="yes")
+        assert session_of(transformer) is session
+
+
+def test_a_deleted_transformer_frees_its_weights_at_once():
+    transformer = tiny.wan_transformer()
+    enable(transformer, CONFIG, total_steps=1)
+    weights = [weakref.ref(parameter) for parameter in transformer.parameters()]
+    del transformer
+    gc.collect()
+    assert not any(reference() is not None for reference in weights)

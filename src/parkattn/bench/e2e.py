@@ -214,7 +214,7 @@ def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeMode
     """How much longer the first forward takes than the second: the same one block of each kind, dense."""
     with first_blocks(transformer, 1):
         run_forward(transformer, inputs, 999.0)
-        with enable(transformer, model.config(dense_steps=2), total_steps=2):
+        with enable(transformer, model.config(dense_steps=2), total_steps=RUN_STEPS):
             first, second = (watched(lambda: run_forward(transformer, inputs, 999.0), device).seconds for _ in range(2))
             return first - second if any(outcome.startswith("yes") for outcome in summary(transformer).fused) else None
 
@@ -235,11 +235,12 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
         })  # fmt: skip
         return found
 
-    with enable(transformer, config, total_steps=len(PHASES_MEASURED)):
+    # as in a whole run, whose length decides whether blocks are fused
+    with enable(transformer, config, total_steps=RUN_STEPS):
         runs = [forward(999.0 - step, phase) for step, phase in enumerate(PHASES_MEASURED)]
         report = summary(transformer)
     expect_phases(report.steps, PHASES_MEASURED)
-    with enable(transformer, config, total_steps=len(PHASES_MEASURED), fuse=False):
+    with enable(transformer, config, total_steps=RUN_STEPS, fuse=False):
         unfused = [forward(999.0 - step, f"{phase}, not fused") for step, phase in enumerate(PHASES_MEASURED[:2])]
     stock = forward(999.0, "dense")
     seconds = {phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES}

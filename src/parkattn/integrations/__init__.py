@@ -35,7 +35,7 @@ def enable(
 
     config: a ParkConfig, a preset's name, or None for the model's preset; changes override single fields. Enabling again
     replaces what was enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
-    fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, for long sequences.
+    fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs.
     """
     if config is None:
         config = row_for(next(iter(transformers_of(target).values()))).preset

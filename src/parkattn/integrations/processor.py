@@ -293,8 +293,7 @@ def _dispatch(
 def _call(caller: _Caller, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions) -> Tensor:
     processor = caller.processor
     device = q.device.type
-    # the one device without autocast is named, because torch 2.11 cannot trace the question which have it
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch 2.11 cannot trace is_autocast_available, which meta alone is not
         # as it would for the stock attention, which q and k of norms in float32 reach with v in half precision
         q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     text_tokens = 0 if processor.text == "none" else q.shape[1] - caller.video_tokens

@@ -27,22 +27,26 @@ class Session:
     def __init__(self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None) -> None:
         transformers = transformers_of(target)
         rows = {name: row_for(transformer) for name, transformer in transformers.items()}
+        # refuses a wrong fuse before anything is taken off
+        self.fusing = Fusing(fuse, lambda: self.tracker.total_steps)
         for transformer in transformers.values():
             close_session_of(transformer)
         self.method = method
         self.log = RunLog()
-        self.fusing = Fusing(fuse)
         self.tracker = StepTracker(functools.partial(_scheduler, weakref.ref(target)), self.reset, total_steps)
         self._undo: list[Callable[[], None]] = []
         self._transformers = [weakref.ref(transformer) for transformer in transformers.values()]
-        self._processors: list[tuple[str, int, Any, MethodProcessor]] = []
+        # weak: a deleted pipeline frees its weights at once
+        self._processors: list[tuple[str, int, weakref.ref[Any], MethodProcessor]] = []
         try:
             for name, transformer in transformers.items():
                 row = rows[name]
                 for layer, attention in enumerate(row.attentions(transformer)):
                     attend = functools.partial(self._attend, name, layer, row.text)
-                    self._processors.append((name, layer, attention, replace_processor(attention, attend, row.text, row.pair_mask)))
-                self._undo += [self.fusing.attach(block) for block in row.all_blocks(transformer)]
+                    made = replace_processor(attention, attend, row.text, row.pair_mask)
+                    self._processors.append((name, layer, weakref.ref(attention), made))
+                blocks = row.all_blocks(transformer)
+                self._undo += [self.fusing.attach(block, len(blocks)) for block in blocks]
                 self.tracker.attach(transformer)
                 _SESSIONS[transformer] = self
             self._follow_end_of_run(target)
@@ -58,9 +62,9 @@ class Session:
 
     def close(self) -> None:
         """Put every processor object back and forget all state."""
-        for _, _, attention, processor in reversed(self._processors):
-            stock = processor.give_back()
-            if attention.processor is processor:
+        for _, _, of_attention, processor in reversed(self._processors):
+            stock, attention = processor.give_back(), of_attention()
+            if attention is not None and attention.processor is processor:
                 set_processor(attention, stock)
         self._processors.clear()
         self.tracker.detach()
@@ -73,7 +77,11 @@ class Session:
             self._undo.pop()()
 
     def summary(self) -> Summary:
-        lost = [(name, layer) for name, layer, attention, processor in self._processors if attention.processor is not processor]
+        lost = [
+            (name, layer)
+            for name, layer, attention, processor in self._processors
+            if getattr(attention(), "processor", None) is not processor
+        ]
         return Summary.of(self.method.name, self.log, self._state_bytes(), dict(self.fusing.outcomes.most_common()), lost)
 
     def __enter__(self) -> Session:
