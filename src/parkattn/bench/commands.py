@@ -146,15 +146,18 @@ def sanitize(
     """compute-sanitizer and Triton's ConSan over every kernel at small sizes."""
     from parkattn.bench.sanitize import ROUNDS, run_rounds
     from parkattn.checks import expect_choice
+    from parkattn.record import append_records
 
     for name in only or ():
         expect_choice("only", name, ROUNDS)
-    table, records = Table("tool", "errors", "must find", "checks passed", "ok"), []
+    table, ok = Table("tool", "errors", "must find", "checks passed", "ok"), True
     for line in track(run_rounds(only, limit), "watching", total=len(only or ROUNDS), console=console, transient=True):
-        records.append(line)
+        ok &= line["ok"]
         table.add_row(*(_shown(line, column) for column in ("tool", "errors", "must_find", "checks_passed", "ok")))
-    _show_and_keep(table, records, record)
-    if not all(line["ok"] for line in records):
+        if record is not None:
+            append_records(record, [line])
+    console.print(table)
+    if not ok:
         raise typer.Exit(1)
 
 
