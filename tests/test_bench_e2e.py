@@ -70,6 +70,24 @@ def test_one_measurement_has_every_phase_at_the_density_asked_for(ready):
     assert session_of(ready.transformer) is None, "stock again"
 
 
+def test_blocks_are_compiled_before_anything_is_timed(ready, monkeypatch):
+    """Getting ready asks the question that the measurement will ask, for as many steps and blocks; else compiling would be timed."""
+    from parkattn.integrations.fused import Fusing
+
+    asked = []
+
+    def why_not(self, hidden, blocks):
+        asked.append((self._steps(), blocks, tuple(hidden.shape)))
+        return "looked at"
+
+    monkeypatch.setattr(Fusing, "_why_not", why_not)
+    e2e.seconds_of_fusing(ready.transformer, ready.inputs, ready.model, ready.device)
+    before, layers = set(asked), len(e2e.row_for(ready.transformer).all_blocks(ready.transformer))
+    asked.clear()
+    e2e.measure(ready)
+    assert set(asked) == before and {(steps, blocks) for steps, blocks, _ in asked} == {(e2e.RUN_STEPS, layers)}
+
+
 def test_the_cut_to_the_first_blocks_is_undone(ready):
     names = [blocks for blocks, _ in e2e.row_for(ready.transformer).blocks]
     before = [getattr(ready.transformer, name) for name in names]

@@ -214,9 +214,11 @@ def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeMode
     """How much longer the first forward takes than the second: the same one block of each kind, dense."""
     with first_blocks(transformer, 1):
         run_forward(transformer, inputs, 999.0)
-        with enable(transformer, model.config(dense_steps=2), total_steps=RUN_STEPS):
+    # enabled whole, because the number of blocks has a say in whether they are fused
+    with enable(transformer, model.config(dense_steps=2), total_steps=RUN_STEPS):
+        with first_blocks(transformer, 1):
             first, second = (watched(lambda: run_forward(transformer, inputs, 999.0), device).seconds for _ in range(2))
-            return first - second if any(outcome.startswith("yes") for outcome in summary(transformer).fused) else None
+        return first - second if any(outcome.startswith("yes") for outcome in summary(transformer).fused) else None
 
 
 def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:
