@@ -107,7 +107,7 @@ def _switched_off() -> str | None:
         return "torch.compile does not know this Python or this system"
     if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile is switched off"
-    stance = eval_frame._stance.stance
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")  # torch has no public way to ask
     if stance != "default":
         return f"torch.compiler.set_stance says {stance}"
     if torch._C._len_torch_dispatch_stack():
