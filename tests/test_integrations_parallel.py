@@ -44,7 +44,7 @@ def test_ulysses_gives_the_latents_of_one_process(cases, case):
     assert row["calls"]["refresh"] > 0 < row["calls"]["reuse"]
     if case.endswith("fused"):  # all but the blocks where tokens are split: the first, of Wan in older releases all
         assert row["fused"]["no, a hook is on the block"] > 0
-        assert row["fused"].get("yes, as asked", 0) > 0 or case.startswith("wan")
+        assert row["fused"].get("yes, as asked", 0) > 0 or (case.startswith("wan") and len(row["fused"]) == 1)
 
 
 def test_ulysses_anything_gives_the_latents_of_one_process(cases):
