@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -131,7 +133,7 @@ REPORTS = """
 ========= RACECHECK SUMMARY: 20 hazards displayed (95 errors, 0 warnings)
 """
 CONSAN = "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
-APART = "racecheck, warp-specialised kernels"
+APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without a meeting"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,10 @@ APART = "racecheck, warp-specialised kernels"
         ("memcheck", MEMCHECK + "out of time", False, 0),
         ("racecheck", RAN + REPORTS, False, 95),
         ("racecheck", RAN + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", True, 0),
-        (APART, RAN + REPORTS, True, 95),
-        (APART, REPORTS, False, 95),
+        (APART, RAN + REPORTS, False, 95),
+        (CONTROL, REPORTS, True, 95),
+        (CONTROL, RAN + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", False, 0),
+        (CONTROL, "Segmentation fault", False, None),
         ("ConSan, PAMA", RAN, True, 0),
         ("ConSan, PAMA", CONSAN, False, 1),
         ("ConSan, PAMA", "RuntimeError: no allocator", False, 0),
@@ -160,7 +164,7 @@ def test_what_a_sanitizer_printed_is_judged(tool, printed, ok, errors):
 
     found = judge(tool, printed)
     assert (found["ok"], found["errors"]) == (ok, errors)
-    ended = bool(errors) if tool.endswith("wait") else "all checks ran" in printed and "out of time" not in printed
+    ended = bool(errors) if "without" in tool else "all checks ran" in printed and "out of time" not in printed
     assert ("stopped" in found) != ended
     if REPORTS in printed:
         assert found["found"] == ["full_key_hopper importance_hopper.py:106", "full_key_hopper importance_hopper.py:111"]
@@ -181,21 +185,81 @@ def test_a_watched_process_says_when_all_checks_ran(capsys):
     assert capsys.readouterr().out == f"{sanitize.ALL_RAN}\n"
 
 
-def test_a_missing_sanitizer_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("prints", "complaint"),
+    [
+        (None, r"expected compute-sanitizer, got none on the PATH; pip install 'parkattn\[sanitize\]'"),
+        (
+            "Version 2025.3.1.0 (build 36400806)",
+            r"expected compute-sanitizer 2026.3 or newer.*, got Version 2025.3.1.0 from compute-sanitizer; pip",
+        ),
+        ("what?", "or newer.*, got no version"),
+        ("Version 2026.3.0.0 (build 38855100)", None),
+        ("Version 2027.1.0.0 (build 1)", None),
+    ],
+)
+def test_the_sanitizer_is_found_and_new_enough(monkeypatch, tmp_path, prints, complaint):
     from parkattn.bench import sanitize
 
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="expected compute-sanitizer on the PATH"):
-        next(sanitize.run_rounds())
+    if prints:
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(f"#!/bin/sh\necho '{prints}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
+    if complaint:
+        with pytest.raises(ValueError, match=complaint):
+            next(sanitize.run_rounds())
+    else:
+        assert sanitize.compute_sanitizer() == (str(tmp_path / "compute-sanitizer"), prints.split()[1])
 
 
-def test_the_kernel_without_a_wait_is_the_kernel_without_a_wait():
+def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path):
+    from parkattn.bench import sanitize
+
+    for folder, version in ((tmp_path / "old", "2026.3.0.0"), (tmp_path / "nvidia" / "cu13" / "bin", "2026.4.0.0")):
+        folder.mkdir(parents=True)
+        (folder / "compute-sanitizer").write_text(f"#!/bin/sh\necho Version {version}\n")
+        (folder / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "old"))
+    place = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    place.submodule_search_locations = [str(tmp_path / "elsewhere"), str(tmp_path / "nvidia")]
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: place)
+    assert sanitize.compute_sanitizer()[1] == "2026.4.0.0"
+
+
+def run_apart(code: str) -> str:
     """In a process of its own: modules are exchanged there."""
-    code = (
-        "import inspect, sys; from parkattn.bench import sanitize; sanitize._share_registers(forget_a_wait=True);"
-        "from parkattn.kernels import importance_hopper as ours, attend_gluon; print(inspect.getsource(ours).count('mbarrier.wait('),"
-        "'[168, 168]' in inspect.getsource(ours), attend_gluon.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'])"
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def test_a_broken_kernel_is_the_kernel_without_one_line():
+    shipped = pathlib.Path(importance_tilelang.__file__).with_name("importance_hopper.py").read_text()
+    for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_MEETING", "meet(")):
+        out = run_apart(
+            f"import inspect; from parkattn.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"
+            f"from parkattn.kernels import importance_hopper as ours; print(inspect.getsource(ours))"
+        )
+        assert out.count(word) == shipped.count(word) - 1
+        assert len(out.splitlines()) == len(shipped.splitlines())  # one line less, and print's own
+
+
+def test_a_change_that_no_longer_fits_its_kernel_is_refused():
+    with pytest.raises(subprocess.CalledProcessError) as refusal:
+        run_apart("from parkattn.bench import sanitize; sanitize.exchange(sanitize.PAMA, {'no such line': ('', 1)})")
+    assert "expected 'no such line' 1 times, got it 0 times" in refusal.value.stderr
+
+
+def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
+    out = run_apart(
+        "from parkattn.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
+        "from parkattn.kernels import importance_hopper as pama, attend_gluon as attention;"
+        "import test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
+        "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], pama.__file__ == attention.__file__);"
+        "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"
+        "assert not any(test_kernels_attend.barriers(built.asm['ptx'])[0] for _, built in builds);"
+        "test_kernels_attend.build_gluon(64, 'fp16', True, meetings=set()); print('compiled')"
     )
-    kernel = pathlib.Path(importance_tilelang.__file__).with_name("importance_hopper.py").read_text()
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == [str(kernel.count("mbarrier.wait(") - 1), "True", "168"]
+    assert out.split() == ["168", "False", "compiled"]

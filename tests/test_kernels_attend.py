@@ -274,9 +274,19 @@ def before_arrivals(ptx: str) -> set[str]:
     return {before for before, event in itertools.pairwise(events) if event == "mbarrier.arrive"}
 
 
+def barriers(ptx: str) -> tuple[set[str], set[str]]:
+    """The numbers of the hardware barriers: those of `meeting`, where two warpgroups meet, and Triton's own."""
+    numbers = re.findall(r"\bbar(?:rier)?\.(?:sync|arrive|red)[.\w]*\s+(\d+)(?:,\s*(\d+))?;", ptx)
+    return {number for number, threads in numbers if threads == "256"}, {number for number, threads in numbers if threads != "256"}
+
+
 @on_compiler
 @pytest.mark.parametrize(("d", "element", "everything"), [(64, "fp16", True), (128, "bf16", False), (128, "bf16", True)])
 def test_gluon_kernel_builds_and_fits(d, element, everything):
+    build_gluon(d, element, everything, meetings={"8", "9"})
+
+
+def build_gluon(d: int, element: str, everything: bool, meetings: set[str]) -> None:
     from parkattn.kernels.attend_gluon import SWIZZLED, attend_hopper_kernel
     from parkattn.kernels.tiles_attend import gluon_tile
 
@@ -297,3 +307,5 @@ def test_gluon_kernel_builds_and_fits(d, element, everything):
     assert stack <= (64 if everything else 0)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     assert before_arrivals(ptx) == {"bar.sync", "bar.warp.sync"}
+    ours, tritons = barriers(ptx)
+    assert ours == meetings and tritons and not ours & tritons

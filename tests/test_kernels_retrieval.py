@@ -350,16 +350,16 @@ def compile_for(arch: int) -> None:
             assert built.metadata.shared <= SHARED_MEMORY[arch], f"{what}: {built.metadata.shared} bytes of shared memory"
             assert stack_bytes(built.asm["cubin"]) == 0, f"{what}: spills"
     if arch == 90:
-        compile_gluon(target)
+        check_gluon(target)
 
 
-def compile_gluon(target) -> None:
+def gluon_builds(target):
+    """(chunks of 128 keys, the PAMA kernel for Hopper built for them)"""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from parkattn.kernels import importance_hopper
     from parkattn.kernels import tiles_retrieval as tiles
-    from test_kernels_attend import before_arrivals
 
     kernel, layout = importance_hopper.full_key_hopper, repr(importance_hopper.SWIZZLED)
     for chunks, dtype in ((8, "bf16"), (4, "fp16"), (2, "bf16")):
@@ -370,7 +370,13 @@ def compile_gluon(target) -> None:
         place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
         aligned = {place[a]: [["tt.divisibility", 16]] for a in ("items", "log_sizes", "out", "partial", "key_blocks")}
         source = GluonASTSource(kernel, types, {place[a]: v for a, v in constants.items()}, aligned)
-        built = triton.compile(source, target=target, options=importance_hopper.OPTIONS)
+        yield chunks, triton.compile(source, target=target, options=importance_hopper.OPTIONS)
+
+
+def check_gluon(target) -> None:
+    from test_kernels_attend import barriers, before_arrivals
+
+    for chunks, built in gluon_builds(target):
         assert built.metadata.shared <= SHARED_MEMORY[90]
         # at 8 chunks the compiler parks addresses of E and F on the stack, before the tile loop
         assert stack_bytes(built.asm["cubin"]) <= (256 if chunks == 8 else 0)
@@ -379,6 +385,8 @@ def compile_gluon(target) -> None:
         gemms, waits = (code.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert 0 < waits < gemms / 2, f"{gemms} GEMM instructions, {waits} waits"
         assert before_arrivals(built.asm["ptx"]) == {"bar.sync"}
+        ours, tritons = barriers(built.asm["ptx"])
+        assert ours == {"8"} and tritons and not ours & tritons
         # queries are read into registers: until a product has used them nothing says that the reads are done, not even a barrier
         events = re.findall(r"LDSM|SYNCS\.ARRIVE|WARPGROUP\.DEPBAR", code)
         after_loads = [b for a, b in itertools.pairwise(events) if a == "LDSM" and b != "LDSM"]

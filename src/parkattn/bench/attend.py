@@ -45,16 +45,17 @@ def kernels_for(device: torch.device, dim: int) -> list[str]:
     return ["gluon", "triton"] if gluon else ["triton"]
 
 
-def gate(device: torch.device, *, rehearse: bool = False, kernels: list[str] | None = None) -> Iterator[Case]:
+def gate(
+    device: torch.device, *, rehearse: bool = False, kernels: list[str] | None = None, compensated: tuple[bool, ...] = (False, True)
+) -> Iterator[Case]:
     """Both kernels on block-ordered tensors against the float64 definition: empty blocks, compensation, poison, repeats, lse."""
-    bf16, fp16 = torch.bfloat16, torch.float16
     for dim in (64,) if rehearse else (64, 128, 256):
         shape = TINY if rehearse else Shape(3, 1500, 12, 70, dim)
         if rehearse and device.type == "cuda":  # for the sanitizer: several query tiles per program, of both kinds, with several key tiles
             shape = Shape(20, 700, 4, 8, dim)
         for kernel in kernels or kernels_for(device, dim):
-            for dtype, compensate in ((bf16, False), (fp16, True)):
-                yield from _gate_kernel(kernel, shape, dtype, compensate, device, rehearse)
+            for compensate in compensated:
+                yield from _gate_kernel(kernel, shape, torch.float16 if compensate else torch.bfloat16, compensate, device, rehearse)
 
 
 def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:

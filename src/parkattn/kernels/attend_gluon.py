@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attend_gluon_producer import produce
+from .meeting import announce, meet
 from .tiles_attend import GluonTile, gluon_tile
 from .worklist import WIDE, build_worklist
 
@@ -26,6 +27,8 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 WARPGROUP_ROWS = 64
 # weights are relative to a maximum that may lag behind by 2^8: far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)
+# meetings of a shared query tile: the sums of one warpgroup lie in shared memory, the other has read them
+WRITTEN, READ = gl.constexpr("8"), gl.constexpr("9")
 
 
 def _multiply_unless_one(elements: int) -> tuple[str, str]:
@@ -168,7 +171,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
     out, out_strides, heads, order, lse = result
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    x_acc, x_rows, x_full, x_empty = exchange
+    x_acc, x_rows = exchange
     mail = mailbox + gl.program_id(0) * (2 * QSTAGES * 8)
     begin = 0
     r = 0
@@ -248,13 +251,14 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             z = gl.convert_layout(z, gl.SliceLayout(1, A))
             if shared:
                 if W == 1:
-                    mbarrier.wait(x_empty.index(0), (shared_tiles & 1) ^ 1)
+                    if shared_tiles > 0:
+                        meet(READ)
                     x_acc.store(acc)
                     x_rows.index(0).store(m)
                     x_rows.index(1).store(z)
-                    mbarrier.arrive(x_full.index(0), count=1)
+                    announce(WRITTEN)
                 else:
-                    mbarrier.wait(x_full.index(0), shared_tiles & 1)
+                    meet(WRITTEN)
                     m_other = x_rows.index(0).load(gl.SliceLayout(1, A))
                     top = gl.maximum(m, m_other)
                     shift = gl.where(top == -float("inf"), 0.0, top)
@@ -263,7 +267,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                     acc = acc * mine[:, None] + x_acc.load(A) * other[:, None]
                     z = z * mine + x_rows.index(1).load(gl.SliceLayout(1, A)) * other
                     m = top
-                    mbarrier.arrive(x_empty.index(0), count=1)
+                    announce(READ)
                 shared_tiles += 1
             if W == 0:
                 _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
@@ -280,6 +284,9 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
         r += 1
         mbarrier.wait(q_full.index((r % QSTAGES) * 2 + W), (r // QSTAGES) & 1)
         rows = gl.load(mail + (r % (2 * QSTAGES)) * 8 + 3)
+    if W == 1:  # noqa: SIM102
+        if shared_tiles > 0:  # no announcement is left without its meeting
+            meet(READ)
 
 
 @gluon.jit
@@ -316,7 +323,7 @@ def attend_hopper_kernel(
         _barriers(STAGES, 1),
         _barriers(STAGES, 2),
     )
-    exchange = (x_acc, x_rows, _barriers(1, 1), _barriers(1, 1))
+    exchange = (x_acc, x_rows)
     fence_async_shared()
     gl.thread_barrier()
     descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc)

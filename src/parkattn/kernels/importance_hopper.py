@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .meeting import meet
+
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
 # ruff: noqa: B007, RUF005, RUF059, SIM108   (the compiled subset of Python: tuples grow by +, every buffer travels, no conditional expressions)
@@ -29,7 +31,7 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 @gluon.jit
 def _producer(q_desc, c_desc, q_row, c_row, tiles, buffers, bars, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
     q_s, c_s, e_s, f_s, stat_s = buffers
-    q_full, q_empty, c_full, c_empty, stat_bar = bars
+    q_full, q_empty, c_full, c_empty = bars
     for t in range(tiles):
         mbarrier.wait(q_empty, (t + 1) & 1)
         mbarrier.expect(q_full, 64 * 128 * 2)
@@ -59,7 +61,7 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OWN: gl.constexpr = CHUNKS // 2
     q_s, c_s, e_s, f_s, stat_s = buffers
-    q_full, q_empty, c_full, c_empty, stat_bar = bars
+    q_full, q_empty, c_full, c_empty = bars
     columns = gl.arange(0, 128, layout=gl.SliceLayout(0, LOGITS))
     rows = gl.arange(0, 64, layout=ROW)
     mass = ()
@@ -99,15 +101,12 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
                 higher = gl.maximum(top, m)
                 total = total * gl.exp2(top - higher) + z * gl.exp2(m - higher)
                 top = higher
-        # the other consumer has the other half of each row
+        # the other consumer has the other half of each row; whoever is a tile ahead writes to other rows
         mine = ((t & 1) * 2 + W) * 2
         other = ((t & 1) * 2 + 1 - W) * 2
         stat_s.index(mine).store(top)
         stat_s.index(mine + 1).store(total)
-        gl.thread_barrier()
-        # a barrier for even and one for odd tiles: a warp that is a tile behind still finds its phase
-        mbarrier.arrive(stat_bar.index(W * 2 + (t & 1)), count=1)
-        mbarrier.wait(stat_bar.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)
+        meet("8")
         their_top = stat_s.index(other).load(ROW)
         their_total = stat_s.index(other + 1).load(ROW)
         peak = gl.maximum(top, their_top)
@@ -162,17 +161,14 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stat_bar = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(stat_bar.index(i), count=1)
+    bars = (q_full, q_empty, c_full, c_empty)
     fence_async_shared()
     gl.thread_barrier()
-    bars = (q_full, q_empty, c_full, c_empty, stat_bar)
     gl.warp_specialize([
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 0)),
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 1)),

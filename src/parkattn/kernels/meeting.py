@@ -1,0 +1,27 @@
+"""Two warpgroups of a warp-specialised kernel hand shared memory to each other, at the hardware's numbered barriers.
+
+Gluon offers mbarriers alone, and there one thread arrives for its warpgroup: NVIDIA's racecheck does not follow that, and
+reports what lies before as a race (`park bench sanitize`, 2025.3 and 2026.3). Here every thread arrives. Triton itself uses
+the numbers 0 to 2 in these kernels; the test suite looks for a clash in the PTX.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _in_every_thread(instruction: gl.constexpr):
+    threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(instruction + "; mov.b32 $0, $1;", "=r,r", [threads], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def meet(NUMBER: gl.constexpr):
+    """Wait for the other warpgroup: what it did before its `meet` or `announce` with this number is seen from here on."""
+    _in_every_thread("barrier.sync " + NUMBER + ", 256")
+
+
+@gluon.jit
+def announce(NUMBER: gl.constexpr):
+    """Let the other warpgroup's `meet` with this number pass, without waiting for it."""
+    _in_every_thread("barrier.arrive " + NUMBER + ", 256")
