@@ -295,7 +295,8 @@ def build_gluon(d: int, element: str, everything: bool, meetings: set[str]) -> N
         "q_desc": (64, d),
         "k_tail": (tile.tail, 64),
         "v_tail": (tile.tail, 64),
-        **dict.fromkeys(("k_wide", "v_wide", "c_desc", "u_desc"), (32, 64)),
+        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)),
+        **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
     }
     types = {name: f"tensordesc<{element}[{height}, {width}],{SWIZZLED!r}>" for name, (height, width) in boxes.items()}
     types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "mailbox", "order"), "*i32")

@@ -15,6 +15,7 @@ import torch
 from parkattn.record import environment
 
 Call = Callable[[], object]
+SETTLING_S = 0.5
 
 
 def bench_device() -> torch.device:
@@ -36,9 +37,13 @@ def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
     than after a light one, so calls that take turns would be charged for their neighbours."""
     found = {}
     for name, call in calls.items():
-        for _ in range(3 if torch.cuda.is_available() else 0):
+        done, began = 0, time.monotonic()
+        while torch.cuda.is_available() and (done < 3 or time.monotonic() - began < SETTLING_S):
             call()
-        found[name] = median(_each_ms(call, repeats))
+            torch.cuda.synchronize()
+            done += 1
+        # short calls are repeated more often, over as long a time
+        found[name] = median(_each_ms(call, max(repeats, min(done, 100))))
     return found
 
 

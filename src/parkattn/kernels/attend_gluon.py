@@ -63,26 +63,22 @@ def _after(value):
 
 
 @gluon.jit
-def _read_marks(i, marks, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, MODE: gl.constexpr, S: gl.constexpr):
-    """What the scores of the i-th tile of its kind need, read before they are there: per column the valid rows of its granule,
-    or the bias of its stand-in key."""
+def _read_tails(i, marks, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
+    """Per column of the i-th tile of tails the valid rows of its granule, read before the scores are there."""
     col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    found = gl.full([KEYS], TAIL, gl.int32, layout=gl.SliceLayout(0, S))
-    if MODE == "stand-ins":
-        found = gl.load(marks + i * KEYS + col)
-    elif MODE == "tails":
-        found = gl.load(marks + i * (KEYS // TAIL) + col // TAIL) & 31
-    return found
+    return gl.load(marks + i * (KEYS // TAIL) + col // TAIL) & 31
 
 
 @gluon.jit
-def _apply_marks(s, found, KEYS: gl.constexpr, TAIL: gl.constexpr, MODE: gl.constexpr, S: gl.constexpr):
-    if MODE == "stand-ins":
-        s = s + found[None, :]
-    elif MODE != "plain":
-        col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-        s = gl.where((col % TAIL < found)[None, :], s, -float("inf"))
-    return s
+def _mask_tails(s, valid, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
+    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    return gl.where((col % TAIL < valid)[None, :], s, -float("inf"))
+
+
+@gluon.jit
+def _read_bias(i, bias, KEYS: gl.constexpr, S: gl.constexpr):
+    """The bias of the i-th tile of stand-in keys, per column: what their scores begin with."""
+    return gl.load(bias + i * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)))
 
 
 @gluon.jit
@@ -105,9 +101,12 @@ def _pass_on(at, full, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _step(at, begin, stride, acc, p16, m, z, q, i, marks, rings, bars, factor, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr,
+def _step(at, begin, stride, acc, p16, m, z, q, valid, scores, rings, bars, factor, KEYS: gl.constexpr, TAIL: gl.constexpr,
           STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr, P: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
-    """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does."""
+    """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does.
+
+    S_j begins with `scores`, the bias, where keys are stand-ins, and is masked by `valid` where they are tails.
+    """
     _q_ring, k_ring, v_ring = rings
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
     slot = at % STAGES
@@ -117,14 +116,14 @@ def _step(at, begin, stride, acc, p16, m, z, q, i, marks, rings, bars, factor, K
         _pass_on(at - 1, k_full, k_empty, STAGES)
         if at - 3 >= begin:
             _pass_on(at - 3, v_full, v_empty, STAGES)
-    found = _read_marks(i, marks, KEYS, WIDE, TAIL, MODE, S)
     mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)
-    s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), gl.zeros([64, KEYS], gl.float32, layout=S), use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), scores, use_acc=MODE == "stand-ins", is_async=True)
     mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)
     acc = warpgroup_mma(p16, v_ring.index(before), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    s = _apply_marks(s, found, KEYS, TAIL, MODE, S)
+    if MODE == "tails":
+        s = _mask_tails(s, valid, KEYS, TAIL, S)
     p, m, z, decay = _softmax(s, m, z, factor, MODE != "plain")
     p16 = gl.convert_layout(p.to(p16.dtype), P)
     z = _after(z)
@@ -161,13 +160,13 @@ def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, l
 
 
 @gluon.jit
-def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
               QSTAGES: gl.constexpr, D: gl.constexpr, W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     _wide_lists, tail_lists, _tiles, _count, mailbox, bias_lists = lists
-    n, _m, _kb, _wide_width, tails_width, bias_width = shape
+    n, _m, _kb, _wide_width, tails_width, bias_tiles = shape
     out, out_strides, heads, order, lse = result
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -183,7 +182,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
         all_tiles = gl.load(record + 6)
         total = all_tiles
         if COMPENSATE:
-            total = all_tiles + bias_width // KEYS
+            total = all_tiles + bias_tiles
         end = begin + total
         q_slot = (r % QSTAGES) * 2 + W
         # a tile of at most 64 rows is shared: both warpgroups hold its rows and take every other key tile
@@ -207,32 +206,35 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
                 if first >= all_tiles:
                     if COMPENSATE:
-                        stand_ins = bias_lists + gl.load(record + 1).to(gl.int64) * bias_width
-                        s = _apply_marks(
-                            s, _read_marks(first - all_tiles, stand_ins, KEYS, WIDE, TAIL, "stand-ins", S), KEYS, TAIL, "stand-ins", S
-                        )
+                        bias = bias_lists + gl.load(record + 1).to(gl.int64) * (bias_tiles * KEYS)
+                        s = s + _read_bias(first - all_tiles, bias, KEYS, S)[None, :]
                 else:
-                    s = _apply_marks(
-                        s, _read_marks(first - gl.load(record + 4), marks, KEYS, WIDE, TAIL, "tails", S), KEYS, TAIL, "tails", S
-                    )
+                    s = _mask_tails(s, _read_tails(first - gl.load(record + 4), marks, KEYS, TAIL, S), KEYS, TAIL, S)
             m = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
             z = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
             p, m, z, _decay = _softmax(s, m, z, factor, True)
             p16 = gl.convert_layout(p.to(q_ring.dtype), P)
             acc = gl.zeros([64, D], gl.float32, layout=A)
+            zero = gl.zeros([64, KEYS], gl.float32, layout=S)
             for j in range(first + stride, plain_tiles, stride):
-                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, tail_lists, rings, bars, factor, KEYS, WIDE, TAIL, STAGES,
+                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
                                        S, A, P, "plain")  # fmt: skip
             # the letter is read again rather than kept: registers are what the loop above is short of
             wide_tiles = gl.load(record + 4)
             marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
             for j in range(_own_from(first, plain_tiles, stride), all_tiles, stride):
-                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, j - wide_tiles, marks, rings, bars, factor, KEYS, WIDE, TAIL, STAGES,
+                valid = _read_tails(j - wide_tiles, marks, KEYS, TAIL, S)
+                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, valid, zero, rings, bars, factor, KEYS, TAIL, STAGES,
                                        S, A, P, "tails")  # fmt: skip
             if COMPENSATE:
-                stand_ins = bias_lists + gl.load(record + 1).to(gl.int64) * bias_width
-                for j in range(_own_from(first, all_tiles, stride), total, stride):
-                    acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, j - all_tiles, stand_ins, rings, bars, factor, KEYS, WIDE, TAIL, STAGES,
+                bias = bias_lists + gl.load(record + 1).to(gl.int64) * (bias_tiles * KEYS)
+                own = _own_from(first, all_tiles, stride) - all_tiles
+                ahead = _read_bias(gl.minimum(own, bias_tiles - 1), bias, KEYS, S)
+                for i in range(own, bias_tiles, stride):
+                    scores = ahead[None, :].broadcast_to([64, KEYS])
+                    # a tile ahead, since the product begins with it
+                    ahead = _read_bias(gl.minimum(i + stride, bias_tiles - 1), bias, KEYS, S)
+                    acc, p16, m, z = _step(begin + all_tiles + i, begin, stride, acc, p16, m, z, q, 0, scores, rings, bars, factor, KEYS, TAIL, STAGES,
                                            S, A, P, "stand-ins")  # fmt: skip
             head = gl.load(record)
             row = gl.load(record + 2) + gl.where(shared, 0, W * 64)
@@ -297,10 +299,10 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_width"])
+@gluon.jit(do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_tiles"])
 def attend_hopper_kernel(
     q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, wide_lists, tail_lists, tiles, count, mailbox, bias, out, order, lse, factor,
-    heads, n, m, kb, wide_width, tails_width, bias_width, out_b, out_h, out_n,
+    heads, n, m, kb, wide_width, tails_width, bias_tiles, out_b, out_h, out_n,
     D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
     COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -328,12 +330,12 @@ def attend_hopper_kernel(
     gl.thread_barrier()
     descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc)
     lists = (wide_lists, tail_lists, tiles, count, mailbox, bias)
-    shape = (n, m, kb, wide_width, tails_width, bias_width)
+    shape = (n, m, kb, wide_width, tails_width, bias_tiles)
     result = (out, (out_b, out_h, out_n), heads, order, lse)
     rings = (q_ring, k_ring, v_ring)
     gl.warp_specialize([
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, 0, COMPENSATE, SCATTER, LSE)),
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, 1, COMPENSATE, SCATTER, LSE)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, QSTAGES, D, 0, COMPENSATE, SCATTER, LSE)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, QSTAGES, D, 1, COMPENSATE, SCATTER, LSE)),
         (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, COMPENSATE)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -374,10 +376,10 @@ def attend_hopper(
     mailbox = torch.empty(programs, 2 * tile.query_stages, 8, dtype=torch.int32, device=q.device)
     attend_hopper_kernel[(programs,)](
         box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
-        box(stand_ins[0], WIDE, 64), box(stand_ins[1], WIDE, 64), work.wide, work.tails, work.tiles, work.count, mailbox,
+        box(stand_ins[0], tile.keys, 64), box(stand_ins[1], tile.keys, 64), work.wide, work.tails, work.tiles, work.count, mailbox,
         q if work.bias is None else work.bias, out, q if out_order is None else out_order, q if lse is None else lse,
         float(scale * 1.4426950408889634), rows.shape[1], n, m, kb, work.wide.shape[1], work.tails.shape[1],
-        0 if work.bias is None else work.bias.shape[1], rows.stride(0), rows.stride(1), rows.stride(2),
+        0 if work.bias is None else work.bias.shape[1] // tile.keys, rows.stride(0), rows.stride(1), rows.stride(2),
         SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None, **tile.constants(d), num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out, lse

@@ -48,8 +48,7 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
         stand_in = comp_row0 + (j - all_tiles) * KEYS
         mbarrier.wait(empty_ring.index(slot), phase)
         mbarrier.expect(full, KEYS * D * 2)
-        for g in gl.static_range(PER):
-            _copy(desc_comp, stand_in + g * WIDE, g, WIDE, full, tile, KEYS, D)
+        _copy(desc_comp, stand_in, 0, KEYS, full, tile, KEYS, D)
 
 
 @gluon.jit
@@ -57,7 +56,7 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
               QSTAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
     q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc = descs
     wide_lists, tail_lists, tiles, count, mailbox, _bias = lists
-    n, m, kb, wide_width, tails_width, bias_width = shape
+    n, m, kb, wide_width, tails_width, bias_tiles = shape
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     mail = mailbox + gl.program_id(0) * (2 * QSTAGES * 8)
@@ -74,7 +73,7 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
         all_tiles = gl.load(record + 6)
         total = all_tiles
         if COMPENSATE:
-            total = all_tiles + bias_width // KEYS
+            total = all_tiles + bias_tiles
         wide = wide_lists + list_id.to(gl.int64) * wide_width
         tails = tail_lists + list_id.to(gl.int64) * tails_width
         for w in gl.static_range(2):
