@@ -119,6 +119,33 @@ def test_pama_figures_in_the_docs_are_the_recorded_ones():
         assert told in line
 
 
+def test_attention_figures_in_the_docs_are_the_recorded_ones():
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_attend.jsonl").read_text().splitlines()]
+    ms: dict[str, dict[tuple[str, str | None], dict]] = {}
+    for r in records:
+        if r.get("benchmark") == "attend":
+            ms.setdefault(r["case"].replace("hunyuan", "hunyuanvideo"), {})[r["kernel"], r.get("borders")] = r
+    rows = re.findall(r"^\| (\w[^|]*, density [\d.]+) \| (.*) \|$", (ROOT / "docs/kernels.md").read_text(), flags=re.MULTILINE)
+    assert sorted(case.lower() for case, _ in rows) == sorted(ms)
+    for case, rest in rows:
+        of_case = ms[case.lower()]
+        told = [f"{of_case['cudnn', None]['ms']:.1f} ms"]
+        for borders in ("rounded", "as clustered"):
+            plain, compensated = (of_case[kernel, borders] for kernel in ("gluon", "gluon compensated"))
+            told += [f"{plain['ms']:.1f} ms", f"{plain['ratio']:.3f}"] + ([f"{plain['useful_tflops']:.0f}"] if borders == "rounded" else [])
+            told += [f"+{100 * (compensated['ms'] / plain['ms'] - 1):.1f} %"]
+        cells = rest.split(" | ")
+        assert cells[:3] + cells[4:] == told  # the fourth is the bar
+        assert float(cells[2]) <= float(cells[3])
+
+
+def test_every_tool_of_the_sanitizers_has_a_record_that_passed():
+    from parkattn.bench.sanitize import ROUNDS
+
+    records = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_sanitize.jsonl").read_text().splitlines()]
+    assert {r["tool"]: r["ok"] for r in records} == dict.fromkeys(ROUNDS, True)
+
+
 def test_figures_of_the_small_model_in_the_readme_are_the_recorded_ones():
     text = " ".join((ROOT / "README.md").read_text().split())
     dense, park = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["methods"]

@@ -45,7 +45,7 @@ def measure_decisions() -> Iterator[dict[str, Any]]:
         value = {"query_multiple": queries, "key_multiple": keys}
         quality = _quality(scene.q, scene.k, _at_density(scene.q, scene.k, PAPER_BLOCKS.replace(**value)))
         yield {"benchmark": "decisions", "choice": "block borders", "value": value, **quality, "environment": facts}
-    for queries, keys in ((1, 1), (64, 32)):
+    for queries, keys in ((1, 1), (64, 32), (128, 32)):
         value = {"query_multiple": queries, "key_multiple": keys}
         quality = _quality(scene.q, scene.k, PAPER_BLOCKS.replace(top_k=None, top_p=0.9, **value))
         yield {"benchmark": "decisions", "choice": "block borders, p = 0.9", "value": value, **quality, "environment": facts}

@@ -74,7 +74,7 @@ def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> d
     """Full-K PAMA; width: key blocks rounded up to a power of two.
 
     sm_90, d = 128: the Gluon kernel, as many 32 KB stages as fit beside the probabilities.  Measured at (24, 115,200, 1,024)
-    2.52, at (40, 75,600, 1,024) 2.99, at (40, 75,600, 512) 1.57; earlier, each call waited for, there 2.02 (3 stages 2.26).
+    2.60 ms, at (40, 75,600, 1,024) 3.07, at (40, 75,600, 512) 1.56; earlier, each call waited for, there 2.02 (3 stages 2.26).
     Elsewhere plain Triton: BM * width fp32 logits live in the registers of 8 warps.
     """
     if arch == 90 and head_dim == 128:
