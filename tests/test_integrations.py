@@ -319,6 +319,18 @@ def test_summary_counts_phases_and_names_every_dense_reason(wan):
     assert table.splitlines()[0].startswith("park: 5 steps dense, 2 steps refresh, 1 steps reuse; mean density")
 
 
+def test_the_summary_of_a_run_of_nans_is_json(wan):
+    """A checkpoint that overflows in half precision: the record beside the black video can still be read."""
+    with torch.no_grad():
+        next(wan.transformer.parameters()).fill_(torch.nan)
+    enable(wan, SPARSE, dense_steps=1)
+    tiny.run_wan(wan)
+    report = summary(wan)
+    assert report.calls["refresh"] > 0 and all(layer["estimated_mass"] is None for layer in report.layers)
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
+    assert "refresh" in str(report)
+
+
 def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their_layer():
     from parkattn.integrations.summary import RunLog, Summary
     from parkattn.site import AttentionStats, CallSite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -162,7 +163,9 @@ class Summary:
 
 
 def _mean(values: list[Tensor]) -> float | None:
-    return sum(value.item() for value in values) / len(values) if values else None
+    """None also where there is no finite one (tokens with NaN have no mass): JSON has no word for it."""
+    mean = sum(value.item() for value in values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
 
 
 def _saved(times: list[dict[str, list[float]]]) -> float | None:
