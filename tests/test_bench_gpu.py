@@ -151,6 +151,12 @@ APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without
         (CONTROL, REPORTS, True, 95),
         (CONTROL, RAN + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", False, 0),
         (CONTROL, "Segmentation fault", False, None),
+        (CONTROL, "CUDA_ERROR_LAUNCH_FAILED\n========= ERROR SUMMARY: 1 error", False, 1),
+        (CONTROL, REPORTS.replace("importance_hopper.py", "other.py"), False, 95),
+        ("memcheck", "all checks ran\n========= ERROR SUMMARY: 0 errors", False, 0),
+        ("ConSan, PAMA", "all checks ran\n", False, 0),
+        ("ConSan, PAMA without a wait", "compiler: Assertion `isa<To>(Val)` failed.\nAborted", False, 1),
+        ("ConSan, PAMA without a wait", "thread: [1,0,0] Assertion `index out of bounds` failed.", False, 1),
         ("ConSan, PAMA", RAN, True, 0),
         ("ConSan, PAMA", CONSAN, False, 1),
         ("ConSan, PAMA", "RuntimeError: no allocator", False, 0),
@@ -164,7 +170,7 @@ def test_what_a_sanitizer_printed_is_judged(tool, printed, ok, errors):
 
     found = judge(tool, printed)
     assert (found["ok"], found["errors"]) == (ok, errors)
-    ended = bool(errors) if "without" in tool else "all checks ran" in printed and "out of time" not in printed
+    ended = ok if "without" in tool else "all checks ran" in printed and "out of time" not in printed
     assert ("stopped" in found) != ended
     if REPORTS in printed:
         assert found["found"] == ["full_key_hopper importance_hopper.py:106", "full_key_hopper importance_hopper.py:111"]
@@ -214,6 +220,42 @@ def test_the_sanitizer_is_found_and_new_enough(monkeypatch, tmp_path, prints, co
         assert sanitize.compute_sanitizer() == (str(tmp_path / "compute-sanitizer"), prints.split()[1])
 
 
+def test_a_sanitizer_that_cannot_run_is_named(monkeypatch, tmp_path):
+    from parkattn.bench import sanitize
+
+    (tmp_path / "compute-sanitizer").write_text("no program")
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"expected compute-sanitizer to run, got .*; pip install"):
+        sanitize.compute_sanitizer()
+
+
+def test_no_watched_program_outlives_its_time(monkeypatch, tmp_path):
+    """A sanitizer is the parent of what it watches: both end."""
+    from parkattn.bench import sanitize
+
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo Version 2026.3.0.0 && exit\nsleep 300 & echo $! > {tmp_path}/child\nwait\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sanitize, "gpu_environment", dict)
+    monkeypatch.setattr(sanitize, "ROUNDS", {name: sanitize.ROUNDS[name] for name in ("memcheck", "synccheck")})
+    (first, _) = rounds = list(sanitize.run_rounds(["memcheck", "synccheck"], limit_s=1))
+    assert not any(r["ok"] for r in rounds) and first["stopped"].endswith("out of time")
+    child = int((tmp_path / "child").read_text())
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    """A process that ended and that nobody has asked after yet is not."""
+    state = pathlib.Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path):
     from parkattn.bench import sanitize
 
@@ -226,12 +268,14 @@ def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path)
     place.submodule_search_locations = [str(tmp_path / "elsewhere"), str(tmp_path / "nvidia")]
     monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: place)
     assert sanitize.compute_sanitizer()[1] == "2026.4.0.0"
+    (tmp_path / "nvidia" / "cu13" / "bin" / "compute-sanitizer").chmod(0o644)  # unpacked by something else than pip
+    assert sanitize.compute_sanitizer()[1] == "2026.3.0.0"
 
 
 def run_apart(code: str) -> str:
     """In a process of its own: modules are exchanged there."""
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)}
-    environment.pop("TRITON_INTERPRET", None)
+    here = pathlib.Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src")]), "TRITON_INTERPRET": "0"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
 
 
@@ -257,9 +301,9 @@ def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
         "from parkattn.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
         "from parkattn.kernels import importance_hopper as pama, attend_gluon as attention;"
         "import test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
-        "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], pama.__file__ == attention.__file__);"
+        "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"
         "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"
         "assert not any(test_kernels_attend.barriers(built.asm['ptx'])[0] for _, built in builds);"
         "test_kernels_attend.build_gluon(64, 'fp16', True, meetings=set()); print('compiled')"
     )
-    assert out.split() == ["168", "False", "compiled"]
+    assert out.split() == ["168", "False", "False", "compiled"]

@@ -111,7 +111,7 @@ class ParkConfig:
 
 # section "Implementations" of the paper; Wan and HunyuanVideo differ in the number of key blocks only
 _PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_interval": 10, "alpha": 0.05, "s_min": 1e-12}
-# not the paper's: borders where the attention kernel's tiles begin, a reuse step takes a tenth less time at equal density (DESIGN.md);
+# not the paper's: borders where the attention kernel's tiles begin; what that gains, and where it gains nothing: DESIGN.md, "Block borders";
 # query_multiple=1, key_multiple=1 gives the paper's blocks back
 _BORDERS = {"query_multiple": 64, "key_multiple": 32}
 PRESETS: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,15 +83,15 @@ COMPUTE_SANITIZER = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "
 
 @dataclass(frozen=True)
 class Round:
-    """One run of one tool. finds: whether it has to find something, in a kernel that was broken for it."""
+    """One run of one tool. finds: what it has to print about a kernel that was broken for it."""
 
     section: str = "sanitize"
     options: tuple[str, ...] = ()  # of compute-sanitizer
     variables: dict[str, str] = field(default_factory=dict)
-    finds: bool = False
+    finds: str = ""
 
 
-def _watch(tool: str, *options: str, section: str = "sanitize", finds: bool = False) -> Round:
+def _watch(tool: str, *options: str, section: str = "sanitize", finds: str = "") -> Round:
     return Round(section, ("--tool", tool, *options), COMPUTE_SANITIZER, finds)
 
 
@@ -99,11 +100,17 @@ ROUNDS = {
     "synccheck": _watch("synccheck"),
     "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
     "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
-    "racecheck, PAMA without a meeting": _watch("racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control", finds=True),
+    "racecheck, PAMA without a meeting": _watch(
+        "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control", finds=r"Race reported between .* in importance_hopper\.py"
+    ),
     "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
     "ConSan, attention": Round("consan-attend", variables=CONSAN),
     "ConSan, compensated attention": Round("consan-compensated", variables=CONSAN),
-    "ConSan, PAMA without a wait": Round("consan-control", variables=CONSAN, finds=True),
+    "ConSan, PAMA without a wait": Round(
+        "consan-control",
+        variables=CONSAN,
+        finds="Assertion `(Buffer being accessed has outstanding writes|Accessing buffer with pending access)",
+    ),
 }
 
 
@@ -130,11 +137,14 @@ def compute_sanitizer() -> tuple[str, str]:
     """The program and its version: of the installed package, which may be newer than the CUDA toolkit's, else on the PATH."""
     package = importlib.util.find_spec("nvidia")
     installed = (Path(folder, "cu13", "bin", "compute-sanitizer") for folder in (package and package.submodule_search_locations) or ())
-    program = next((str(path) for path in installed if path.exists()), None) or shutil.which("compute-sanitizer")
+    program = next((str(path) for path in installed if os.access(path, os.X_OK)), None) or shutil.which("compute-sanitizer")
     advice = "pip install 'parkattn[sanitize]'"
     if program is None:
         raise ValueError(f"park bench sanitize: expected compute-sanitizer, got none on the PATH; {advice}.")
-    printed = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    try:
+        printed = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    except OSError as failure:
+        raise ValueError(f"park bench sanitize: expected compute-sanitizer to run, got {failure}; {advice}.") from failure
     version = re.search(r"Version (\d+)\.(\d+)\S*", printed)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         # 2025.3 reports how Triton starts the partitions of any warp-specialised kernel
@@ -151,18 +161,21 @@ def run_rounds(only: list[str] | None = None, limit_s: float = 600) -> Iterator[
     with tempfile.TemporaryDirectory() as folder:
         logs = {name: Path(folder, f"{i}.log") for i, name in enumerate(only or ROUNDS)}
         started = {name: _start(ROUNDS[name], log, program) for name, log in logs.items()}
-        facts, ends = gpu_environment(), time.monotonic() + limit_s
-        for name, process in started.items():
-            late = ""
-            try:
-                process.wait(max(0.0, ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                late = "out of time"
-            printed = logs[name].read_text(encoding="utf-8", errors="replace") + late
-            watcher = {"compute_sanitizer": version} if ROUNDS[name].options else {}
-            yield {"benchmark": "sanitize", **judge(name, printed), **watcher, "environment": facts}
+        try:
+            facts, ends = gpu_environment(), time.monotonic() + limit_s
+            for name, process in started.items():
+                late = ""
+                try:
+                    process.wait(max(0.0, ends - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    _end(process)
+                    late = "out of time"
+                printed = logs[name].read_text(encoding="utf-8", errors="replace") + late
+                watcher = {"compute_sanitizer": version} if ROUNDS[name].options else {}
+                yield {"benchmark": "sanitize", **judge(name, printed), **watcher, "environment": facts}
+        finally:
+            for process in started.values():
+                _end(process)
 
 
 def judge(name: str, printed: str) -> dict[str, Any]:
@@ -174,9 +187,9 @@ def judge(name: str, printed: str) -> dict[str, Any]:
         errors = int(summary[1]) if summary else None
     # compute-sanitizer's own status hides the program's, and its summary comes also after a program that died
     finished = errors is not None and "out of time" not in printed and ALL_RAN in printed
-    ok = finished and failed == 0 and errors == 0
+    ok = finished and passed > 0 and failed == 0 and errors == 0
     if wanted.finds:
-        finished = ok = bool(errors)
+        finished = ok = re.search(wanted.finds, printed) is not None
     places = sorted({f"{kernel} {place}" for kernel, place in PLACE.findall(printed)})
     last = "" if finished else printed[-1500:]
     return {"tool": name, "ok": ok, "errors": errors, "must_find": "something" if wanted.finds else "nothing", "checks_passed": passed, "checks_failed": failed,
@@ -188,9 +201,16 @@ def _start(wanted: Round, log: Path, program: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "parkattn.bench.gpu", "--out", str(out), "--section", wanted.section]
     if wanted.options:
         command = [program, "--error-exitcode", "99", *wanted.options, *command]
-    variables = {**os.environ, **wanted.variables, "TRITON_CACHE_DIR": str(out / "cache")}
+    variables = {**os.environ, **wanted.variables, "TRITON_CACHE_DIR": str(out / "cache"), "TRITON_INTERPRET": "0"}
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With what it started: a sanitizer is the parent of the program it watches."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _prepare_for_consan(*, forget_a_wait: bool) -> None:
