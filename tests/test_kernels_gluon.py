@@ -1,0 +1,201 @@
+"""The Hopper kernels without a GPU: their Python against float64, with copies, products and warpgroups in any order that barriers leave open.
+
+Their work lists are made by Triton kernels in the interpreter, which must be chosen before triton is imported: a pytest of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+import gluon_on_cpu
+from gluon_on_cpu import Descriptor, on_cpu
+from interpreted import run_interpreted
+from test_kernels_attend import assert_close, offsets, one_by_one, problem
+
+pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
+def test_the_hopper_kernels_on_the_cpu():
+    run_interpreted(__file__, at_least=26)
+
+
+@pytest.fixture
+def module(monkeypatch, tmp_path):
+    """A module of kernels, with what a GPU would have to be there for; `change`: a text of it and what stands there instead"""
+
+    def load(name: str, change: tuple[str, str] | None = None):
+        found = importlib.util.find_spec(f"parkattn.kernels.{name}")
+        source = pathlib.Path(found.origin).read_text()
+        if change is not None:
+            if source.count(change[0]) != 1:
+                raise LookupError(f"{change[0]!r} stands {source.count(change[0])} times in {name}")
+            source = source.replace(*change)
+        copy = tmp_path / f"{name}.py"
+        copy.write_text(source)
+        spec = importlib.util.spec_from_file_location(f"parkattn.kernels.{name}_here", copy)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(module, "TensorDescriptor", Descriptor)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=2))
+        return module
+
+    return load
+
+
+# when products read, and who falls behind: nobody, a warpgroup, the warp that copies, the copies
+ORDERS = [{"late": False}, {"late": True, "slow": 0}, {"late": False, "slow": 1}, {"late": True, "slow": 2}, {"late": False, "slow": 3}]
+
+
+# (tokens of queries, of keys, head dim, blocks of queries, of keys, density, dtype, stand-ins); blocks are uneven, some are empty
+CASES = [
+    pytest.param(300, 700, 64, 4, 9, 0.5, torch.bfloat16, False, id="plain"),
+    pytest.param(150, 400, 128, 3, 6, 0.6, torch.float16, False, id="d128"),
+    pytest.param(40, 300, 64, 3, 12, 0.4, torch.bfloat16, False, id="tiles of at most 64 rows"),
+    pytest.param(200, 60, 64, 3, 5, 0.5, torch.bfloat16, False, id="less than a tile of keys"),
+    pytest.param(260, 500, 64, 4, 8, 0.3, torch.float16, True, id="one tile of stand-ins"),
+    pytest.param(260, 900, 64, 4, 300, 0.3, torch.float16, True, id="three tiles of stand-ins"),
+    pytest.param(200, 900, 128, 3, 513, 0.1, torch.bfloat16, True, id="five tiles of stand-ins, d128"),
+    pytest.param(50, 600, 64, 2, 400, 0.05, torch.float16, True, id="stand-ins for tiles of at most 64 rows"),
+]
+
+
+@in_interpreter
+@pytest.mark.parametrize(("n", "m", "d", "qb", "kb", "density", "dtype", "compensated"), CASES)
+def test_attention(module, n, m, d, qb, kb, density, dtype, compensated):
+    check_attention(module, None, n, m, d, qb, kb, density, dtype, compensated)
+
+
+@in_interpreter
+@settings(one_by_one, max_examples=8)
+@given(
+    n=st.integers(1, 200), m=st.integers(1, 400), d=st.sampled_from([64, 128]), qb=st.integers(1, 6), kb=st.integers(1, 150),
+    density=st.floats(0, 1), half=st.booleans(), compensated=st.booleans(),
+)  # fmt: skip
+def test_ragged_attention(module, n, m, d, qb, kb, density, half, compensated):
+    dtype = torch.float16 if half else torch.bfloat16
+    check_attention(module, None, n, m, d, qb, kb, density, dtype, compensated, orders=ORDERS[1:3])
+
+
+@in_interpreter
+def test_rows_go_to_their_tokens(module):
+    q, k, v, *blocks = problem(3, 200, 300, 64, 4, 9, 0.5, torch.bfloat16, bh=4)
+    kernels = module("attend_gluon")
+    kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel)
+    expected, expected_lse = kernels.attend_hopper(q, k, v, *blocks, with_lse=True)
+    order = torch.stack([torch.randperm(200) for _ in range(4)])
+    memory = torch.full((2, 200, 2, 64), torch.nan, dtype=q.dtype)  # [b n h d], as models have it
+    out, lse = kernels.attend_hopper(q, k, v, *blocks, out_order=order.int(), out=memory.transpose(1, 2), with_lse=True)
+    by_block = out.reshape(4, 200, 64).gather(1, order[..., None].expand(-1, -1, 64))
+    assert torch.equal(by_block, expected) and torch.equal(lse.gather(1, order), expected_lse)
+
+
+def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated, orders=ORDERS):
+    q, k, v, *blocks = problem(n + m, n, m, d, qb, kb, density, dtype)
+    generator = torch.Generator().manual_seed(n)
+    stand_ins = {}
+    if compensated:
+        centroids, mean_values = (torch.randn(2, kb, d, generator=generator).to(dtype) for _ in range(2))
+        stand_ins = {"compensate": torch.rand(2, kb, generator=generator) < 0.7, "centroids": centroids, "mean_values": mean_values}
+    runs = []
+    for order in orders:
+        kernels, poisoned = module("attend_gluon", change), torch.full_like(q, torch.nan)
+        kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=n, **order)
+        runs.append(kernels.attend_hopper(q, k, v, *blocks, out=poisoned, with_lse=True, **stand_ins))
+    out, lse = runs[0]
+    assert all(torch.equal(out, again) and torch.equal(lse, lse_again) for again, lse_again in runs)
+    expected = assert_close(out, q, k, v, *blocks, **stand_ins)
+    assert torch.equal(lse.isinf(), expected.isinf())
+    assert torch.allclose(lse.double(), expected, atol=1e-4)
+    assert (out[expected.isinf()] == 0).all()
+
+
+SHARED = (260, 900, 64, 4, 300, 0.3, torch.float16, True)  # both kinds of query tiles, three tiles of stand-ins
+FAULTS = {
+    "a wait for keys": ("    mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)\n", ""),
+    "a wait for values": ("    mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)\n", ""),
+    "values given back before the product": (
+        "    acc = warpgroup_mma_wait(0, deps=(acc,))\n    mbarrier.arrive(v_empty.index(before), count=1)\n    acc = _rescale",
+        "    mbarrier.arrive(v_empty.index(before), count=1)\n    acc = warpgroup_mma_wait(0, deps=(acc,))\n    acc = _rescale",
+    ),
+    "a slot never given back": ("    mbarrier.arrive(k_empty.index(slot), count=1)\n", ""),
+    "sums read before they are written": ("                    meet(WRITTEN)\n", "                    announce(WRITTEN)\n"),
+    "the last announcement": (
+        "        if shared_tiles > 0:  # no announcement is left without its meeting\n            meet(READ)\n",
+        "        pass\n",
+    ),
+    "the bias of another tile": ("gl.minimum(i + stride, bias_tiles - 1)", "gl.minimum(i + 1, bias_tiles - 1)"),
+    "the bias past its end": ("gl.minimum(i + stride, bias_tiles - 1)", "i + stride + 40000"),
+    "a product not waited for": ("    s = warpgroup_mma_wait(1, deps=(s,))\n", "    s = warpgroup_mma_wait(2, deps=(s,))\n"),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_attention_kernel_is_noticed(module, fault, monkeypatch):
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE_S", 1)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check_attention(module, FAULTS[fault], *SHARED)
+
+
+def check_pama(module, change, key_blocks: int, dtype: torch.dtype) -> None:
+    from parkattn.bench.pama import pama_torch
+    from parkattn.kernels import importance
+
+    generator = torch.Generator().manual_seed(key_blocks)
+    q, centroids = (torch.randn(2, count, 128, generator=generator).to(dtype) for count in (330, key_blocks))
+    ends, sizes = offsets(2, 3, 330, generator), torch.randint(0, 9, (2, key_blocks), generator=generator, dtype=torch.int32)
+    exact, same = (pama_torch(q, ends, centroids, sizes, dtype=kind) for kind in (torch.float64, dtype))
+    runs = []
+    for order in ORDERS:
+        kernels = module("importance_hopper", change)
+        kernels.full_key_hopper = on_cpu(kernels.full_key_hopper, seed=key_blocks, **order)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "parkattn.kernels.importance_hopper", kernels)
+            poisoned = torch.full(exact.shape, torch.nan)
+            runs.append(importance.pama_full_key(q, ends, centroids, sizes, out=poisoned, tile={"GLUON": True, "stages": 2}))
+    assert all(torch.equal(runs[0], again) for again in runs)
+    error = (runs[0].double() - exact).abs().max()
+    assert error <= 2 * (same.double() - exact).abs().max() + torch.finfo(torch.float32).eps
+
+
+@in_interpreter
+@pytest.mark.parametrize(("key_blocks", "dtype"), [(70, torch.bfloat16), (300, torch.float16), (600, torch.bfloat16)])
+def test_pama(module, key_blocks, dtype):
+    """With one to three chunks of 128 key blocks per warpgroup; the last block of queries spans several tiles."""
+    check_pama(module, None, key_blocks, dtype)
+
+
+PAMA_FAULTS = {
+    "a wait for centroids": ("            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n", ""),
+    "the meeting": ('        meet("8")\n', ""),
+    "a wait for queries": ("        mbarrier.wait(q_full, t & 1)\n", ""),
+    "centroids given back before the product": (
+        "                s = warpgroup_mma_wait(0, deps=(s, ))\n            mbarrier.arrive",
+        "                mbarrier.arrive(c_empty.index(g % STAGES), count=1)\n                s = warpgroup_mma_wait(0, deps=(s, ))\n            if i == 0:\n                mbarrier.arrive",
+    ),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("fault", PAMA_FAULTS)
+def test_a_broken_pama_kernel_is_noticed(module, fault, monkeypatch):
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE_S", 1)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check_pama(module, PAMA_FAULTS[fault], 600, torch.bfloat16)
