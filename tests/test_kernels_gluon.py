@@ -6,7 +6,6 @@ Their work lists are made by Triton kernels in the interpreter, which must be ch
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
 import sys
 import types
@@ -20,17 +19,10 @@ pytest.importorskip("triton")
 import gluon_on_cpu
 from gluon_on_cpu import Descriptor, on_cpu
 from interpreted import run_interpreted
-from test_kernels_attend import assert_close, offsets, one_by_one, problem
-
-pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+from test_kernels_attend import assert_close, in_interpreter, offsets, on_compiler, one_by_one, problem, pytestmark  # noqa: F401 (pytest reads it)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
+@on_compiler
 def test_the_hopper_kernels_on_the_cpu():
     run_interpreted(__file__, at_least=26)
 
