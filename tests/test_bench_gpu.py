@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -236,18 +237,30 @@ def test_no_watched_program_outlives_its_time(monkeypatch, tmp_path):
     from parkattn.bench import sanitize
 
     program = tmp_path / "compute-sanitizer"
-    program.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && echo Version 2026.3.0.0 && exit\nsleep 300 & echo $! > {tmp_path}/child\nwait\n'
-    )
+    started = f"sleep 300 & echo $! > {tmp_path}/new.$$; mv {tmp_path}/new.$$ {tmp_path}/child.$$; wait"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Version 2026.3.0.0 && exit\n{started}\n')
     program.chmod(0o755)
+
+    def children() -> list[int]:
+        return [int(path.read_text()) for path in tmp_path.glob("child.*")]
+
+    def environment_once_both_run() -> dict:
+        wait_until(lambda: len(children()) == 2)
+        return {}
+
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sanitize, "gpu_environment", dict)
-    monkeypatch.setattr(sanitize, "ROUNDS", {name: sanitize.ROUNDS[name] for name in ("memcheck", "synccheck")})
-    (first, _) = rounds = list(sanitize.run_rounds(["memcheck", "synccheck"], limit_s=1))
+    monkeypatch.setattr(sanitize, "gpu_environment", environment_once_both_run)
+    (first, _) = rounds = list(sanitize.run_rounds(["memcheck", "synccheck"], limit_s=0))
     assert not any(r["ok"] for r in rounds) and first["stopped"].endswith("out of time")
-    child = int((tmp_path / "child").read_text())
-    assert not alive(child)
+    wait_until(lambda: not any(alive(pid) for pid in children()))  # what was killed is gone a moment later
+
+
+def wait_until(done, patience_s: float = 60) -> None:
+    ends = time.monotonic() + patience_s
+    while not done():
+        assert time.monotonic() < ends, "it never happened"
+        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
