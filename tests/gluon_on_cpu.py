@@ -66,8 +66,8 @@ class Shared:
     def store(self, value: torch.Tensor) -> None:
         self.view.copy_(value)
 
-    def _reinterpret(self, dtype, shape, layout) -> Slabs:
-        return Slabs(self.view, shape[1])
+    def _reinterpret(self, dtype, shape, layout) -> Slabs | Shared:
+        return Slabs(self.view, shape[1]) if dtype == self.dtype else Shared(self.view.view(dtype).view(shape))
 
 
 class Slabs:

@@ -317,6 +317,6 @@ def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
         "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"
         "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"
         "assert not any(test_kernels_attend.barriers(built.asm['ptx'])[0] for _, built in builds);"
-        "test_kernels_attend.build_gluon(64, 'fp16', True, meetings=set()); print('compiled')"
+        "test_kernels_attend.build_gluon(64, 'fp16', True, False, meetings=set()); print('compiled')"
     )
     assert out.split() == ["168", "False", "False", "compiled"]

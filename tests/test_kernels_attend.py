@@ -207,8 +207,29 @@ def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 
+def key_loops(code: str) -> list[list[str]]:
+    """Machine code -> the instructions of its innermost loops with products."""
+    instructions: list[str] = []
+    labels = {}
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+    jumps = [
+        (labels[to[1]], at)
+        for at, text in enumerate(instructions)
+        if (to := re.search(r"BRA `\((\.L_x_\d+)\)", text)) and labels[to[1]] < at
+    ]
+    # a wait that failed is repeated past the program's end, and comes back from there
+    within = [(a, b) for a, b in jumps if not any("EXIT" in text for text in instructions[a:b])]
+    with_products = [(a, b) for a, b in within if any("HGMMA" in text for text in instructions[a:b])]
+    innermost = [(a, b) for a, b in with_products if not any((a, b) != (c, d) and a <= c and d <= b for c, d in with_products)]
+    return [instructions[a : b + 1] for a, b in innermost]
+
+
 def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon: bool = False, **options):
-    """The kernel for an absent GPU -> (shared memory, stack frame in bytes); a stack frame means spills."""
+    """The kernel for an absent GPU -> (shared memory, stack frame in bytes, PTX, machine code); a stack frame means spills."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -226,7 +247,8 @@ def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon
         file.write(binary.asm["cubin"])
         file.flush()
         usage = subprocess.run([str(reader), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return binary.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1]), binary.asm["ptx"]
+        code = subprocess.run([str(reader.with_name("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return binary.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1]), binary.asm["ptx"], code
 
 
 TRITON_TYPES = {
@@ -250,7 +272,7 @@ def test_triton_kernel_builds_and_fits(arch, d, everything):
     tile = triton_tile(d, arch)
     switches = dict.fromkeys(("GATHER_Q", "GATHER_K", "COMPENSATE", "LSE"), everything)
     constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "INTERPRETED": False, **switches}
-    shared, stack, ptx = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
+    shared, stack, ptx, _ = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
     assert shared <= SHARED_MEMORY[arch]
     assert stack <= (128 if everything else 0)
     assert ("wgmma.mma_async" in ptx) == (arch == 90)
@@ -281,12 +303,15 @@ def barriers(ptx: str) -> tuple[set[str], set[str]]:
 
 
 @on_compiler
-@pytest.mark.parametrize(("d", "element", "everything"), [(64, "fp16", True), (128, "bf16", False), (128, "bf16", True)])
-def test_gluon_kernel_builds_and_fits(d, element, everything):
-    build_gluon(d, element, everything, meetings={"8", "9"})
+@pytest.mark.parametrize(
+    ("d", "element", "everything", "quick"),
+    [(64, "fp16", True, False), (128, "bf16", False, True), (128, "bf16", True, True), (128, "bf16", False, False)],
+)
+def test_gluon_kernel_builds_and_fits(d, element, everything, quick):
+    build_gluon(d, element, everything, quick, meetings={"8", "9"})
 
 
-def build_gluon(d: int, element: str, everything: bool, meetings: set[str]) -> None:
+def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: set[str]) -> None:
     from parkattn.kernels.attend_gluon import SWIZZLED, attend_hopper_kernel
     from parkattn.kernels.tiles_attend import gluon_tile
 
@@ -299,13 +324,20 @@ def build_gluon(d: int, element: str, everything: bool, meetings: set[str]) -> N
         **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
     }
     types = {name: f"tensordesc<{element}[{height}, {width}],{SWIZZLED!r}>" for name, (height, width) in boxes.items()}
-    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "mailbox", "order"), "*i32")
+    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "mailbox", "order", "again"), "*i32")
     types |= {"bias": "*fp32", "lse": "*fp32", "out": f"*{element}", "factor": "fp32"}
-    constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything}
-    shared, stack, ptx = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)
+    constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "QUICK": quick}
+    shared, stack, ptx, code = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)
     assert shared <= SHARED_MEMORY[90]
-    # with everything on, a few words are kept on the stack and read once per query tile, outside the loops over keys
-    assert stack <= (64 if everything else 0)
+    # a few words are kept on the stack and read once per query tile, none of them in the loops over keys
+    assert stack <= 64
+    loops = key_loops(code)
+    assert len(loops) == (8 if everything else 6)  # of two warpgroups: two tiles per turn, one, tails, stand-ins
+    assert not any(re.search(r"\b(LDL|STL)\b", instruction) for loop in loops for instruction in loop)
+    # where ptxas cannot keep products in flight it waits after every one, and says so only to who runs it by hand
+    assert all(0 < sum("WARPGROUP.DEPBAR" in i for i in loop) * 6 <= sum("HGMMA" in i for i in loop) for loop in loops)
+    # quick exponentials look for no maximum
+    assert all(any("FMNMX" in i for i in loop) != quick for loop in loops)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     assert before_arrivals(ptx) == {"bar.sync", "bar.warp.sync"}
     ours, tritons = barriers(ptx)

@@ -4,9 +4,10 @@ One persistent program per multiprocessor takes query tiles of `worklist` in ord
 memory with key and value tiles, granule by granule, and runs on into the next query tile while the last one is finished; two
 consumer warpgroups own 64 query rows each, so that the exponentials of one run under the matrix products of the other. A query tile
 of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and join their sums at the end (alone, one
-warpgroup needs as long for 64 rows as two for 128). The card is at its power limit here, so what counts is the energy of a step: sums
-are rescaled only when a row's maximum has grown by 2^8, which after the first tiles is almost never. Output rows go straight to their place in token order. Which program takes
-which tile varies, what is computed for a tile does not: results are bit-equal from run to run.
+warpgroup needs as long for 64 rows as two for 128). The card is at its power limit here, so what counts is the energy of a step:
+exponentials look for no maximum where they can do without (`attend_gluon_softmax`), and the few rows where they cannot are computed
+again by a second launch. Output rows go straight to their place in token order. Which program takes which tile varies, what is
+computed for a tile does not: results are bit-equal from run to run.
 """
 
 from __future__ import annotations
@@ -19,78 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attend_gluon_producer import produce
+from .attend_gluon_softmax import after, first_weights, is_lost, mask_tails, next_weights, read_bias, read_tails, rescale
 from .meeting import announce, meet
 from .tiles_attend import GluonTile, gluon_tile
-from .worklist import WIDE, build_worklist
+from .worklist import FIELDS, WIDE, build_worklist
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 WARPGROUP_ROWS = 64
-# weights are relative to a maximum that may lag behind by 2^8: far from where bf16, fp16 or float32 sums would lose anything
-LAG = gl.constexpr(8.0)
-# meetings of a shared query tile: the sums of one warpgroup lie in shared memory, the other has read them
-WRITTEN, READ = gl.constexpr("8"), gl.constexpr("9")
-
-
-def _multiply_unless_one(elements: int) -> tuple[str, str]:
-    """PTX for a thread's `elements` accumulators: they lie in two rows, whose factors stand at 0 and 2, and are left alone where both
-    are 1. As one block, because Gluon branches for the whole program alone."""
-    first = 2 * elements
-    grown = f"setp.neu.f32 grown, ${first}, 0f3F800000; setp.neu.or.f32 grown, ${first + 2}, 0f3F800000, grown; @!grown bra kept;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(elements))
-    operands = ["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements
-    return f"{{ .reg .pred grown; {grown} {products} kept: }}", ",".join(operands)
-
-
-RESCALE_32, OPERANDS_32 = (gl.constexpr(text) for text in _multiply_unless_one(32))
-RESCALE_64, OPERANDS_64 = (gl.constexpr(text) for text in _multiply_unless_one(64))
-
-
-@gluon.jit
-def _rescale(acc, decay, D: gl.constexpr):
-    """acc [64 D] * decay [64 1]"""
-    if D == 128:
-        return gl.inline_asm_elementwise(RESCALE_64, OPERANDS_64, [acc, decay], gl.float32, is_pure=True, pack=64)
-    else:  # noqa: RET505 (decided at compile time: one branch exists)
-        return gl.inline_asm_elementwise(RESCALE_32, OPERANDS_32, [acc, decay], gl.float32, is_pure=True, pack=32)
-
-
-@gluon.jit
-def _after(value):
-    """value, past a sleep never taken (a NaN payload no arithmetic makes). The assembler moves no wait above it: left alone it
-    hoists the wait for P.V above the exponentials, and the two no longer overlap."""
-    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
-                                     "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
-
-
-@gluon.jit
-def _read_tails(i, marks, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
-    """Per column of the i-th tile of tails the valid rows of its granule, read before the scores are there."""
-    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    return gl.load(marks + i * (KEYS // TAIL) + col // TAIL) & 31
-
-
-@gluon.jit
-def _mask_tails(s, valid, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
-    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    return gl.where((col % TAIL < valid)[None, :], s, -float("inf"))
-
-
-@gluon.jit
-def _read_bias(i, bias, KEYS: gl.constexpr, S: gl.constexpr):
-    """The bias of the i-th tile of stand-in keys, per column: what their scores begin with."""
-    return gl.load(bias + i * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)))
-
-
-@gluon.jit
-def _softmax(s, m, z, factor, MASKED: gl.constexpr):
-    top = gl.max(s, 1) * factor
-    top = gl.where(top - m > LAG, top, m)
-    shift = top
-    if MASKED:  # a row that has seen no valid key yet
-        shift = gl.where(top == -float("inf"), 0.0, top)
-    p = gl.exp2(s * factor - shift[:, None])
-    decay = gl.exp2(m - shift)
-    return p, top, z * decay + gl.sum(p, 1), decay
+# meetings of a shared query tile: no product reads its queries any more, the sums of one warpgroup lie in their place
+FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
 
 
 @gluon.jit
@@ -102,7 +40,7 @@ def _pass_on(at, full, empty, STAGES: gl.constexpr):
 
 @gluon.jit
 def _step(at, begin, stride, acc, p16, m, z, q, valid, scores, rings, bars, factor, KEYS: gl.constexpr, TAIL: gl.constexpr,
-          STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr, P: gl.constexpr, MODE: gl.constexpr):  # fmt: skip
+          STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr, P: gl.constexpr, MODE: gl.constexpr, QUICK: gl.constexpr):  # fmt: skip
     """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does.
 
     S_j begins with `scores`, the bias, where keys are stand-ins, and is masked by `valid` where they are tails.
@@ -123,13 +61,14 @@ def _step(at, begin, stride, acc, p16, m, z, q, valid, scores, rings, bars, fact
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     if MODE == "tails":
-        s = _mask_tails(s, valid, KEYS, TAIL, S)
-    p, m, z, decay = _softmax(s, m, z, factor, MODE != "plain")
+        s = mask_tails(s, valid, KEYS, TAIL, S)
+    p, m, z, decay = next_weights(s, m, z, factor, MODE != "plain", QUICK)
     p16 = gl.convert_layout(p.to(p16.dtype), P)
-    z = _after(z)
+    z = after(z)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc = _rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None], acc.shape[1])
+    if not QUICK:
+        acc = rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None], acc.shape[1])
     return acc, p16, m, z
 
 
@@ -160,38 +99,49 @@ def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, l
 
 
 @gluon.jit
+def _list_lost_rows(z, record, row, rows, count, again, A: gl.constexpr):
+    """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; count[2] tells how many there are."""
+    lost = is_lost(z) & (gl.arange(0, 64, layout=gl.SliceLayout(1, A)) < rows)
+    if gl.max(lost.to(gl.int32), 0) > 0:
+        tile = again + gl.atomic_add(count + 2, 1, sem="relaxed") * 8
+        for f in gl.static_range(8):
+            gl.store(tile + f, gl.load(record + f))
+        gl.store(tile + 2, row)
+        gl.store(tile + 3, rows)
+
+
+@gluon.jit
 def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-              QSTAGES: gl.constexpr, D: gl.constexpr, W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr):  # fmt: skip
+              D: gl.constexpr, W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
+              QUICK: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
-    _wide_lists, tail_lists, _tiles, _count, mailbox, bias_lists = lists
+    _wide_lists, tail_lists, _tiles, count, mailbox, bias_lists, again = lists
     n, _m, _kb, _wide_width, tails_width, bias_tiles = shape
     out, out_strides, heads, order, lse = result
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     x_acc, x_rows = exchange
-    mail = mailbox + gl.program_id(0) * (2 * QSTAGES * 8)
+    mail = mailbox + gl.program_id(0) * 16
     begin = 0
     r = 0
-    shared_tiles = 0
     mbarrier.wait(q_full.index(W), 0)
     rows = gl.load(mail + 3)
     while rows > 0:
-        record = mail + (r % (2 * QSTAGES)) * 8
+        record = mail + (r & 1) * 8
         all_tiles = gl.load(record + 6)
         total = all_tiles
         if COMPENSATE:
             total = all_tiles + bias_tiles
         end = begin + total
-        q_slot = (r % QSTAGES) * 2 + W
         # a tile of at most 64 rows is shared: both warpgroups hold its rows and take every other key tile
         shared = (rows <= 64) & (total > 1)
         if shared | (rows > W * 64):
             stride = gl.where(shared, 2, 1)
             first = gl.where(shared, W, 0)
             plain_tiles = gl.load(record + 5)
-            q = q_ring.index(q_slot)
+            q = q_ring.index(W)
             if W == 1:  # noqa: SIM102 (the outer one is decided at compile time)
                 if shared:
                     _pass_on(begin, k_full, k_empty, STAGES)
@@ -207,38 +157,46 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 if first >= all_tiles:
                     if COMPENSATE:
                         bias = bias_lists + gl.load(record + 1).to(gl.int64) * (bias_tiles * KEYS)
-                        s = s + _read_bias(first - all_tiles, bias, KEYS, S)[None, :]
+                        s = s + read_bias(first - all_tiles, bias, KEYS, S)[None, :]
                 else:
-                    s = _mask_tails(s, _read_tails(first - gl.load(record + 4), marks, KEYS, TAIL, S), KEYS, TAIL, S)
-            m = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, S))
-            z = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
-            p, m, z, _decay = _softmax(s, m, z, factor, True)
+                    s = mask_tails(s, read_tails(first - gl.load(record + 4), marks, KEYS, TAIL, S), KEYS, TAIL, S)
+            p, m, z = first_weights(s, factor, QUICK)
             p16 = gl.convert_layout(p.to(q_ring.dtype), P)
             acc = gl.zeros([64, D], gl.float32, layout=A)
             zero = gl.zeros([64, KEYS], gl.float32, layout=S)
-            for j in range(first + stride, plain_tiles, stride):
+            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
+            odd = _own_from(first, plain_tiles, stride) - stride * (gl.maximum(plain_tiles - first - 1, 0) // stride % 2)
+            for j in range(first + stride, odd, 2 * stride):
                 acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
-                                       S, A, P, "plain")  # fmt: skip
+                                       S, A, P, "plain", QUICK)  # fmt: skip
+                acc, p16, m, z = _step(begin + j + stride, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
+                                       S, A, P, "plain", QUICK)  # fmt: skip
+            for j in range(odd, plain_tiles, stride):
+                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
+                                       S, A, P, "plain", QUICK)  # fmt: skip
             # the letter is read again rather than kept: registers are what the loop above is short of
             wide_tiles = gl.load(record + 4)
             marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
             for j in range(_own_from(first, plain_tiles, stride), all_tiles, stride):
-                valid = _read_tails(j - wide_tiles, marks, KEYS, TAIL, S)
+                valid = read_tails(j - wide_tiles, marks, KEYS, TAIL, S)
                 acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, valid, zero, rings, bars, factor, KEYS, TAIL, STAGES,
-                                       S, A, P, "tails")  # fmt: skip
+                                       S, A, P, "tails", QUICK)  # fmt: skip
             if COMPENSATE:
                 bias = bias_lists + gl.load(record + 1).to(gl.int64) * (bias_tiles * KEYS)
                 own = _own_from(first, all_tiles, stride) - all_tiles
-                ahead = _read_bias(gl.minimum(own, bias_tiles - 1), bias, KEYS, S)
+                ahead = read_bias(gl.minimum(own, bias_tiles - 1), bias, KEYS, S)
                 for i in range(own, bias_tiles, stride):
                     scores = ahead[None, :].broadcast_to([64, KEYS])
                     # a tile ahead, since the product begins with it
-                    ahead = _read_bias(gl.minimum(i + stride, bias_tiles - 1), bias, KEYS, S)
+                    ahead = read_bias(gl.minimum(i + stride, bias_tiles - 1), bias, KEYS, S)
                     acc, p16, m, z = _step(begin + all_tiles + i, begin, stride, acc, p16, m, z, q, 0, scores, rings, bars, factor, KEYS, TAIL, STAGES,
-                                           S, A, P, "stand-ins")  # fmt: skip
+                                           S, A, P, "stand-ins", QUICK)  # fmt: skip
             head = gl.load(record)
             row = gl.load(record + 2) + gl.where(shared, 0, W * 64)
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
+            if not shared:
+                mbarrier.arrive(q_empty.index(W), count=1)
+            elif W == 0:
+                announce(FREE)
             last = begin + first + (total - 1 - first) // stride * stride
             if (stride == 2) & (last - 1 >= begin):
                 _pass_on(last - 1, v_full, v_empty, STAGES)
@@ -253,11 +211,11 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             z = gl.convert_layout(z, gl.SliceLayout(1, A))
             if shared:
                 if W == 1:
-                    if shared_tiles > 0:
-                        meet(READ)
+                    meet(FREE)
                     x_acc.store(acc)
                     x_rows.index(0).store(m)
                     x_rows.index(1).store(z)
+                    fence_async_shared()  # queries are copied there next
                     announce(WRITTEN)
                 else:
                     meet(WRITTEN)
@@ -269,26 +227,23 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                     acc = acc * mine[:, None] + x_acc.load(A) * other[:, None]
                     z = z * mine + x_rows.index(1).load(gl.SliceLayout(1, A)) * other
                     m = top
-                    announce(READ)
-                shared_tiles += 1
-            if W == 0:
-                _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
-            else:
-                _store_rows(
-                    acc, m, z, head, row, gl.where(shared, 0, rows - 64), out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A
-                )
+            own_rows = gl.minimum(rows, 64)
+            if W == 1:
+                own_rows = gl.where(shared, 0, rows - 64)
+            _store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
+            if QUICK:
+                _list_lost_rows(z, record, row, own_rows, count, again, A)
+            if shared:  # not before: rows are stored once the sums were read, and no barrier waits for a load whose value nobody wants yet
+                mbarrier.arrive(q_empty.index(W), count=1)
         else:  # one key tile for at most 64 rows: nothing to share
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
+            mbarrier.arrive(q_empty.index(W), count=1)
             for j in range(begin, end):
                 _pass_on(j, k_full, k_empty, STAGES)
                 _pass_on(j, v_full, v_empty, STAGES)
         begin = end
         r += 1
-        mbarrier.wait(q_full.index((r % QSTAGES) * 2 + W), (r // QSTAGES) & 1)
-        rows = gl.load(mail + (r % (2 * QSTAGES)) * 8 + 3)
-    if W == 1:  # noqa: SIM102
-        if shared_tiles > 0:  # no announcement is left without its meeting
-            meet(READ)
+        mbarrier.wait(q_full.index(W), r & 1)
+        rows = gl.load(mail + (r & 1) * 8 + 3)
 
 
 @gluon.jit
@@ -299,27 +254,28 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_tiles"])
+@gluon.jit(do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_tiles"], do_not_specialize_on_alignment=["count"])
 def attend_hopper_kernel(
-    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, wide_lists, tail_lists, tiles, count, mailbox, bias, out, order, lse, factor,
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, wide_lists, tail_lists, tiles, count, mailbox, bias, again, out, order, lse, factor,
     heads, n, m, kb, wide_width, tails_width, bias_tiles, out_b, out_h, out_n,
-    D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, QSTAGES: gl.constexpr,
-    COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
     Grid: one program per multiprocessor. Traffic per query tile of 128 rows: its rows once, and 4 d bytes per listed key from L2.
     """
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [QSTAGES * 2, 64, D], SHARED)
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [2, 64, D], SHARED)
     k_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
     v_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
-    x_acc = gl.allocate_shared_memory(gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
+    # sums are exchanged in the place of the queries: shared memory is full
+    x_acc = q_ring._reinterpret(gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
     x_rows = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
     bars = (
-        _barriers(QSTAGES * 2, 1),
-        _barriers(QSTAGES * 2, 1),
+        _barriers(2, 1),
+        _barriers(2, 1),
         _barriers(STAGES, 1),
         _barriers(STAGES, 2),
         _barriers(STAGES, 1),
@@ -329,33 +285,39 @@ def attend_hopper_kernel(
     fence_async_shared()
     gl.thread_barrier()
     descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc)
-    lists = (wide_lists, tail_lists, tiles, count, mailbox, bias)
+    lists = (wide_lists, tail_lists, tiles, count, mailbox, bias, again)
     shape = (n, m, kb, wide_width, tails_width, bias_tiles)
     result = (out, (out_b, out_h, out_n), heads, order, lse)
     rings = (q_ring, k_ring, v_ring)
     gl.warp_specialize([
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, QSTAGES, D, 0, COMPENSATE, SCATTER, LSE)),
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, QSTAGES, D, 1, COMPENSATE, SCATTER, LSE)),
-        (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, QSTAGES, D, COMPENSATE)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK)),
+        (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def attend_hopper(
     q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
     compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
-    out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False, tile: GluonTile | None = None,
+    out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False, quick: bool | None = None,
+    tile: GluonTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks, on block-ordered contiguous q [bh n d], k, v [bh m d]; bf16 or fp16, d 64 or 128.
 
     Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
     adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
     of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
-    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite.
+    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite. quick: how exponentials are
+    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there.
     """
     bh, n, d = q.shape
     m, kb = k.shape[1], mask.shape[2]
     scale = d**-0.5 if scale is None else scale
     tile = tile or gluon_tile(d)
+    if quick and q.dtype != torch.bfloat16:
+        raise ValueError(
+            f"attend_hopper: expected bf16 for quick exponentials, got {q.dtype}, whose exponents are too few; leave quick out."
+        )
     out = torch.empty_like(q) if out is None else out
     rows = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
@@ -372,14 +334,27 @@ def attend_hopper(
 
     stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
-    # twice the query slots: a letter stays until every warp is past its tile, also a warp whose last reads are still under way when the slot is free
-    mailbox = torch.empty(programs, 2 * tile.query_stages, 8, dtype=torch.int32, device=q.device)
-    attend_hopper_kernel[(programs,)](
+    # two letters: one stays until every warp is past its tile, also a warp whose last reads are still under way when the queries' place is free
+    mailbox = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
+    boxes = (
         box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
-        box(stand_ins[0], tile.keys, 64), box(stand_ins[1], tile.keys, 64), work.wide, work.tails, work.tiles, work.count, mailbox,
-        q if work.bias is None else work.bias, out, q if out_order is None else out_order, q if lse is None else lse,
-        float(scale * 1.4426950408889634), rows.shape[1], n, m, kb, work.wide.shape[1], work.tails.shape[1],
-        0 if work.bias is None else work.bias.shape[1] // tile.keys, rows.stride(0), rows.stride(1), rows.stride(2),
-        SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None, **tile.constants(d), num_warps=4, maxnreg=168,
+        box(stand_ins[0], tile.keys, 64), box(stand_ins[1], tile.keys, 64),
     )  # fmt: skip
+    # each warpgroup of a query tile may lose its rows
+    again = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
+
+    def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
+        attend_hopper_kernel[(programs,)](
+            *boxes, work.wide, work.tails, tiles, count, mailbox, q if work.bias is None else work.bias, again, out,
+            q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), rows.shape[1], n, m, kb,
+            work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1] // tile.keys,
+            rows.stride(0), rows.stride(1), rows.stride(2), SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None,
+            QUICK=quick, **tile.constants(d), num_warps=4, maxnreg=168,
+        )  # fmt: skip
+
+    if quick is None:
+        quick = q.dtype == torch.bfloat16
+    launch(work.tiles, work.count, quick=quick)
+    if quick:  # almost always nothing is left: without a host copy that is not known here
+        launch(again, work.count[2:], quick=False)
     return out, lse

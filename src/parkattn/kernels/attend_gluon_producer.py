@@ -53,20 +53,20 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
 
 @gluon.jit
 def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-              QSTAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
+              D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
     q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc = descs
-    wide_lists, tail_lists, tiles, count, mailbox, _bias = lists
+    wide_lists, tail_lists, tiles, count, mailbox, _bias, _again = lists
     n, m, kb, wide_width, tails_width, bias_tiles = shape
     q_ring, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    mail = mailbox + gl.program_id(0) * (2 * QSTAGES * 8)
+    mail = mailbox + gl.program_id(0) * 16
     last = gl.load(count)
     done = 0
     r = 0
     tile = gl.atomic_add(count + 1, 1, sem="relaxed")
     while tile < last:
         record = tiles + tile * 8
-        letter = mail + (r % (2 * QSTAGES)) * 8
+        letter = mail + (r & 1) * 8
         head = gl.load(record)
         list_id = gl.load(record + 1)
         wide_tiles = gl.load(record + 4)
@@ -76,29 +76,29 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
             total = all_tiles + bias_tiles
         wide = wide_lists + list_id.to(gl.int64) * wide_width
         tails = tail_lists + list_id.to(gl.int64) * tails_width
-        for w in gl.static_range(2):
-            mbarrier.wait(q_empty.index((r % QSTAGES) * 2 + w), ((r // QSTAGES) & 1) ^ 1)
-        for f in gl.static_range(8):
-            gl.store(letter + f, gl.load(record + f))
-        for w in gl.static_range(2):
-            q_slot = (r % QSTAGES) * 2 + w
-            mbarrier.expect(q_full.index(q_slot), 64 * D * 2)
-            # a tile of at most 64 rows goes to both warpgroups
-            q_from = head * n + gl.load(record + 2) + gl.where(gl.load(record + 3) <= 64, 0, w * 64)
-            tma.async_copy_global_to_shared(q_desc, [q_from, 0], q_full.index(q_slot), q_ring.index(q_slot))
-        # keys run one tile ahead of values, the order in which the consumers free the slots
+        # keys run one tile ahead of values, the order in which the consumers free the slots, and the first ones ahead of the queries
         for j in range(total + 1):
             if j < total:
                 _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, k_wide, k_tail, c_desc, k_ring, k_full, k_empty,
                       KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)  # fmt: skip
-            if j > 0:
+            if j == 0:
+                for w in gl.static_range(2):
+                    mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
+                for f in gl.static_range(8):
+                    gl.store(letter + f, gl.load(record + f))
+                for w in gl.static_range(2):
+                    mbarrier.expect(q_full.index(w), 64 * D * 2)
+                    # a tile of at most 64 rows goes to both warpgroups
+                    q_from = head * n + gl.load(record + 2) + gl.where(gl.load(record + 3) <= 64, 0, w * 64)
+                    tma.async_copy_global_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
+            else:
                 _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, v_wide, v_tail, u_desc, v_ring, v_full, v_empty,
                       KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)  # fmt: skip
         done += total
         r += 1
         tile = gl.atomic_add(count + 1, 1, sem="relaxed")
     for w in gl.static_range(2):
-        mbarrier.wait(q_empty.index((r % QSTAGES) * 2 + w), ((r // QSTAGES) & 1) ^ 1)
-    gl.store(mail + (r % (2 * QSTAGES)) * 8 + 3, 0)
+        mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
+    gl.store(mail + (r & 1) * 8 + 3, 0)
     for w in gl.static_range(2):
-        mbarrier.arrive(q_full.index((r % QSTAGES) * 2 + w), count=1)
+        mbarrier.arrive(q_full.index(w), count=1)

@@ -29,7 +29,7 @@ class WorkList(NamedTuple):
     wide: Tensor  # [bh*qb, ceil(m/32)] int32: first row of each wide granule
     tails: Tensor  # [bh*qb, width] int32: row << 5 | valid rows (filler: 0)
     tiles: Tensor  # [worst case, 8] int32: head, list, first query row, rows, wide tiles, unmasked tiles, all tiles, 0
-    count: Tensor  # [2] int32: how many rows of `tiles` are filled; 0, for a kernel that hands tiles out in order
+    count: Tensor  # [4] int32: how many rows of `tiles` are filled; 0, for a kernel that hands tiles out in order; the same for tiles that it lists itself: 0, 0
     bias: Tensor | None  # [bh*qb, ceil(kb/key_tile)*key_tile] fp32: log(n)/scale where a stand-in key counts, else -inf
 
 
@@ -171,7 +171,8 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
         tl.store(record + 7, 0 * u, mask=here)
     if head == bh - 1:
         tl.store(count, base + tl.sum(needs, 0))
-        tl.store(count + 1, 0)
+        for zero in tl.static_range(1, 4):
+            tl.store(count + zero, 0)
 
 
 def build_worklist(
@@ -192,7 +193,7 @@ def build_worklist(
     tails = torch.empty(lists, tails_width, dtype=torch.int32, device=device)
     summary = torch.empty(lists, 4, dtype=torch.int32, device=device)
     tiles = torch.empty(max(tile_bound, 1), FIELDS, dtype=torch.int32, device=device)
-    count = torch.empty(2, dtype=torch.int32, device=device)
+    count = torch.empty(4, dtype=torch.int32, device=device)
     bias = None if compensate is None else torch.empty(lists, bias_width, dtype=torch.float32, device=device)
     lanes = triton.next_power_of_2(max(kb + 1, bias_width))
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)

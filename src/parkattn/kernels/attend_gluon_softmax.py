@@ -1,0 +1,107 @@
+"""The exponentials of `attend_gluon`, in two ways.
+
+Careful, as everybody does it: weights are relative to the largest score that their row has seen, and sums are rescaled when it grows.
+
+Quick, for bf16: weights are relative to one reference per row, the largest score of its first tile. bf16 and float32 have eight bits of
+exponent, so a weight of 2^50 or 2^-90 is as precise as one of 1: no maximum per tile, nothing to rescale, and no exponential waits for
+the whole row. What could go wrong shows in the row's sum, which `is_lost` looks at: such rows are listed and computed again, carefully. A row
+is lost when a score exceeds those of the first tile by about 2 * HEADROOM (83 when e is the base), which models with normed queries and keys do not come near.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
+LAG = gl.constexpr(8.0)
+# quick: the first tile's largest weight is 2^-60 and a sum may grow to 2^60, which leaves values up to 2^67 without overflow
+HEADROOM = gl.constexpr(60.0)
+LARGEST_SUM = gl.constexpr(2.0**60)
+# from here on what was flushed to zero, at most 2^-126 per key, is beyond the last digit of a float32 sum
+SMALLEST_SUM = gl.constexpr(2.0**-80)
+
+
+def _multiply_unless_one(elements: int) -> tuple[str, str]:
+    """PTX for a thread's `elements` accumulators: they lie in two rows, whose factors stand at 0 and 2, and are left alone where both
+    are 1. As one block, because Gluon branches for the whole program alone."""
+    first = 2 * elements
+    grown = f"setp.neu.f32 grown, ${first}, 0f3F800000; setp.neu.or.f32 grown, ${first + 2}, 0f3F800000, grown; @!grown bra kept;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(elements))
+    operands = ["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements
+    return f"{{ .reg .pred grown; {grown} {products} kept: }}", ",".join(operands)
+
+
+RESCALE_32, OPERANDS_32 = (gl.constexpr(text) for text in _multiply_unless_one(32))
+RESCALE_64, OPERANDS_64 = (gl.constexpr(text) for text in _multiply_unless_one(64))
+
+
+@gluon.jit
+def rescale(acc, decay, D: gl.constexpr):
+    """acc [64 D] * decay [64 1]"""
+    if D == 128:
+        return gl.inline_asm_elementwise(RESCALE_64, OPERANDS_64, [acc, decay], gl.float32, is_pure=True, pack=64)
+    else:  # noqa: RET505 (decided at compile time: one branch exists)
+        return gl.inline_asm_elementwise(RESCALE_32, OPERANDS_32, [acc, decay], gl.float32, is_pure=True, pack=32)
+
+
+@gluon.jit
+def after(value):
+    """value, past a sleep never taken (a NaN payload no arithmetic makes). The assembler moves no wait above it: left alone it
+    hoists the wait for P.V above the exponentials, and the two no longer overlap."""
+    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+                                     "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def first_weights(s, factor, QUICK: gl.constexpr):
+    """Scores [64 keys] of a row's first tile -> weights, what they are relative to, their sum."""
+    top = gl.max(s, 1) * factor
+    if QUICK:
+        m = gl.where(top == -float("inf"), 0.0, top + HEADROOM)
+        shift = m
+    else:
+        m = top
+        shift = gl.where(top == -float("inf"), 0.0, top)  # a row that has seen no valid key yet
+    p = gl.exp2(s * factor - shift[:, None])
+    return p, m, gl.sum(p, 1)
+
+
+@gluon.jit
+def next_weights(s, m, z, factor, MASKED: gl.constexpr, QUICK: gl.constexpr):
+    """The same for a later tile, and by how much the sums before it shrink (QUICK: not at all)."""
+    if QUICK:
+        p = gl.exp2(s * factor - m[:, None])
+        return p, m, z + gl.sum(p, 1), m
+    else:  # noqa: RET505
+        top = gl.max(s, 1) * factor
+        top = gl.where(top - m > LAG, top, m)
+        shift = top
+        if MASKED:
+            shift = gl.where(top == -float("inf"), 0.0, top)
+        p = gl.exp2(s * factor - shift[:, None])
+        decay = gl.exp2(m - shift)
+        return p, top, z * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def is_lost(z):
+    """Whether quick weights may have left the range in which they are precise. Also true of NaN, and where no key was valid."""
+    return ((z >= SMALLEST_SUM) & (z <= LARGEST_SUM)) == 0
+
+
+@gluon.jit
+def read_tails(i, marks, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
+    """Per column of the i-th tile of tails the valid rows of its granule, read before the scores are there."""
+    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    return gl.load(marks + i * (KEYS // TAIL) + col // TAIL) & 31
+
+
+@gluon.jit
+def mask_tails(s, valid, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
+    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    return gl.where((col % TAIL < valid)[None, :], s, -float("inf"))
+
+
+@gluon.jit
+def read_bias(i, bias, KEYS: gl.constexpr, S: gl.constexpr):
+    """The bias of the i-th tile of stand-in keys, per column: what their scores begin with."""
+    return gl.load(bias + i * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)))
