@@ -336,6 +336,9 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
     assert not any(re.search(r"\b(LDL|STL)\b", instruction) for loop in loops for instruction in loop)
     # where ptxas cannot keep products in flight it waits after every one, and says so only to who runs it by hand
     assert all(0 < sum("WARPGROUP.DEPBAR" in i for i in loop) * 6 <= sum("HGMMA" in i for i in loop) for loop in loops)
+    # sums are exchanged in the place of the queries: it is given back once rows made of them were stored, since no barrier waits for a load
+    events = re.findall(r"LDS\.64|STG|SYNCS\.ARRIVE", code)
+    assert {after for before, after in itertools.pairwise(events) if before == "LDS.64" != after} == {"STG"}
     # quick exponentials look for no maximum
     assert all(any("FMNMX" in i for i in loop) != quick for loop in loops)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
