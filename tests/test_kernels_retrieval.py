@@ -271,10 +271,17 @@ def permute():
     rows = permute.gather_rows(x, order, out=torch.full((2, 200, 128), float("nan"), dtype=x.dtype))
     assert torch.equal(rows.view(1, 2, 200, 128), x.gather(2, order.long()[..., None].expand(-1, -1, -1, 128)))
     assert torch.equal(permute.scatter_rows(rows, order, out=torch.full_like(x, float("nan"))), x)
+    x, v = x.half(), torch.randn(1, 2, 200, 128).half()  # (the interpreter rounds bf16 down); other strides
+    offsets = torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32)
+    *both, key_means, value_means = permute.gather_with_means(x, v, order, offsets)
+    for rows, means in zip(both, (key_means, value_means), strict=True):
+        exact = [rows[u, a:b].double().sum(0) / max(b - a, 1) for u in range(2) for a, b in itertools.pairwise(offsets[0, u].tolist())]
+        torch.testing.assert_close(means.view(10, 128).double(), torch.stack(exact), rtol=2**-11, atol=1e-6)
+    assert torch.equal(both[0], permute.gather_rows(x, order)) and torch.equal(both[1], permute.gather_rows(v, order))
 
 
 TYPES = {
-    **dict.fromkeys(("x", "q", "centroids", "centred", "root", "rows"), "*{0}"),
+    **dict.fromkeys(("x", "q", "k", "v", "centroids", "centred", "root", "keys", "values", "key_means", "value_means"), "*{0}"),
     **dict.fromkeys(("old", "mu", "means", "half", "shift", "partial", "log_sizes", "lse", "sums"), "*fp32"),
     **dict.fromkeys(("labels", "order", "offsets", "counts", "starts", "shifts", "totals", "items", "sizes"), "*i32"),
     "valid": "*i8", "scale": "fp32",
@@ -292,7 +299,8 @@ def kernels_and_tiles(arch, d, torch_dtype):
     yield importance._row_lse, block | {"EVEN": True}, one, False
     yield importance._block_mass, block | {"EVEN": False}, two, False
     yield cluster._assign, block | {"HAS_VALID": False}, tiles.assign_tile(*key), False
-    yield cluster._segment_sum, block | {"SPLITS": 4, "COPY": True}, tiles.segment_tile(*key), False
+    yield cluster._segment_sum, block | {"SPLITS": 4}, tiles.segment_tile(*key), False
+    yield permute._gather_with_means, block, tiles.segment_tile(*key), False
     yield cluster._metric_partial, block | {"HAS_VALID": False, "BM": min(d, 128)}, tiles.metric_tile(*key), False
     yield cluster._transform, block | {"BN": min(d, 128)}, tiles.transform_tile(*key), True
     for width in (256, 1024) if d == 128 else (512,):

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class TritonBackend:
 
     @on_its_gpu
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
-        from parkattn.kernels import cluster, permute
+        from parkattn.kernels import permute
 
         self._expect_dense_rows(q=q, k=k, v=v)
         if v.shape[-1] != q.shape[-1]:
@@ -144,10 +144,9 @@ class TritonBackend:
         blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
         order, key_order, out = plan.queries.order.reshape(b * h, -1).contiguous(), plan.keys.order.contiguous(), torch.empty_like(q)
-        stand_ins = {}
+        stand_ins: dict[str, Any] = {}
         if compensate:
-            keys, values = (torch.empty(b * h, m, d, device=q.device, dtype=q.dtype) for _ in range(2))
-            means = (cluster.segment_mean(x, key_order, plan.keys.offsets.contiguous(), rows=rows) for x, rows in ((k, keys), (v, values)))
+            keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous())
             stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
         else:
             keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)

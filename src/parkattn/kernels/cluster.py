@@ -118,12 +118,10 @@ def _place(labels, shifts, offsets, order, n, chunks, count, BINS: tl.constexpr,
 
 
 @triton.jit
-def _segment_sum(x, order, offsets, sums, rows, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, COPY: tl.constexpr, D: tl.constexpr,
-                 ROWS: tl.constexpr):
+def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     """sums[segment, split] = sum of x over the split's share of rows order[offsets[v] : offsets[v+1]], fp32, in sorted order.
 
-    Grid (segments * SPLITS): long segments are shared by SPLITS programs.  Traffic: n d elements gathered once; with COPY also
-    written, in sorted order.
+    Grid (segments * SPLITS): long segments are shared by SPLITS programs.  Traffic: n d elements gathered once.
     """
     segment = (tl.program_id(0) // SPLITS).to(tl.int64)
     split = tl.program_id(0) % SPLITS
@@ -145,8 +143,6 @@ def _segment_sum(x, order, offsets, sums, rows, heads, n, count, xb, xh, xn, SPL
         coming = tl.load(order + first + ROWS + r, mask=first + ROWS + r < end, other=0)
         live = (first + r < end)[:, None]
         row = tl.load(x + token.to(tl.int64)[:, None] * xn + column[None, :], mask=live, other=0.0)
-        if COPY:
-            tl.store(rows + (bh * n + first + r)[:, None] * D + column[None, :], row, mask=live)
         total += row.to(tl.float32)
         token = coming
     tl.store(sums + (segment * SPLITS + split) * D + column, tl.sum(total, 0))
@@ -256,11 +252,10 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile=None) -> tuple[torch.T
     return order, offsets
 
 
-def segment_mean(x, order, offsets, *, old=None, mu=None, rows=None, tile=None):
+def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
     """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or 0.
 
     With mu fp32 [b*h d]: (means, centred in x's dtype [b*h c d], half fp32 [b*h c]), what `assign` takes.
-    rows [b*h n d], where given, is filled with the tokens in sorted order: a gather that costs no second read of x.
     """
     b, h, n, d = x.shape
     count = offsets.shape[-1] - 1
@@ -271,8 +266,7 @@ def segment_mean(x, order, offsets, *, old=None, mu=None, rows=None, tile=None):
     tile = tile or tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
     splits = tiles.segment_splits(segments, tiles.arch_of(x))
     sums = torch.empty(segments, splits, d, device=x.device, dtype=torch.float32)
-    _segment_sum[(segments * splits,)](x, order, offsets, sums, x if rows is None else rows, h, n, count, x.stride(0), x.stride(1), x.stride(2),
-                                       SPLITS=splits, COPY=rows is not None, D=d, **tile)
+    _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2), SPLITS=splits, D=d, **tile)
     _segment_finish[(triton.cdiv(segments, 16),)](sums, offsets, means if old is None else old, means if mu is None else mu, means, centred, half, segments,
                                                   count, HAS_OLD=old is not None, CENTRE=mu is not None, SPLITS=splits, D=d, ROWS=16, num_warps=4)
     return means if mu is None else (means, centred, half)

@@ -36,6 +36,43 @@ def _scatter_rows(x, order, out, heads, n, ob, oh, on, D: tl.constexpr, ROWS: tl
     tl.store(target, row, mask=live[:, None])
 
 
+@triton.jit
+def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, heads, n, count, kb, kh, kn, vb, vh, vn, D: tl.constexpr,
+                       ROWS: tl.constexpr):
+    """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second read.
+
+    Grid (b*h * blocks).  Traffic: 4 n d elements + 4 n bytes per head.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    bh = block // count
+    at = offsets + bh * (count + 1) + block % count
+    begin = tl.load(at)
+    end = tl.load(at + 1)
+    column = tl.arange(0, D)
+    r = tl.arange(0, ROWS)
+    k += (bh // heads) * kb + (bh % heads) * kh
+    v += (bh // heads) * vb + (bh % heads) * vh
+    order += bh * n
+    key_sum = tl.zeros([ROWS, D], tl.float32)
+    value_sum = tl.zeros([ROWS, D], tl.float32)
+    # tokens are fetched one step early: the row loads depend on them
+    token = tl.load(order + begin + r, mask=begin + r < end, other=0)
+    for first in range(begin, end, ROWS):
+        coming = tl.load(order + first + ROWS + r, mask=first + ROWS + r < end, other=0)
+        live = (first + r < end)[:, None]
+        key = tl.load(k + token.to(tl.int64)[:, None] * kn + column[None, :], mask=live, other=0.0)
+        value = tl.load(v + token.to(tl.int64)[:, None] * vn + column[None, :], mask=live, other=0.0)
+        target = (bh * n + first + r)[:, None] * D + column[None, :]
+        tl.store(keys + target, key, mask=live)
+        tl.store(values + target, value, mask=live)
+        key_sum += key.to(tl.float32)
+        value_sum += value.to(tl.float32)
+        token = coming
+    size = tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(key_means + block * D + column, tl.sum(key_sum, 0) / size)
+    tl.store(value_means + block * D + column, tl.sum(value_sum, 0) / size)
+
+
 def gather_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [b h n d] (any strides, last one 1), order int32 [b h n] -> [b*h n d] contiguous, token order[i] at row i."""
     b, h, n, d = x.shape
@@ -46,6 +83,21 @@ def gather_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None =
     grid = (triton.cdiv(n, tile["ROWS"]), b * h)
     _gather_rows[grid](x, order, out, h, n, x.stride(0), x.stride(1), x.stride(2), D=d, **tile)
     return out
+
+
+def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """k, v [b h n d], order int32 [b h n], offsets int32 [b h c+1] from 0 to n -> keys, values [b*h n d] in block order and the means of
+    their blocks [b*h c d], 0 where empty; all in k's dtype."""
+    b, h, n, d = k.shape
+    count = offsets.shape[-1] - 1
+    tiles.check_rows(k, "k")
+    tiles.check_rows(v, "v")
+    keys, values = (torch.empty(b * h, n, d, device=k.device, dtype=k.dtype) for _ in range(2))
+    means = tuple(torch.empty(b * h, count, d, device=k.device, dtype=k.dtype) for _ in range(2))
+    tile = tiles.segment_tile(d, k.dtype, tiles.arch_of(k))
+    _gather_with_means[(b * h * count,)](k, v, order, offsets, keys, values, *means, h, n, count, k.stride(0), k.stride(1), k.stride(2),
+                                         v.stride(0), v.stride(1), v.stride(2), D=d, **tile)
+    return keys, values, *means
 
 
 def scatter_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
