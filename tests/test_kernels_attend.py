@@ -339,6 +339,11 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
     # sums are exchanged in the place of the queries: it is given back once rows made of them were stored, since no barrier waits for a load
     events = re.findall(r"LDS\.64|STG|SYNCS\.ARRIVE", code)
     assert {after for before, after in itertools.pairwise(events) if before == "LDS.64" != after} == {"STG"}
+    # what the sums are written over is copied to next, by the engine that does not wait for ordinary stores
+    assert (
+        not meetings
+        or re.findall(r"st\.shared|fence\.proxy\.async|barrier\.arrive 9", ptx.partition("barrier.arrive 9")[0])[-1] == "fence.proxy.async"
+    )
     # quick exponentials look for no maximum
     assert all(any("FMNMX" in i for i in loop) != quick for loop in loops)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx

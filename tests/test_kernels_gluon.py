@@ -6,6 +6,7 @@ Their work lists are made by Triton kernels in the interpreter, which must be ch
 from __future__ import annotations
 
 import importlib.util
+import math
 import pathlib
 import sys
 import types
@@ -24,7 +25,7 @@ from test_kernels_attend import assert_close, in_interpreter, offsets, on_compil
 
 @on_compiler
 def test_the_hopper_kernels_on_the_cpu():
-    run_interpreted(__file__, at_least=32)
+    run_interpreted(__file__, at_least=37)
 
 
 @pytest.fixture
@@ -150,6 +151,77 @@ def test_scores_that_differ_by_dozens_stay_in_the_range(module):
     exact_scores = given[0].double() @ given[1].double().mT / 8
     assert (exact_scores.amax(-1) - exact_scores.amin(-1)).max() > 100
     assert torch.allclose(lse.double(), expected, rtol=1e-6, atol=1e-4)
+
+
+def by_levels(module, levels: torch.Tensor, rows: int):
+    """levels [heads tiles]: the scores of every tile of 128 keys, as powers of two -> out, lse (in powers of two), exact ones, tiles listed again."""
+    heads, tiles = levels.shape
+    q, k, v = torch.zeros(heads, rows, 64), torch.zeros(heads, tiles * 128, 64), torch.zeros(heads, tiles * 128, 64)
+    q[..., 0], k[..., 0], v[:] = 1, levels.repeat_interleave(128, 1), torch.arange(1.0, tiles + 1).repeat_interleave(128)[:, None]
+    ends = [torch.tensor([0, n]).repeat(heads, 1).int() for n in (rows, tiles * 128)]
+    given = [x.to(torch.bfloat16) for x in (q, k, v)]
+    found, again = listed(module, *given, *ends, torch.ones(heads, 1, 1, dtype=torch.bool), scale=math.log(2))
+    return (
+        found,
+        (torch.softmax(levels.double() * math.log(2), 1) @ v[0, ::128, 0].double(), levels.double().exp2().sum(1).log2() + 7),
+        again,
+    )
+
+
+def listed(module, *problem_of, **more):
+    """-> (out, lse in powers of two) of the first row of every head, all rows being alike, and how many tiles were computed again"""
+    kernels, lists = module("attend_gluon"), []
+    kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=1, late=True)
+    build = kernels.build_worklist
+    kernels.build_worklist = lambda *blocks, **sizes: lists.append(build(*blocks, **sizes)) or lists[0]
+    out, lse = kernels.attend_hopper(*problem_of, out=torch.full_like(problem_of[0], torch.nan), with_lse=True, **more)
+    assert torch.equal(out, out[:, :1, :1].expand_as(out)) and torch.equal(lse, lse[:, :1].expand_as(lse))
+    return (out[:, 0, 0].double(), lse[:, 0].double() / math.log(2)), int(lists[0].count[2])
+
+
+@in_interpreter
+@pytest.mark.parametrize("rows", [10, 70], ids=["one tile for both warpgroups", "a tile of 128 rows"])
+def test_tiles_whose_scores_lie_far_apart(module, rows):
+    """Also where the references of two warpgroups do: what is large must not be multiplied by a factor that was flushed to zero."""
+    known = torch.tensor(
+        [[0, -150, 0, 20], [0, -150, 0, 30], [-150, 0, 30, 0], [0, -80, 0, 100], [0, 127, 0, 0], [0, -128, 0, -8], [-120, 0, 0, 0]]
+    )
+    steps = torch.tensor([-150, -100, -60, -20, 0, 20, 50, 64, 100, 150])
+    drawn = steps[torch.randint(10, (40, 4), generator=torch.Generator().manual_seed(rows))]
+    (out, lse), (exact, exact_lse), _ = by_levels(module, torch.cat([known, drawn]), rows)
+    assert torch.allclose(out, exact, rtol=2**-6)
+    assert torch.allclose(lse, exact_lse, atol=1e-4)
+
+
+@in_interpreter
+def test_which_rows_are_computed_again(module):
+    def again(*levels):
+        return by_levels(module, torch.tensor([levels]), 100)[2]
+
+    assert again(0, 100, -100, 0) == again(40, 140, 0, 0) == again(0, -200, -200, -200) == 0  # of 100 rows, two warpgroups
+    assert again(0, 130, 0, 0) == again(0, 0, 0, 250) == 2
+
+
+@in_interpreter
+@pytest.mark.parametrize("rows", [10, 70])
+def test_rows_that_keep_nothing_and_have_stand_ins(module, rows):
+    """Their first tile is masked, so their reference is 0, whatever the scores of stand-ins: also those that are flushed to zero."""
+    alike = torch.tensor([-200, -140, -100, -60, 0, 50, 66, 100, 150])[:, None].expand(-1, 3)
+    # sums of the same size, relative to references 130 apart
+    levels = torch.cat([alike, torch.tensor([[-190, -80, -80], [-140, -200, -140], [150, 0, 150], [0, 100, 0]])])
+    heads = len(levels)
+    q, k, c, u = (torch.zeros(heads, count, 64) for count in (rows, 384, 384, 384))
+    q[..., 0], c[..., 0], u[:] = 1, levels.repeat_interleave(128, 1), torch.arange(1.0, 4).repeat_interleave(128)[:, None]
+    blocks = (
+        torch.tensor([0, rows]).repeat(heads, 1).int(),
+        torch.arange(385).repeat(heads, 1).int(),
+        torch.zeros(heads, 1, 384, dtype=torch.bool),
+    )
+    q, k, c, u = (x.to(torch.bfloat16) for x in (q, k, c, u))
+    flags = torch.ones(heads, 384, dtype=torch.bool)
+    (out, lse), _ = listed(module, q, k, k, *blocks, scale=math.log(2), compensate=flags, centroids=c, mean_values=u)
+    assert torch.allclose(out, torch.softmax(levels.double() * math.log(2), 1) @ torch.arange(1.0, 4).double(), rtol=2**-7)
+    assert torch.allclose(lse, levels.double().exp2().sum(1).log2() + 7, atol=1e-4)
 
 
 LOST = {

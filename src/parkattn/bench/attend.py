@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -71,6 +72,8 @@ def gate(
                 yield from _gate_kernel(kernel, shape, dtype, compensate, device, rehearse)
                 if kernel == "gluon" and dtype == torch.bfloat16:
                     yield _gate_steep(shape, compensate, device)
+                    if not compensate:
+                        yield from (_gate_far_apart(rows_of_tile, dim, device) for rows_of_tile in (10, 100))
 
 
 def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
@@ -239,6 +242,27 @@ def _gate_steep(shape: Shape, compensate: bool, device: torch.device) -> Case:
     allowed = 2 * torch.finfo(q.dtype).eps * careful.abs().max()
     name = f"gluon d{shape.dim} bfloat16{' compensated' if compensate else ''}: quick as careful where scores are steep"
     return verdict(name, (out.double() - careful.double()).abs().max(), allowed)
+
+
+def _gate_far_apart(tile_rows: int, dim: int, device: torch.device) -> Case:
+    """Scores that are the same within a tile of 128 keys and up to 300 powers of two apart between tiles, in any order."""
+    steps = torch.tensor([-150, -100, -60, -20, 0, 20, 50, 64, 100, 150])
+    levels = steps[torch.randint(10, (64, 4), generator=torch.Generator().manual_seed(dim))]
+    heads, means = len(levels), torch.arange(1.0, 5)
+    q, k, v = (
+        torch.zeros(heads, tile_rows, dim),
+        torch.zeros(heads, 512, dim),
+        means.repeat_interleave(128)[:, None].expand(heads, 512, dim),
+    )
+    q[..., 0], k[..., 0] = 1, levels.repeat_interleave(128, 1)
+    ends = (torch.tensor([0, count], dtype=torch.int32, device=device).repeat(heads, 1) for count in (tile_rows, 512))
+    given = (x.to(device, torch.bfloat16).contiguous() for x in (q, k, v))
+    out, _ = _launch("gluon")(
+        *given, *ends, torch.ones(heads, 1, 1, dtype=torch.bool, device=device), scale=math.log(2), with_lse=True, quick=True
+    )
+    exact = torch.softmax(levels.double() * math.log(2), 1) @ means.double()
+    error = (out.double().cpu() / exact[:, None, None] - 1).abs().max()
+    return verdict(f"gluon d{dim} bfloat16: {tile_rows} rows, tiles whose scores lie far apart", error, 2 * torch.finfo(torch.bfloat16).eps)
 
 
 def _block_means(x: Tensor, ends: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attend_gluon_producer import produce
-from .attend_gluon_softmax import after, first_weights, is_lost, mask_tails, next_weights, read_bias, read_tails, rescale
+from .attend_gluon_softmax import after, first_weights, is_lost, join_sums, mask_tails, next_weights, read_bias, read_tails, rescale
 from .meeting import announce, meet
 from .tiles_attend import GluonTile, gluon_tile
 from .worklist import FIELDS, WIDE, build_worklist
@@ -94,7 +94,7 @@ def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, l
         base + token.to(gl.int64)[:, None] * out_n + column[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=live[:, None]
     )
     if LSE:
-        value = gl.where(z > 0, (m + gl.log2(z)) * 0.6931471805599453, -float("inf"))
+        value = gl.where(z == 0, -float("inf"), (m + gl.log2(z)) * 0.6931471805599453)
         gl.store(lse + head.to(gl.int64) * n + token, value, mask=live)
 
 
@@ -220,13 +220,9 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 else:
                     meet(WRITTEN)
                     m_other = x_rows.index(0).load(gl.SliceLayout(1, A))
-                    top = gl.maximum(m, m_other)
-                    shift = gl.where(top == -float("inf"), 0.0, top)
-                    mine = gl.exp2(m - shift)
-                    other = gl.exp2(m_other - shift)
+                    z_other = x_rows.index(1).load(gl.SliceLayout(1, A))
+                    mine, other, m, z = join_sums(m, z, m_other, z_other, QUICK)
                     acc = acc * mine[:, None] + x_acc.load(A) * other[:, None]
-                    z = z * mine + x_rows.index(1).load(gl.SliceLayout(1, A)) * other
-                    m = top
             own_rows = gl.minimum(rows, 64)
             if W == 1:
                 own_rows = gl.where(shared, 0, rows - 64)
@@ -308,7 +304,7 @@ def attend_hopper(
     adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
     of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
     scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite. quick: how exponentials are
-    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there.
+    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which asks for values below 2^67 and counts those below 2^-66 as 0.
     """
     bh, n, d = q.shape
     m, kb = k.shape[1], mask.shape[2]

@@ -4,8 +4,10 @@ Careful, as everybody does it: weights are relative to the largest score that th
 
 Quick, for bf16: weights are relative to one reference per row, the largest score of its first tile. bf16 and float32 have eight bits of
 exponent, so a weight of 2^50 or 2^-90 is as precise as one of 1: no maximum per tile, nothing to rescale, and no exponential waits for
-the whole row. What could go wrong shows in the row's sum, which `is_lost` looks at: such rows are listed and computed again, carefully. A row
-is lost when a score exceeds those of the first tile by about 2 * HEADROOM (83 when e is the base), which models with normed queries and keys do not come near.
+the whole row. What could go wrong shows in the row's sum, which `is_lost` looks at, in a shared query tile in each warpgroup's own sum:
+such rows are listed and computed again, carefully, with the 64 rows they came with. A row is lost when a score exceeds those of the
+first tile by about 120 powers of two (83 when e is the base), and where a warpgroup saw no key at all. Steeper scores give the same
+results and take up to twice as long or a little more.
 """
 
 from triton.experimental import gluon
@@ -13,7 +15,8 @@ from triton.experimental.gluon import language as gl
 
 # careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)
-# quick: the first tile's largest weight is 2^-60 and a sum may grow to 2^60, which leaves values up to 2^67 without overflow
+# quick: the first tile's largest weight is 2^-60 and a sum may grow to 2^60, which leaves values up to 2^67 without overflow, and values
+# down to 2^-66 without a product that is flushed to zero
 HEADROOM = gl.constexpr(60.0)
 LARGEST_SUM = gl.constexpr(2.0**60)
 # from here on what was flushed to zero, at most 2^-126 per key, is beyond the last digit of a float32 sum
@@ -86,6 +89,24 @@ def next_weights(s, m, z, factor, MASKED: gl.constexpr, QUICK: gl.constexpr):
 def is_lost(z):
     """Whether quick weights may have left the range in which they are precise. Also true of NaN, and where no key was valid."""
     return ((z >= SMALLEST_SUM) & (z <= LARGEST_SUM)) == 0
+
+
+@gluon.jit
+def join_sums(m, z, m_other, z_other, QUICK: gl.constexpr):
+    """Sums of two warpgroups over the same rows -> what each is multiplied by, what the joined sum is relative to, the joined sum."""
+    if QUICK:
+        # a reference is no maximum: only with its sum does it tell which of the two is large, and 2^-126 is where factors are flushed to zero
+        top = gl.maximum(m + gl.log2(z), m_other + gl.log2(z_other))
+        shift = top
+    else:
+        top = gl.maximum(m, m_other)
+        shift = gl.where(top == -float("inf"), 0.0, top)
+    mine = gl.exp2(m - shift)
+    other = gl.exp2(m_other - shift)
+    joined = z * mine + z_other * other
+    if QUICK:
+        joined = gl.where(is_lost(z) | is_lost(z_other), float("inf"), joined)
+    return mine, other, top, joined
 
 
 @gluon.jit

@@ -112,11 +112,11 @@ def attend_kernel(
             stand_in = tl.load(bias + list_id * bias_width + block)
             acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, order, tl.minimum(block, kb - 1), stand_in,
                                      D, D, factor, D, False, True, INTERPRETED)  # fmt: skip
-    total = tl.where(z > 0, z, 1.0)  # a row without keys: acc is 0
+    total = tl.where(z == 0, 1.0, z)  # a row without keys: acc is 0
     target = out + b * stride_ob + h * stride_oh + token[:, None] * stride_on + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
     if LSE:
-        value = tl.where(z > 0, (m + tl.log2(total)) * 0.6931471805599453, -float("inf"))
+        value = tl.where(z == 0, -float("inf"), (m + tl.log2(total)) * 0.6931471805599453)
         tl.store(lse + head * n + token, value, mask=live)
 
 

@@ -1,8 +1,8 @@
 """Frozen tile choices of the attention kernels: pure functions of head dimension and architecture, each with what chose it.
 
-Times: one H200, bf16, (heads, tokens, d) = (40, 75600, 128), 128 x 512 uneven blocks, density 0.25, cuDNN dense 204-207 ms.
-The card is at its power limit there: the same call takes 55 ms when repeated and 50 ms after a light spell, so only repeated
-calls of one kernel are compared.
+Times: one H200, bf16, (heads, tokens, d) = (40, 75600, 128), 128 x 512 uneven blocks, density 0.25, cuDNN dense 202-210 ms.
+The card is at its power limit there: a call that took 55 ms when repeated took 50 ms after a light spell, so only repeated calls of
+one kernel are compared.
 """
 
 from __future__ import annotations
