@@ -153,19 +153,23 @@ def test_scores_that_differ_by_dozens_stay_in_the_range(module):
     assert torch.allclose(lse.double(), expected, rtol=1e-6, atol=1e-4)
 
 
-def by_levels(module, levels: torch.Tensor, rows: int):
-    """levels [heads tiles]: the scores of every tile of 128 keys, as powers of two -> out, lse (in powers of two), exact ones, tiles listed again."""
+def by_levels(module, levels: torch.Tensor, rows: int, value: float = 1.0):
+    """levels [heads tiles]: the scores of every tile of 128 keys, as powers of two; its values are 1, 2, ... times `value`
+
+    -> (out / value, lse in powers of two), exact ones, how many tiles were computed again."""
     heads, tiles = levels.shape
     q, k, v = torch.zeros(heads, rows, 64), torch.zeros(heads, tiles * 128, 64), torch.zeros(heads, tiles * 128, 64)
-    q[..., 0], k[..., 0], v[:] = 1, levels.repeat_interleave(128, 1), torch.arange(1.0, tiles + 1).repeat_interleave(128)[:, None]
+    q[..., 0], k[..., 0], v[:] = 1, levels.repeat_interleave(128, 1), value * torch.arange(1.0, tiles + 1).repeat_interleave(128)[:, None]
     ends = [torch.tensor([0, n]).repeat(heads, 1).int() for n in (rows, tiles * 128)]
     given = [x.to(torch.bfloat16) for x in (q, k, v)]
-    found, again = listed(module, *given, *ends, torch.ones(heads, 1, 1, dtype=torch.bool), scale=math.log(2))
-    return (
-        found,
-        (torch.softmax(levels.double() * math.log(2), 1) @ v[0, ::128, 0].double(), levels.double().exp2().sum(1).log2() + 7),
-        again,
-    )
+    (out, lse), again = listed(module, *given, *ends, torch.ones(heads, 1, 1, dtype=torch.bool), scale=math.log(2))
+    return (out / value, lse), exactly(levels), again
+
+
+def exactly(levels: torch.Tensor):
+    """levels [heads tiles] -> what `by_levels` should find"""
+    weights = torch.softmax(levels.double() * math.log(2), 1)
+    return weights @ torch.arange(1.0, levels.shape[1] + 1).double(), levels.double().exp2().sum(1).log2() + 7
 
 
 def listed(module, *problem_of, **more):
@@ -188,9 +192,11 @@ def test_tiles_whose_scores_lie_far_apart(module, rows):
     )
     steps = torch.tensor([-150, -100, -60, -20, 0, 20, 50, 64, 100, 150])
     drawn = steps[torch.randint(10, (40, 4), generator=torch.Generator().manual_seed(rows))]
-    (out, lse), (exact, exact_lse), _ = by_levels(module, torch.cat([known, drawn]), rows)
-    assert torch.allclose(out, exact, rtol=2**-6)
-    assert torch.allclose(lse, exact_lse, atol=1e-4)
+    # with values so large that sums overflow before they are joined, where they are not looked at one by one
+    for levels, value in ((torch.cat([known, drawn]), 1.0), (torch.tensor([[0, 0, 0, 170], [0, 0, 170, 0], [0, 0, 150, 150]]), 2.0**40)):
+        (out, lse), (exact, exact_lse), _ = by_levels(module, levels, rows, value)
+        assert torch.allclose(out, exact, rtol=2**-6)
+        assert torch.allclose(lse, exact_lse, atol=1e-4)
 
 
 @in_interpreter
@@ -198,30 +204,39 @@ def test_which_rows_are_computed_again(module):
     def again(*levels):
         return by_levels(module, torch.tensor([levels]), 100)[2]
 
-    assert again(0, 100, -100, 0) == again(40, 140, 0, 0) == again(0, -200, -200, -200) == 0  # of 100 rows, two warpgroups
-    assert again(0, 130, 0, 0) == again(0, 0, 0, 250) == 2
+    assert again(0, 145, -100, 0) == again(40, 180, 0, 0) == again(0, -200, -200, -200) == 0
+    assert again(0, 170, 0, 0) == again(0, 0, 0, 250) == 2  # two warpgroups have 100 rows
 
 
 @in_interpreter
 @pytest.mark.parametrize("rows", [10, 70])
 def test_rows_that_keep_nothing_and_have_stand_ins(module, rows):
     """Their first tile is masked, so their reference is 0, whatever the scores of stand-ins: also those that are flushed to zero."""
-    alike = torch.tensor([-200, -140, -100, -60, 0, 50, 66, 100, 150])[:, None].expand(-1, 3)
-    # sums of the same size, relative to references 130 apart
-    levels = torch.cat([alike, torch.tensor([[-190, -80, -80], [-140, -200, -140], [150, 0, 150], [0, 100, 0]])])
+    alike = torch.tensor([-200, -140, -100, -60, 0, 50, 66, 100, 150])[:, None].expand(-1, 4)
+    # sums of the same size relative to references 110 and 130 apart; sums of which a fifth was flushed to zero
+    apart = [
+        [-190, -80, -80, -200],
+        [-190, -60, -60, -60],
+        [-250, -125, -250, -127],
+        [-140, -200, -140, -140],
+        [150, 0, 150, 0],
+        [0, 100, 0, 0],
+    ]
+    levels = torch.cat([alike, torch.tensor(apart)])
     heads = len(levels)
-    q, k, c, u = (torch.zeros(heads, count, 64) for count in (rows, 384, 384, 384))
-    q[..., 0], c[..., 0], u[:] = 1, levels.repeat_interleave(128, 1), torch.arange(1.0, 4).repeat_interleave(128)[:, None]
+    q, k, c, u = (torch.zeros(heads, count, 64) for count in (rows, 512, 512, 512))
+    q[..., 0], c[..., 0], u[:] = 1, levels.repeat_interleave(128, 1), torch.arange(1.0, 5).repeat_interleave(128)[:, None]
     blocks = (
         torch.tensor([0, rows]).repeat(heads, 1).int(),
-        torch.arange(385).repeat(heads, 1).int(),
-        torch.zeros(heads, 1, 384, dtype=torch.bool),
+        torch.arange(513).repeat(heads, 1).int(),
+        torch.zeros(heads, 1, 512, dtype=torch.bool),
     )
     q, k, c, u = (x.to(torch.bfloat16) for x in (q, k, c, u))
-    flags = torch.ones(heads, 384, dtype=torch.bool)
+    flags = torch.ones(heads, 512, dtype=torch.bool)
     (out, lse), _ = listed(module, q, k, k, *blocks, scale=math.log(2), compensate=flags, centroids=c, mean_values=u)
-    assert torch.allclose(out, torch.softmax(levels.double() * math.log(2), 1) @ torch.arange(1.0, 4).double(), rtol=2**-7)
-    assert torch.allclose(lse, levels.double().exp2().sum(1).log2() + 7, atol=1e-4)
+    exact, exact_lse = exactly(levels)
+    assert torch.allclose(out, exact, rtol=2**-7)
+    assert torch.allclose(lse, exact_lse, atol=1e-4)
 
 
 LOST = {

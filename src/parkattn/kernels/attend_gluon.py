@@ -304,7 +304,7 @@ def attend_hopper(
     adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
     of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
     scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite. quick: how exponentials are
-    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which asks for values below 2^67 and counts those below 2^-66 as 0.
+    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which asks for values below 2^47 and counts those below 2^-46 as 0.
     """
     bh, n, d = q.shape
     m, kb = k.shape[1], mask.shape[2]

@@ -6,7 +6,7 @@ Quick, for bf16: weights are relative to one reference per row, the largest scor
 exponent, so a weight of 2^50 or 2^-90 is as precise as one of 1: no maximum per tile, nothing to rescale, and no exponential waits for
 the whole row. What could go wrong shows in the row's sum, which `is_lost` looks at, in a shared query tile in each warpgroup's own sum:
 such rows are listed and computed again, carefully, with the 64 rows they came with. A row is lost when a score exceeds those of the
-first tile by about 120 powers of two (83 when e is the base), and where a warpgroup saw no key at all. Steeper scores give the same
+first tile by about 160 powers of two (110 when e is the base), and where a warpgroup saw no key at all. Steeper scores give the same
 results and take up to twice as long or a little more.
 """
 
@@ -15,12 +15,12 @@ from triton.experimental.gluon import language as gl
 
 # careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)
-# quick: the first tile's largest weight is 2^-60 and a sum may grow to 2^60, which leaves values up to 2^67 without overflow, and values
-# down to 2^-66 without a product that is flushed to zero
-HEADROOM = gl.constexpr(60.0)
-LARGEST_SUM = gl.constexpr(2.0**60)
-# from here on what was flushed to zero, at most 2^-126 per key, is beyond the last digit of a float32 sum
-SMALLEST_SUM = gl.constexpr(2.0**-80)
+# quick: the first tile's largest weight is 2^-80 and a sum may grow to 2^80, which leaves values up to 2^47 without overflow, and values
+# down to 2^-46 without a product that is flushed to zero
+HEADROOM = gl.constexpr(80.0)
+LARGEST_SUM = gl.constexpr(2.0**80)
+# just below the least that a first tile gives; what was flushed to zero, at most 2^-126 per key, is still beyond the last digit
+SMALLEST_SUM = gl.constexpr(2.0**-81)
 
 
 def _multiply_unless_one(elements: int) -> tuple[str, str]:
