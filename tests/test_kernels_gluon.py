@@ -123,12 +123,17 @@ def steep(module, size: float, n: int, change=None):
     """Attention with the queries of one head made `size` times larger -> the kernels' output, how many tiles were listed again, the problem."""
     problem_of = problem(n, n, 600, 64, 2, 12, 0.6, torch.bfloat16)
     problem_of[0][1] *= size
+    return *counted(module, *problem_of, change=change), problem_of
+
+
+def counted(module, *problem_of, change=None, **more):
+    """-> output, log-sum-exp, and how many tiles were computed again"""
     kernels, lists = module("attend_gluon", change), []
-    kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=n, late=True)
+    kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=1, late=True)
     build = kernels.build_worklist
     kernels.build_worklist = lambda *blocks, **sizes: lists.append(build(*blocks, **sizes)) or lists[0]
-    out, lse = kernels.attend_hopper(*problem_of, out=torch.full_like(problem_of[0], torch.nan), with_lse=True)
-    return out, lse, int(lists[0].count[2]), problem_of
+    out, lse = kernels.attend_hopper(*problem_of, out=torch.full_like(problem_of[0], torch.nan), with_lse=True, **more)
+    return out, lse, int(lists[0].count[2])
 
 
 @in_interpreter
@@ -174,13 +179,9 @@ def exactly(levels: torch.Tensor):
 
 def listed(module, *problem_of, **more):
     """-> (out, lse in powers of two) of the first row of every head, all rows being alike, and how many tiles were computed again"""
-    kernels, lists = module("attend_gluon"), []
-    kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=1, late=True)
-    build = kernels.build_worklist
-    kernels.build_worklist = lambda *blocks, **sizes: lists.append(build(*blocks, **sizes)) or lists[0]
-    out, lse = kernels.attend_hopper(*problem_of, out=torch.full_like(problem_of[0], torch.nan), with_lse=True, **more)
+    out, lse, again = counted(module, *problem_of, **more)
     assert torch.equal(out, out[:, :1, :1].expand_as(out)) and torch.equal(lse, lse[:, :1].expand_as(lse))
-    return (out[:, 0, 0].double(), lse[:, 0].double() / math.log(2)), int(lists[0].count[2])
+    return (out[:, 0, 0].double(), lse[:, 0].double() / math.log(2)), again
 
 
 @in_interpreter
@@ -192,8 +193,9 @@ def test_tiles_whose_scores_lie_far_apart(module, rows):
     )
     steps = torch.tensor([-150, -100, -60, -20, 0, 20, 50, 64, 100, 150])
     drawn = steps[torch.randint(10, (40, 4), generator=torch.Generator().manual_seed(rows))]
-    # with values so large that sums overflow before they are joined, where they are not looked at one by one
-    for levels, value in ((torch.cat([known, drawn]), 1.0), (torch.tensor([[0, 0, 0, 170], [0, 0, 170, 0], [0, 0, 150, 150]]), 2.0**40)):
+    # with values so large that sums overflow, before they are joined or at any rate
+    large = torch.tensor([[0, 0, 0, 170], [0, 0, 170, 0], [0, 0, 150, 150]])
+    for levels, value in ((torch.cat([known, drawn]), 1.0), (large, 2.0**40), (large, 2.0**80), (large, 2.0**-30)):
         (out, lse), (exact, exact_lse), _ = by_levels(module, levels, rows, value)
         assert torch.allclose(out, exact, rtol=2**-6)
         assert torch.allclose(lse, exact_lse, atol=1e-4)

@@ -99,9 +99,10 @@ def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, l
 
 
 @gluon.jit
-def _list_lost_rows(z, record, row, rows, count, again, A: gl.constexpr):
+def _list_lost_rows(acc, z, record, row, rows, count, again, A: gl.constexpr):
     """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; count[2] tells how many there are."""
-    lost = is_lost(z) & (gl.arange(0, 64, layout=gl.SliceLayout(1, A)) < rows)
+    overflown = gl.sum(acc * 0.0, 1)  # NaN where an element is not finite
+    lost = is_lost(z + overflown) & (gl.arange(0, 64, layout=gl.SliceLayout(1, A)) < rows)
     if gl.max(lost.to(gl.int32), 0) > 0:
         tile = again + gl.atomic_add(count + 2, 1, sem="relaxed") * 8
         for f in gl.static_range(8):
@@ -228,7 +229,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 own_rows = gl.where(shared, 0, rows - 64)
             _store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
             if QUICK:
-                _list_lost_rows(z, record, row, own_rows, count, again, A)
+                _list_lost_rows(acc, z, record, row, own_rows, count, again, A)
             if shared:  # not before: rows are stored once the sums were read, and no barrier waits for a load whose value nobody wants yet
                 mbarrier.arrive(q_empty.index(W), count=1)
         else:  # one key tile for at most 64 rows: nothing to share
@@ -304,7 +305,7 @@ def attend_hopper(
     adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
     of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
     scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite. quick: how exponentials are
-    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which asks for values below 2^47 and counts those below 2^-46 as 0.
+    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which counts values below 2^-46 as 0.
     """
     bh, n, d = q.shape
     m, kb = k.shape[1], mask.shape[2]

@@ -5,9 +5,9 @@ Careful, as everybody does it: weights are relative to the largest score that th
 Quick, for bf16: weights are relative to one reference per row, the largest score of its first tile. bf16 and float32 have eight bits of
 exponent, so a weight of 2^50 or 2^-90 is as precise as one of 1: no maximum per tile, nothing to rescale, and no exponential waits for
 the whole row. What could go wrong shows in the row's sum, which `is_lost` looks at, in a shared query tile in each warpgroup's own sum:
-such rows are listed and computed again, carefully, with the 64 rows they came with. A row is lost when a score exceeds those of the
-first tile by about 160 powers of two (110 when e is the base), and where a warpgroup saw no key at all. Steeper scores give the same
-results and take up to twice as long or a little more.
+such rows, and those whose sums of values overflowed, are listed and computed again, carefully, with the 64 rows they came with. A row
+is lost when a score exceeds those of the first tile by about 160 powers of two (110 when e is the base), and where a warpgroup saw no
+key at all. Steeper scores give the same results and take up to twice as long or a little more.
 """
 
 from triton.experimental import gluon
@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 
 # careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)
-# quick: the first tile's largest weight is 2^-80 and a sum may grow to 2^80, which leaves values up to 2^47 without overflow, and values
-# down to 2^-46 without a product that is flushed to zero
+# quick: the first tile's largest weight is 2^-80 and a sum may grow to 2^80, which leaves values up to 2^47 without overflow (rows that
+# have one are lost too), and values down to 2^-46 without a product that is flushed to zero
 HEADROOM = gl.constexpr(80.0)
 LARGEST_SUM = gl.constexpr(2.0**80)
 # just below the least that a first tile gives; what was flushed to zero, at most 2^-126 per key, is still beyond the last digit
