@@ -33,7 +33,7 @@ one_by_one = settings(deadline=None, suppress_health_check=list(HealthCheck), de
 
 @on_compiler
 def test_the_kernel_under_the_interpreter():
-    run_interpreted(__file__, at_least=4)
+    run_interpreted(__file__, at_least=6)
 
 
 # ---------------------------------------------------------------------------------------------- ragged problems
@@ -200,6 +200,34 @@ def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
     assert (records[:, 0].diff() >= 0).all()
     for head in range(2):
         assert (records[records[:, 0] == head, 6].diff() <= 0).all()  # longest lists first
+
+
+@in_interpreter
+def test_rows_into_block_order_and_back():
+    from parkattn.kernels.permute import gather_rows, scatter_rows
+
+    x, order = torch.randn(1, 200, 2, 128).bfloat16().transpose(1, 2), orders(200)
+    rows = gather_rows(x, order, out=torch.full((2, 200, 128), torch.nan, dtype=x.dtype))
+    assert torch.equal(rows.view(1, 2, 200, 128), x.gather(2, order.long()[..., None].expand(-1, -1, -1, 128)))
+    assert torch.equal(scatter_rows(rows, order, out=torch.full_like(x, torch.nan)), x)
+
+
+@in_interpreter
+def test_keys_and_values_in_block_order_with_the_means_of_their_blocks():
+    from parkattn.kernels.permute import gather_rows, gather_with_means
+
+    # fp16, since the interpreter rounds bf16 down
+    k, v, order = torch.randn(1, 200, 2, 128).add(6).half().transpose(1, 2), torch.randn(1, 2, 200, 128).half(), orders(200)
+    ends = torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32)
+    keys, values, *means = gather_with_means(k, v, order, ends)
+    assert torch.equal(keys, gather_rows(k, order)) and torch.equal(values, gather_rows(v, order))
+    for rows, found in zip((keys, values), means, strict=True):
+        exact = [rows[u, a:b].double().sum(0) / max(b - a, 1) for u in range(2) for a, b in itertools.pairwise(ends[0, u].tolist())]
+        torch.testing.assert_close(found.view(10, 128).double(), torch.stack(exact), rtol=2**-11, atol=1e-6)
+
+
+def orders(tokens: int) -> torch.Tensor:
+    return torch.stack([torch.randperm(tokens), torch.randperm(tokens)])[None].int()
 
 
 # ---------------------------------------------------------------------------------------------- ahead of time

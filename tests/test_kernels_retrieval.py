@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 SOURCE = pathlib.Path(__file__).resolve().parents[1] / "src"
-INTERPRETED = ("pama", "pama_edges", "assign", "kmeans", "sort", "segment_mean", "qrkc", "permute")
+INTERPRETED = ("pama", "pama_edges", "assign", "kmeans", "sort", "segment_mean", "qrkc")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 
 
@@ -259,25 +259,6 @@ def qrkc():
         error = (cluster.transform_keys(x, root, sample).double() - want).abs().max()
         plain = ((x - x[:, :, sample].mean(2, keepdim=True)) @ (root / root.abs().amax((-2, -1), keepdim=True)).to(dtype)).double().sub(want).abs().max()
         assert error <= 2 * plain + torch.finfo(dtype).eps * want.abs().max()
-
-
-def permute():
-    import torch
-
-    from parkattn.kernels import permute
-
-    x = tokens(5, 200, 128, torch.bfloat16)
-    order = torch.stack([torch.randperm(200), torch.randperm(200)])[None].int()
-    rows = permute.gather_rows(x, order, out=torch.full((2, 200, 128), float("nan"), dtype=x.dtype))
-    assert torch.equal(rows.view(1, 2, 200, 128), x.gather(2, order.long()[..., None].expand(-1, -1, -1, 128)))
-    assert torch.equal(permute.scatter_rows(rows, order, out=torch.full_like(x, float("nan"))), x)
-    x, v = x.half(), torch.randn(1, 2, 200, 128).half()  # (the interpreter rounds bf16 down); other strides
-    offsets = torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32)
-    *both, key_means, value_means = permute.gather_with_means(x, v, order, offsets)
-    for rows, means in zip(both, (key_means, value_means), strict=True):
-        exact = [rows[u, a:b].double().sum(0) / max(b - a, 1) for u in range(2) for a, b in itertools.pairwise(offsets[0, u].tolist())]
-        torch.testing.assert_close(means.view(10, 128).double(), torch.stack(exact), rtol=2**-11, atol=1e-6)
-    assert torch.equal(both[0], permute.gather_rows(x, order)) and torch.equal(both[1], permute.gather_rows(v, order))
 
 
 TYPES = {
