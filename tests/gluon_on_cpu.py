@@ -67,7 +67,7 @@ class Shared:
         self.view.copy_(value)
 
     def _reinterpret(self, dtype, shape, layout) -> Slabs | Shared:
-        return Slabs(self.view, shape[1]) if dtype == self.dtype else Shared(self.view.view(dtype).view(shape))
+        return Slabs(self.view, shape[1]) if len(shape) == 3 else Shared(self.view.view(dtype).view(shape))
 
 
 class Slabs:

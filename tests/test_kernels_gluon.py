@@ -267,8 +267,19 @@ FAULTS = {
     "a slot never given back": ("    mbarrier.arrive(k_empty.index(slot), count=1)\n", ""),
     "sums read before they are written": ("                    meet(WRITTEN)\n", "                    announce(WRITTEN)\n"),
     "sums written over queries in use": ("                    meet(FREE)\n", "                    announce(FREE)\n"),
-    "the bias of another tile": ("gl.minimum(i + stride, bias_tiles - 1)", "gl.minimum(i + 1, bias_tiles - 1)"),
-    "the bias past its end": ("gl.minimum(i + stride, bias_tiles - 1)", "i + stride + 40000"),
+    "keys given back before their bias is read": (
+        "    if at >= biased:\n        s = add_bias(s, bias_ring.index(slot), KEYS, S)\n    mbarrier.arrive(k_empty.index(slot), count=1)\n",
+        "    mbarrier.arrive(k_empty.index(slot), count=1)\n    if at >= biased:\n        s = add_bias(s, bias_ring.index(slot), KEYS, S)\n",
+    ),
+    "a bias left out": ("    if at >= biased:\n        s = add_bias(s, bias_ring.index(slot), KEYS, S)\n", ""),
+    "a bias one tile late": (
+        "    if at >= biased:\n        s = add_bias(s, bias_ring.index(slot)",
+        "    if at > biased:\n        s = add_bias(s, bias_ring.index(slot)",
+    ),
+    "the bias of another tile": (
+        "s = add_bias(s, bias_ring.index(slot), KEYS, S)",
+        "s = add_bias(s, bias_ring.index((at + 1) % STAGES), KEYS, S)",
+    ),
     "a product not waited for": ("    s = warpgroup_mma_wait(1, deps=(s,))\n", "    s = warpgroup_mma_wait(2, deps=(s,))\n"),
 }
 

@@ -2,7 +2,7 @@
 
 A step starts from q, k, v [b h n d] as views of [b n h d] memory and a plan as it is kept between steps, and holds everything
 the call needs: unpack and sort the labels, gather into block order, work list on the GPU, attention, rows written back to token
-order. Dense attention is timed before and after. Plans come with borders on multiples, as the presets have them, and as clustered.
+order. Everything is timed twice, the second time in reverse order. Plans come with borders on multiples, as the presets have them, and as clustered.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, r
             for label, (kernel, call) in sparse.items():
                 calls[f"{label}, {borders}"] = call
                 facts[f"{label}, {borders}"] = work | {"kernel": label, "executed_over_useful": _padding(plan, kernel)}
-        found = steady_ms(calls, repeats)
         first = next(iter(calls))
-        found[first] = (found[first] + steady_ms({first: calls[first]}, 3)[first]) / 2
+        # the second time in reverse: what drifts during a round weighs on all alike
+        rounds = [steady_ms(turn, repeats) for turn in (calls, dict(reversed(calls.items())))]
+        found = {label: sum(ms[label] for ms in rounds) / 2 for label in calls}
         for label, ms in found.items():
             flops = 4 * shape.heads * shape.tokens**2 * shape.dim * facts[label].get("density", 1.0)
             yield {

@@ -20,12 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attend_gluon_producer import produce
-from .attend_gluon_softmax import after, first_weights, is_lost, join_sums, mask_tails, next_weights, read_bias, read_tails, rescale
+from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale
 from .meeting import announce, meet
 from .tiles_attend import GluonTile, gluon_tile
 from .worklist import FIELDS, WIDE, build_worklist
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 WARPGROUP_ROWS = 64
 # meetings of a shared query tile: no product reads its queries any more, the sums of one warpgroup lie in their place
 FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
@@ -39,13 +40,13 @@ def _pass_on(at, full, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _step(at, begin, stride, acc, p16, m, z, q, valid, scores, rings, bars, factor, KEYS: gl.constexpr, TAIL: gl.constexpr,
-          STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr, P: gl.constexpr, MODE: gl.constexpr, QUICK: gl.constexpr):  # fmt: skip
+def _step(at, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
+          A: gl.constexpr, P: gl.constexpr, QUICK: gl.constexpr):  # fmt: skip
     """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does.
 
-    S_j begins with `scores`, the bias, where keys are stand-ins, and is masked by `valid` where they are tails.
+    begin, biased: where the tiles of this query tile begin, and those of them that have a bias.
     """
-    _q_ring, k_ring, v_ring = rings
+    _q_ring, k_ring, v_ring, bias_ring = rings
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
     slot = at % STAGES
     earlier = at - stride
@@ -55,14 +56,15 @@ def _step(at, begin, stride, acc, p16, m, z, q, valid, scores, rings, bars, fact
         if at - 3 >= begin:
             _pass_on(at - 3, v_full, v_empty, STAGES)
     mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)
-    s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), scores, use_acc=MODE == "stand-ins", is_async=True)
+    zero = gl.zeros([64, KEYS], gl.float32, layout=S)
+    s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)
     acc = warpgroup_mma(p16, v_ring.index(before), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
+    if at >= biased:
+        s = add_bias(s, bias_ring.index(slot), KEYS, S)
     mbarrier.arrive(k_empty.index(slot), count=1)
-    if MODE == "tails":
-        s = mask_tails(s, valid, KEYS, TAIL, S)
-    p, m, z, decay = next_weights(s, m, z, factor, MODE != "plain", QUICK)
+    p, m, z, decay = next_weights(s, m, z, factor, QUICK)
     p16 = gl.convert_layout(p.to(p16.dtype), P)
     z = after(z)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -70,12 +72,6 @@ def _step(at, begin, stride, acc, p16, m, z, q, valid, scores, rings, bars, fact
     if not QUICK:
         acc = rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None], acc.shape[1])
     return acc, p16, m, z
-
-
-@gluon.jit
-def _own_from(first, bound, stride):
-    """This warpgroup's first tile past its first one that is not below bound."""
-    return first + stride + gl.maximum(bound - first - 1, 0) // stride * stride
 
 
 @gluon.jit
@@ -112,16 +108,16 @@ def _list_lost_rows(acc, z, record, row, rows, count, again, A: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-              D: gl.constexpr, W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
+def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+              W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
               QUICK: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
-    _wide_lists, tail_lists, _tiles, count, mailbox, bias_lists, again = lists
-    n, _m, _kb, _wide_width, tails_width, bias_tiles = shape
+    _wide_lists, _tail_lists, _tiles, count, mailbox, again = lists
+    n, _m, _kb, _wide_width, _tails_width, _bias_row, bias_tiles = shape
     out, out_strides, heads, order, lse = result
-    q_ring, k_ring, v_ring = rings
+    q_ring, k_ring, v_ring, bias_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     x_acc, x_rows = exchange
     mail = mailbox + gl.program_id(0) * 16
@@ -141,7 +137,6 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
         if shared | (rows > W * 64):
             stride = gl.where(shared, 2, 1)
             first = gl.where(shared, W, 0)
-            plain_tiles = gl.load(record + 5)
             q = q_ring.index(W)
             if W == 1:  # noqa: SIM102 (the outer one is decided at compile time)
                 if shared:
@@ -152,46 +147,22 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 q, k_ring.index(at % STAGES).permute((1, 0)), gl.zeros([64, KEYS], gl.float32, layout=S), use_acc=False, is_async=True
             )
             s = warpgroup_mma_wait(0, deps=(s,))
+            biased = begin + gl.load(record + 5)
+            if at >= biased:
+                s = add_bias(s, bias_ring.index(at % STAGES), KEYS, S)
             mbarrier.arrive(k_empty.index(at % STAGES), count=1)
-            if first >= plain_tiles:
-                marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
-                if first >= all_tiles:
-                    if COMPENSATE:
-                        bias = bias_lists + gl.load(record + 1).to(gl.int64) * (bias_tiles * KEYS)
-                        s = s + read_bias(first - all_tiles, bias, KEYS, S)[None, :]
-                else:
-                    s = mask_tails(s, read_tails(first - gl.load(record + 4), marks, KEYS, TAIL, S), KEYS, TAIL, S)
             p, m, z = first_weights(s, factor, QUICK)
             p16 = gl.convert_layout(p.to(q_ring.dtype), P)
             acc = gl.zeros([64, D], gl.float32, layout=A)
-            zero = gl.zeros([64, KEYS], gl.float32, layout=S)
             # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
-            odd = _own_from(first, plain_tiles, stride) - stride * (gl.maximum(plain_tiles - first - 1, 0) // stride % 2)
-            for j in range(first + stride, odd, 2 * stride):
-                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
-                                       S, A, P, "plain", QUICK)  # fmt: skip
-                acc, p16, m, z = _step(begin + j + stride, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
-                                       S, A, P, "plain", QUICK)  # fmt: skip
-            for j in range(odd, plain_tiles, stride):
-                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, 0, zero, rings, bars, factor, KEYS, TAIL, STAGES,
-                                       S, A, P, "plain", QUICK)  # fmt: skip
-            # the letter is read again rather than kept: registers are what the loop above is short of
-            wide_tiles = gl.load(record + 4)
-            marks = tail_lists + gl.load(record + 1).to(gl.int64) * tails_width
-            for j in range(_own_from(first, plain_tiles, stride), all_tiles, stride):
-                valid = read_tails(j - wide_tiles, marks, KEYS, TAIL, S)
-                acc, p16, m, z = _step(begin + j, begin, stride, acc, p16, m, z, q, valid, zero, rings, bars, factor, KEYS, TAIL, STAGES,
-                                       S, A, P, "tails", QUICK)  # fmt: skip
-            if COMPENSATE:
-                bias = bias_lists + gl.load(record + 1).to(gl.int64) * (bias_tiles * KEYS)
-                own = _own_from(first, all_tiles, stride) - all_tiles
-                ahead = read_bias(gl.minimum(own, bias_tiles - 1), bias, KEYS, S)
-                for i in range(own, bias_tiles, stride):
-                    scores = ahead[None, :].broadcast_to([64, KEYS])
-                    # a tile ahead, since the product begins with it
-                    ahead = read_bias(gl.minimum(i + stride, bias_tiles - 1), bias, KEYS, S)
-                    acc, p16, m, z = _step(begin + all_tiles + i, begin, stride, acc, p16, m, z, q, 0, scores, rings, bars, factor, KEYS, TAIL, STAGES,
-                                           S, A, P, "stand-ins", QUICK)  # fmt: skip
+            odd = at + stride + (end - at - 1) // (2 * stride) * (2 * stride)
+            for j in range(at + stride, odd, 2 * stride):
+                acc, p16, m, z = _step(j, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK)
+                acc, p16, m, z = _step(
+                    j + stride, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK
+                )
+            for j in range(odd, end, stride):
+                acc, p16, m, z = _step(j, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK)
             head = gl.load(record)
             row = gl.load(record + 2) + gl.where(shared, 0, W * 64)
             if not shared:
@@ -251,10 +222,13 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_tiles"], do_not_specialize_on_alignment=["count"])
+@gluon.jit(
+    do_not_specialize=["heads", "n", "m", "kb", "wide_width", "tails_width", "bias_row", "bias_tiles"],
+    do_not_specialize_on_alignment=["count"],
+)
 def attend_hopper_kernel(
-    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, wide_lists, tail_lists, tiles, count, mailbox, bias, again, out, order, lse, factor,
-    heads, n, m, kb, wide_width, tails_width, bias_tiles, out_b, out_h, out_n,
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, mailbox, again, out, order, lse, factor,
+    heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
     D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
     COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -278,17 +252,20 @@ def attend_hopper_kernel(
         _barriers(STAGES, 1),
         _barriers(STAGES, 2),
     )
+    bias_ring = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 1, KEYS], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    )
     exchange = (x_acc, x_rows)
     fence_async_shared()
     gl.thread_barrier()
-    descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc)
-    lists = (wide_lists, tail_lists, tiles, count, mailbox, bias, again)
-    shape = (n, m, kb, wide_width, tails_width, bias_tiles)
+    descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc)
+    lists = (wide_lists, tail_lists, tiles, count, mailbox, again)
+    shape = (n, m, kb, wide_width, tails_width, bias_row, bias_tiles)
     result = (out, (out_b, out_h, out_n), heads, order, lse)
-    rings = (q_ring, k_ring, v_ring)
+    rings = (q_ring, k_ring, v_ring, bias_ring)
     gl.warp_specialize([
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK)),
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, TAIL, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK)),
         (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -323,11 +300,13 @@ def attend_hopper(
     if m == 0:
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
     work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=2 * WARPGROUP_ROWS, key_tile=tile.keys,
-                          compensate=compensate, scale=scale, tail=tile.tail)  # fmt: skip
+                          compensate=compensate, scale=scale, tail=tile.tail, tail_bias=True)  # fmt: skip
 
     def box(x: Tensor, height: int, width: int) -> TensorDescriptor:
         flat = x.reshape(-1, d)
         return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [height, width], SWIZZLED)
+
+    bias = work.bias.view(-1, tile.keys)
 
     stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
@@ -336,15 +315,16 @@ def attend_hopper(
     boxes = (
         box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
         box(stand_ins[0], tile.keys, 64), box(stand_ins[1], tile.keys, 64),
+        TensorDescriptor(bias, list(bias.shape), list(bias.stride()), [1, tile.keys], LINEAR),
     )  # fmt: skip
     # each warpgroup of a query tile may lose its rows
     again = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
 
     def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
         attend_hopper_kernel[(programs,)](
-            *boxes, work.wide, work.tails, tiles, count, mailbox, q if work.bias is None else work.bias, again, out,
+            *boxes, work.wide, work.tails, tiles, count, mailbox, again, out,
             q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), rows.shape[1], n, m, kb,
-            work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1] // tile.keys,
+            work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             rows.stride(0), rows.stride(1), rows.stride(2), SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None,
             QUICK=quick, **tile.constants(d), num_warps=4, maxnreg=168,
         )  # fmt: skip

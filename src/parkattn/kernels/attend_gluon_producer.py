@@ -17,8 +17,13 @@ def _copy(desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.con
 
 @gluon.jit
 def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide, desc_tail, desc_comp, ring, full_ring, empty_ring,
-          KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
-    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency."""
+          bias, bias_desc, bias_ring, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+          COMPENSATE: gl.constexpr, BIASED: gl.constexpr):  # fmt: skip
+    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency.
+
+    BIASED: with its bias, where it has one. bias: first unmasked tile, row of the bias of stand-ins, row of that of tails.
+    """
+    plain_tiles, stand_in_bias, tail_bias = bias
     PER: gl.constexpr = KEYS // WIDE
     PER_T: gl.constexpr = KEYS // TAIL
     slot = at % STAGES
@@ -37,7 +42,11 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
         # four granules at a time keep the producer inside its registers
         pieces = tails + (j - wide_tiles) * PER_T
         mbarrier.wait(empty_ring.index(slot), phase)
-        mbarrier.expect(full, KEYS * D * 2)
+        if BIASED & (j >= plain_tiles):
+            mbarrier.expect(full, KEYS * D * 2 + KEYS * 4)
+            tma.async_copy_global_to_shared(bias_desc, [tail_bias + j - plain_tiles, 0], full, bias_ring.index(slot))
+        else:
+            mbarrier.expect(full, KEYS * D * 2)
         slabs = tile._reinterpret(desc_tail.dtype, [(D // 64) * PER_T, TAIL, 64], desc_tail.layout)
         for g in range(0, PER_T, 4):
             for i in gl.static_range(4):
@@ -47,17 +56,21 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
     elif COMPENSATE:
         stand_in = comp_row0 + (j - all_tiles) * KEYS
         mbarrier.wait(empty_ring.index(slot), phase)
-        mbarrier.expect(full, KEYS * D * 2)
+        if BIASED:
+            mbarrier.expect(full, KEYS * D * 2 + KEYS * 4)
+            tma.async_copy_global_to_shared(bias_desc, [stand_in_bias + j - all_tiles, 0], full, bias_ring.index(slot))
+        else:
+            mbarrier.expect(full, KEYS * D * 2)
         _copy(desc_comp, stand_in, 0, KEYS, full, tile, KEYS, D)
 
 
 @gluon.jit
 def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
               D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
-    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc = descs
-    wide_lists, tail_lists, tiles, count, mailbox, _bias, _again = lists
-    n, m, kb, wide_width, tails_width, bias_tiles = shape
-    q_ring, k_ring, v_ring = rings
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc = descs
+    wide_lists, tail_lists, tiles, count, mailbox, _again = lists
+    n, m, kb, wide_width, tails_width, bias_row, bias_tiles = shape
+    q_ring, k_ring, v_ring, bias_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     mail = mailbox + gl.program_id(0) * 16
     last = gl.load(count)
@@ -74,13 +87,14 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
         total = all_tiles
         if COMPENSATE:
             total = all_tiles + bias_tiles
+        bias = (gl.load(record + 5), list_id * bias_row, list_id * bias_row + bias_tiles)
         wide = wide_lists + list_id.to(gl.int64) * wide_width
         tails = tail_lists + list_id.to(gl.int64) * tails_width
         # keys run one tile ahead of values, the order in which the consumers free the slots, and the first ones ahead of the queries
         for j in range(total + 1):
             if j < total:
                 _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, k_wide, k_tail, c_desc, k_ring, k_full, k_empty,
-                      KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)  # fmt: skip
+                      bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, True)  # fmt: skip
             if j == 0:
                 for w in gl.static_range(2):
                     mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
@@ -93,7 +107,7 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
                     tma.async_copy_global_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
             else:
                 _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, v_wide, v_tail, u_desc, v_ring, v_full, v_empty,
-                      KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)  # fmt: skip
+                      bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, False)  # fmt: skip
         done += total
         r += 1
         tile = gl.atomic_add(count + 1, 1, sem="relaxed")

@@ -69,7 +69,7 @@ def first_weights(s, factor, QUICK: gl.constexpr):
 
 
 @gluon.jit
-def next_weights(s, m, z, factor, MASKED: gl.constexpr, QUICK: gl.constexpr):
+def next_weights(s, m, z, factor, QUICK: gl.constexpr):
     """The same for a later tile, and by how much the sums before it shrink (QUICK: not at all)."""
     if QUICK:
         p = gl.exp2(s * factor - m[:, None])
@@ -77,9 +77,7 @@ def next_weights(s, m, z, factor, MASKED: gl.constexpr, QUICK: gl.constexpr):
     else:  # noqa: RET505
         top = gl.max(s, 1) * factor
         top = gl.where(top - m > LAG, top, m)
-        shift = top
-        if MASKED:
-            shift = gl.where(top == -float("inf"), 0.0, top)
+        shift = gl.where(top == -float("inf"), 0.0, top)
         p = gl.exp2(s * factor - shift[:, None])
         decay = gl.exp2(m - shift)
         return p, top, z * decay + gl.sum(p, 1), decay
@@ -110,19 +108,7 @@ def join_sums(m, z, m_other, z_other, QUICK: gl.constexpr):
 
 
 @gluon.jit
-def read_tails(i, marks, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
-    """Per column of the i-th tile of tails the valid rows of its granule, read before the scores are there."""
-    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    return gl.load(marks + i * (KEYS // TAIL) + col // TAIL) & 31
-
-
-@gluon.jit
-def mask_tails(s, valid, KEYS: gl.constexpr, TAIL: gl.constexpr, S: gl.constexpr):
-    col = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    return gl.where((col % TAIL < valid)[None, :], s, -float("inf"))
-
-
-@gluon.jit
-def read_bias(i, bias, KEYS: gl.constexpr, S: gl.constexpr):
-    """The bias of the i-th tile of stand-in keys, per column: what their scores begin with."""
-    return gl.load(bias + i * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)))
+def add_bias(s, slot, KEYS: gl.constexpr, S: gl.constexpr):
+    """Scores [64 keys] plus the bias that came with the keys [1 keys]: -inf beyond the valid rows of tails, log(n) of stand-ins."""
+    bias = slot._reinterpret(gl.float32, [KEYS], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+    return s + bias.load(gl.SliceLayout(0, S))[None, :]

@@ -30,7 +30,9 @@ class WorkList(NamedTuple):
     tails: Tensor  # [bh*qb, width] int32: row << 5 | valid rows (filler: 0)
     tiles: Tensor  # [worst case, 8] int32: head, list, first query row, rows, wide tiles, unmasked tiles, all tiles, 0
     count: Tensor  # [4] int32: how many rows of `tiles` are filled; 0, for a kernel that hands tiles out in order; the same for tiles that it lists itself: 0, 0
-    bias: Tensor | None  # [bh*qb, ceil(kb/key_tile)*key_tile] fp32: log(n)/scale where a stand-in key counts, else -inf
+    # [bh*qb, width] fp32, what is added to scores: first for stand-in keys, padded to a tile, log(n)/scale where one counts, else -inf;
+    # then, with `tail_bias`, for each tile past the unmasked ones, 0 where a row is valid, else -inf
+    bias: Tensor | None
 
 
 @triton.jit
@@ -41,7 +43,8 @@ def _larger(a, b):
 @triton.jit(do_not_specialize=["qb", "kb", "wide_width", "tails_width", "bias_width"])
 def list_keys_kernel(
     key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width, bias_width,
-    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, FILLERS: tl.constexpr, COMPENSATE: tl.constexpr,
+    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, FILLERS: tl.constexpr, TAIL_BIAS: tl.constexpr,
+    COMPENSATE: tl.constexpr,
 ):  # fmt: skip
     """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per list.
 
@@ -60,6 +63,16 @@ def list_keys_kernel(
     start_before = tl.load(offsets + v - 1, mask=before, other=0)
     kept = (tl.load(row + v, mask=v < kb, other=0) != 0) & (end > start) & (v < kb)
     kept_before = (tl.load(row + v - 1, mask=before, other=0) != 0) & (start > start_before) & before
+
+    bias_row = bias + list_id.to(tl.int64) * bias_width
+    if COMPENSATE:
+        flagged = tl.load(compensate + head * kb + v, mask=v < kb, other=0) != 0
+        skipped = flagged & (end > start) & (tl.load(row + v, mask=v < kb, other=1) == 0)
+        size = tl.maximum(end - start, 1).to(tl.float32)
+        stand_in = tl.where(skipped, tl.log(size) * inverse_scale, -float("inf"))
+        stand_ins = (kb + KEY_TILE - 1) // KEY_TILE * KEY_TILE
+        tl.store(bias_row + v, stand_in, mask=v < stand_ins)
+        bias_row += stand_ins
 
     size_before = tl.where(kept_before, start - start_before, 0)
     covered = tl.cumsum(size_before, 0)
@@ -118,12 +131,14 @@ def list_keys_kernel(
     counts = tl.where(field == 0, wide_tiles, tl.where(field == 1, wide_tiles + whole_total // tails_per_tile, wide_tiles + tail_tiles))
     tl.store(summary + list_id * 4 + field, counts)
 
-    if COMPENSATE:
-        flagged = tl.load(compensate + head * kb + v, mask=v < kb, other=0) != 0
-        skipped = flagged & (end > start) & (tl.load(row + v, mask=v < kb, other=1) == 0)
-        size = tl.maximum(end - start, 1).to(tl.float32)
-        stand_in = tl.where(skipped, tl.log(size) * inverse_scale, -float("inf"))
-        tl.store(bias + list_id.to(tl.int64) * bias_width + v, stand_in, mask=v < bias_width)
+    if TAIL_BIAS:
+        unmasked = whole_total // tails_per_tile * tails_per_tile
+        r = tl.arange(0, KEY_TILE)
+        tl.store(bias_row + r, 0.0 * r, mask=r < (whole_total - unmasked) * TAIL)
+        for i in tl.static_range(TAIL):
+            tl.store(bias_row + (part_at - unmasked) * TAIL + i, tl.where(i < part, 0.0, -float("inf")), mask=part > 0)
+        r += (tail_total - unmasked) * TAIL
+        tl.store(bias_row + r, 0.0 * r - float("inf"), mask=r < (tail_tiles * tails_per_tile - unmasked) * TAIL)
 
 
 @triton.jit(do_not_specialize=["bh", "qb"])
@@ -177,9 +192,10 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
 
 def build_worklist(
     query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, query_tokens: int, key_tokens: int, query_tile: int, key_tile: int,
-    compensate: Tensor | None = None, scale: float = 1.0, tail: int = 8,
+    compensate: Tensor | None = None, scale: float = 1.0, tail: int = 8, tail_bias: bool = False,
 ) -> WorkList:  # fmt: skip
-    """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of stand-ins."""
+    """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of stand-ins, tail_bias
+    that of tails."""
     bh, qb, kb = mask.shape
     lists, device = bh * qb, mask.device
     per_tile = key_tile // tail
@@ -187,20 +203,21 @@ def build_worklist(
     # per run at most 32/tail pieces, at most (kb+1)/2 runs that do not touch, the wide granules of one unfilled tile, one tile of filler
     runs = (kb + 1) // 2
     tails_width = triton.cdiv(runs * (WIDE // tail) + 2 * per_tile, per_tile) * per_tile
-    bias_width = triton.cdiv(kb, key_tile) * key_tile
+    stand_ins = 0 if compensate is None else triton.cdiv(kb, key_tile) * key_tile
+    bias_width = stand_ins + (triton.cdiv(runs + per_tile - 1, per_tile) * key_tile if tail_bias else 0)
     tile_bound = bh * (query_tokens // query_tile + min(qb, max(query_tokens, 1)))
     wide = torch.empty(lists, wide_width, dtype=torch.int32, device=device)
     tails = torch.empty(lists, tails_width, dtype=torch.int32, device=device)
     summary = torch.empty(lists, 4, dtype=torch.int32, device=device)
     tiles = torch.empty(max(tile_bound, 1), FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(4, dtype=torch.int32, device=device)
-    bias = None if compensate is None else torch.empty(lists, bias_width, dtype=torch.float32, device=device)
-    lanes = triton.next_power_of_2(max(kb + 1, bias_width))
+    bias = torch.empty(lists, bias_width, dtype=torch.float32, device=device) if bias_width else None
+    lanes = triton.next_power_of_2(max(kb + 1, stand_ins))
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)
     list_keys_kernel[(lists,)](
         key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, wide.view(torch.float32) if bias is None else bias,
         1.0 / scale, qb, kb, wide_width, tails_width, bias_width,
-        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(per_tile), COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)),
+        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(per_tile), TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)),
     )  # fmt: skip
     list_queries_kernel[(bh,)](
         query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=triton.next_power_of_2(qb), CHUNK=1024, num_warps=4
