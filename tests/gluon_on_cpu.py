@@ -131,6 +131,7 @@ class Machine:
             assert bar.pending >= count, "more arrivals than the barrier counts"
             bar.pending, bar.bytes = bar.pending - count, bar.bytes + expected
             self.settle(bar)
+        self.dawdle()  # who still needs what was given back here finds it overwritten
 
     def wait(self, bar: Barrier, parity) -> None:
         self.dawdle()

@@ -245,9 +245,9 @@ def given_back_unread(code: str) -> set[str]:
     unread: set[str] = set()
     found: set[str] = set()
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", code):
+        unread -= set(re.findall(r"\bR\d+\b", instruction.partition(",")[2]))
         if load := re.search(r"\bLDS(?:\.(\d+))? R(\d+),", instruction):
             unread |= {f"R{int(load[2]) + i}" for i in range(int(load[1] or 32) // 32)}
-        unread -= set(re.findall(r"\bR\d+\b", instruction.partition(",")[2]))
         found |= unread if "SYNCS.ARRIVE" in instruction else set()
     return found
 

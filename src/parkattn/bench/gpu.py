@@ -37,7 +37,7 @@ SECTIONS = {  # seconds; the gates come first and include compilation
     "pama": 90,
     "kmeans": 50,
     "qrkc": 30,
-    "attend": 150,
+    "attend": 200,
     "layer": 60,
     "scaling": 60,
     "flashinfer": 60,

@@ -281,8 +281,9 @@ def attend_hopper(
     Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
     adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
     of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
-    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite. quick: how exponentials are
-    taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which counts values below 2^-46 as 0.
+    scale must be positive. Rows of k and v beside a kept block, and the first ones of their head, are read and weighted 0: they and their
+    scores must be finite. quick: how exponentials are taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which
+    counts values below 2^-46 as 0.
     """
     bh, n, d = q.shape
     m, kb = k.shape[1], mask.shape[2]

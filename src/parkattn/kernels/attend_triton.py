@@ -107,7 +107,7 @@ def attend_kernel(
             q_tile, acc, m, z, k_head, v_head, order, key_rows, cut, stride_kn, stride_vn, factor, D, GATHER_K, True, INTERPRETED
         )
     if COMPENSATE:
-        for j in range(bias_width // KEYS):
+        for j in range((kb + KEYS - 1) // KEYS):
             block = j * KEYS + key
             stand_in = tl.load(bias + list_id * bias_width + block)
             acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, order, tl.minimum(block, kb - 1), stand_in,
@@ -132,7 +132,7 @@ def attend_ragged(
     token order; with key_order int32 [bh m], k and v are read in token order: any strides, the last one 1.
     Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
     adds skipped flagged blocks through one stand-in key each. lse is fp32 [bh n].
-    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they must be finite.
+    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they and their scores must be finite.
     """
     q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in (q, k, v))
     batch, heads, n, d = q4.shape

@@ -212,7 +212,7 @@ def build_worklist(
     tiles = torch.empty(max(tile_bound, 1), FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(4, dtype=torch.int32, device=device)
     bias = torch.empty(lists, bias_width, dtype=torch.float32, device=device) if bias_width else None
-    lanes = triton.next_power_of_2(max(kb + 1, stand_ins))
+    lanes = triton.next_power_of_2(max(kb + 1, stand_ins, key_tile))
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)
     list_keys_kernel[(lists,)](
         key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, wide.view(torch.float32) if bias is None else bias,
