@@ -51,13 +51,15 @@ def arch_of(device: torch.device) -> int:
 
 
 def gluon_tile(d: int) -> GluonTile:
-    """sm_90 only; 225 KB of shared memory at d = 128, 113 KB at d = 64.
+    """sm_90 only; 227 KB of shared memory at d = 128, 115 KB at d = 64.
 
     Measured at d = 128, attention with its work list, calls repeated alone; figures of one sentence are from one session, in the order of
     its rounds. Borders on multiples of 64 and 32: 44.3, 44.8, 45.3 ms; with one tile per turn of the loop 45.0, 45.6, 46.1; that and two slots
     instead of three 45.3, 46.0, 46.9. With two slots and one tile per turn: 44.7 and 45.3 without a maximum per tile, 50.8 and 50.3 with it;
     44.9 and 44.9 with weights packed by hand, 44.8 and 44.6 with queries in registers as well (which spills). Reading all keys from 2,048 rows
-    that stay in the cache gained 1.5 of 50.0 ms.
+    that stay in the cache gained 1.5 of 50.0 ms. With loops of their own for one tile, tails and stand-ins: 44.8, 45.4, 45.3 (compensated 47.8, 46.7,
+    46.4); with one loop for tails and stand-ins, their bias read from memory, 46.4, 45.4, 45.3 (47.3, 46.9, 46.7). One loop for all tiles came
+    after that and was timed by `park bench attend` alone.
 
     Older versions, two slots, rescaling at every step. Borders as clustered: 54.8 ms (two sessions of ten calls;
     sessions differ by up to 1.5 ms). Clearly slower: 64 keys x 4 slots, 61.1 against 55.6 to 57.0. No difference beyond that spread: tail 16
