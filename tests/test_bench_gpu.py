@@ -313,10 +313,10 @@ def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
     out = run_apart(
         "from parkattn.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
         "from parkattn.kernels import importance_hopper as pama, attend_gluon as attention;"
-        "import test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
+        "import machine_code, test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
         "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"
         "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"
-        "assert not any(test_kernels_attend.barriers(built.asm['ptx'])[0] for _, built in builds);"
+        "assert not any(machine_code.barriers(built.asm['ptx'])[0] for _, built in builds);"
         "test_kernels_attend.build_gluon(64, 'fp16', True, False, meetings=set()); print('compiled')"
     )
     assert out.split() == ["168", "False", "False", "compiled"]

@@ -363,7 +363,7 @@ def gluon_builds(target):
 
 
 def check_gluon(target) -> None:
-    from test_kernels_attend import barriers, before_arrivals
+    from machine_code import barriers, before_arrivals
 
     for chunks, built in gluon_builds(target):
         assert built.metadata.shared <= SHARED_MEMORY[90]
