@@ -21,7 +21,7 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
           COMPENSATE: gl.constexpr, BIASED: gl.constexpr):  # fmt: skip
     """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency.
 
-    BIASED: with its bias, where it has one. bias: first unmasked tile, row of the bias of stand-ins, row of that of tails.
+    BIASED: with its bias, where it has one. bias: the tiles before the first that has one, row of the bias of stand-ins, of that of tails.
     """
     plain_tiles, stand_in_bias, tail_bias = bias
     PER: gl.constexpr = KEYS // WIDE

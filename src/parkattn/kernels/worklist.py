@@ -7,7 +7,8 @@ the Wan2.1-14B shape with density 0.25; 32-row granules alone pad 8 %, 128-row t
 partial granules, which alone need a mask.
 
 Everything is built on the GPU with launch sizes and buffers fixed by the shapes: no host copy, no synchronisation, safe to
-capture in a CUDA graph. A list is 1/32 of a token index; its worst-case buffer is 70 MB at (40, 75600, 128 x 512 blocks).
+capture in a CUDA graph. A list is 1/32 of a token index; its worst-case buffer is 70 MB at (40, 75600, 128 x 512 blocks), that of
+the bias 45 MB, 55 MB with stand-ins; what is used of them is far less.
 """
 
 from __future__ import annotations
