@@ -201,10 +201,10 @@ def test_a_plan_is_not_reused_for_other_text_or_newly_padded_keys(text, padded):
     park = Park(SMALL)
     park(q, k, v, CallSite(step=0, text=slice(90, 96)))
     assert park(q, k, v, CallSite(step=1, text=slice(90, 96))).stats.phase == "reuse"
-    changed = park(q, k, v, CallSite(step=2, text=text), key_valid=key_valid)
+    changed = park(q, k, v, CallSite(step=2, text=text, key_valid=key_valid))
     assert changed.stats.phase == "refresh" and "text or padding" in changed.stats.reason
-    assert torch.equal(changed.out, Park(SMALL)(q, k, v, CallSite(step=2, text=text), key_valid=key_valid).out)
-    assert park(q, k, v, CallSite(step=3, text=text), key_valid=key_valid).stats.phase == "reuse"
+    assert torch.equal(changed.out, Park(SMALL)(q, k, v, CallSite(step=2, text=text, key_valid=key_valid)).out)
+    assert park(q, k, v, CallSite(step=3, text=text, key_valid=key_valid)).stats.phase == "reuse"
 
 
 def test_what_no_backend_can_run_is_refused_at_the_first_step_not_after_the_dense_ones():

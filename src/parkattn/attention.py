@@ -120,30 +120,29 @@ class Park:
         self.name = name
         self.plans = PlanStore()
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
-    ) -> AttentionOutput:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         # for dense steps too: what no backend can run is refused at the first step, not after the warm-up
         backend = _backend(q, self.config)
         phase = Schedule(self.config, site.total_steps).phase(site.step, site.layer, self.plans.refreshed_at(site.key))
         if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
             phase = phase._replace(name="dense", reason="gradients are asked for, which the kernels do not compute; use torch.no_grad()")
         if phase.name == "dense":
-            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=scale, key_valid=key_valid)
+            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
             return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
         held = self.plans.get(site.key, backend.arrange)
         if held is not None and not held.plan.fits(q, k):
             phase, held = phase._replace(name="refresh", reason="the number of tokens changed"), None
-        elif held is not None and (held.text, held.plan.padding) != (site.text, key_valid is not None):
+        elif held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
             phase, held = phase._replace(name="refresh", reason="text or padding changed"), None
         if phase.name == "refresh" or held is None:
             start = held.plan if held is not None and self.config.warm_start else None
-            plan = build_plan(q, k, self.config, text=site.text, key_valid=key_valid, scale=scale, start=start)
+            plan = build_plan(q, k, self.config, text=site.text, key_valid=site.key_valid, scale=site.scale, start=start)
             self.plans.put(site.key, plan, site.step, site.text)
         else:
             plan = held.plan
-        out = park_attention(q, k, v, self.config, plan=plan, scale=scale)
-        return AttentionOutput(out, AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason))
+        out = park_attention(q, k, v, self.config, plan=plan, scale=site.scale)
+        stats = AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason, plan)
+        return AttentionOutput(out, stats)
 
     def reset(self) -> None:
         self.plans.reset()

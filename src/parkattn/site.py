@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from parkattn.plan import Plan
+
 
 class SiteKey(NamedTuple):
     """What state between steps is filed under."""
@@ -29,6 +31,9 @@ class CallSite:
     transformer: str = "transformer"
     grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
     text: slice | None = None  # the span of text tokens in q and k
+    scale: float | None = None  # of the scores; None: d ** -0.5
+    key_valid: Tensor | None = None  # [b m] bool: False where a key is padding
+    noise_levels: tuple[float, ...] | None = None  # the scheduler's sigmas, one per step, where it has them
     dense: Callable[[], Tensor] | None = None  # the model's own dense attention of this call -> [b h n d]; None: PyTorch's
 
     @property
@@ -45,6 +50,7 @@ class AttentionStats:
     density: Tensor  # [b h]
     estimated_mass: Tensor | None = None  # [b h]
     backend: str = ""  # what computed it and why, in one sentence; "" where the method has no choice of backends
+    plan: Plan | None = None  # what was attended to; None where every pair was
 
 
 class AttentionOutput(NamedTuple):
@@ -56,9 +62,7 @@ class AttentionOutput(NamedTuple):
 class AttentionMethod(Protocol):
     name: str
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
-    ) -> AttentionOutput: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput: ...
 
     def reset(self) -> None:
         """Forget everything remembered between steps."""

@@ -12,13 +12,11 @@ from parkattn.site import AttentionOutput, AttentionStats, CallSite
 class Dense:
     name = "dense"
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
-    ) -> AttentionOutput:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
-        if key_valid is not None:
-            expect_key_valid(key_valid, k)
-        out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=scale, key_valid=key_valid)
+        if site.key_valid is not None:
+            expect_key_valid(site.key_valid, k)
+        out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
         return AttentionOutput(out, AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
 
     def reset(self) -> None:

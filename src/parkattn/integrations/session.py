@@ -117,6 +117,7 @@ class Session:
         tracker = self.tracker
         if call.compiled:
             tracker.at_layer(transformer, layer)
+        key_valid, mask_reason = _key_valid(call.mask, call.q)
         site = CallSite(
             layer=layer,
             step=tracker.step or 0,
@@ -125,9 +126,10 @@ class Session:
             transformer=transformer,
             grid=tracker.grid,
             text=_text_span(text, call.text_tokens, call.q.shape[1]),
+            scale=call.scale,
+            key_valid=key_valid,
             dense=lambda: call.dense().transpose(1, 2),
         )
-        key_valid, mask_reason = _key_valid(call.mask, call.q)
         reason = call.reason or mask_reason
         if reason is None and tracker.step is None:
             reason = "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile_repeated_blocks"
@@ -137,7 +139,7 @@ class Session:
             self.log.add(site, AttentionStats("dense", reason, call.q.new_ones(call.q.shape[0], call.q.shape[2])), stop())
             return out
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-        out, stats = self.method(q, k, v, site, scale=call.scale, key_valid=key_valid)
+        out, stats = self.method(q, k, v, site)
         self.log.add(site, stats, stop())
         return out.transpose(1, 2)
 

@@ -70,13 +70,11 @@ class CallRecorder(Dense):
         self.steps, self.layers = steps, layers
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, slice | None]] = {}
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
-    ) -> AttentionOutput:
-        if site.step in self.steps and site.layer in self.layers and key_valid is None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        if site.step in self.steps and site.layer in self.layers and site.key_valid is None:
             # the first branch of a step speaks for the others
             self.kept.setdefault((site.step, site.layer), (q.clone(), k.clone(), site.text))
-        return super().__call__(q, k, v, site, scale=scale, key_valid=key_valid)
+        return super().__call__(q, k, v, site)
 
 
 def run_ablation(

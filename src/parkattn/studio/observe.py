@@ -47,21 +47,16 @@ class Observer:
         self.began: float | None = None
         self.measuring: dict[int, float] = {}  # step -> seconds spent on measuring, not on generating
         self._on_call = on_call
+        self._step, self._branch = -1, ""  # the step under way and the branch that came first in it
 
-    @property
-    def plans(self) -> Any:
-        return getattr(self.method, "plans", None)
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, *, scale: float | None = None, key_valid: Tensor | None = None
-    ) -> AttentionOutput:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         if self.began is None:
             self.began = time.perf_counter()
         begin = _mark(q.device)
-        out, stats = self.method(q, k, v, site, scale=scale, key_valid=key_valid)
+        out, stats = self.method(q, k, v, site)
         marks = (begin, _mark(q.device))
-        recall = self._recall(q, k, site, stats, scale)
-        call = Call(dataclasses.replace(site, dense=None), stats, marks, recall)
+        recall = self._recall(q, k, site, stats)
+        call = Call(dataclasses.replace(site, dense=None, key_valid=None), dataclasses.replace(stats, plan=None), marks, recall)
         self.calls.append(call)
         if self._on_call is not None:
             self._on_call(call)
@@ -71,15 +66,15 @@ class Observer:
         """What was seen is kept: it is read after the pipeline has let go of the method."""
         self.method.reset()
 
-    def _recall(self, q: Tensor, k: Tensor, site: CallSite, stats: AttentionStats, scale: float | None) -> Tensor | None:
+    def _recall(self, q: Tensor, k: Tensor, site: CallSite, stats: AttentionStats) -> Tensor | None:
         # guidance doubles the calls without adding a layer or a head: the first branch of a step speaks for it
-        first = all(c.site.branch == site.branch for c in self.calls if c.site.step == site.step)
-        if not self.recall_rows or stats.phase == "dense" or self.plans is None or not first:
+        if site.step != self._step:
+            self._step, self._branch = site.step, site.branch
+        if not self.recall_rows or stats.plan is None or site.branch != self._branch:
             return None
         synchronise(q.device)
         begin = time.perf_counter()
-        held = self.plans.get(site.key)
-        found = None if held is None else sampled_recall(q, k, held.plan, self.recall_rows, scale=scale)
+        found = sampled_recall(q, k, stats.plan, self.recall_rows, scale=site.scale)
         synchronise(q.device)
         self.measuring[site.step] = self.measuring.get(site.step, 0.0) + time.perf_counter() - begin
         return found
