@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 
 from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
-from parkattn.attend import attend, dense_attention
+from parkattn.attend import attend, dense_attention, gather, scatter
 from parkattn.backend import resolve
 from parkattn.cluster import Clustering, initial_tokens
-from parkattn.importance import ESTIMATORS
-from parkattn.permute import arrange, gather, scatter
-from parkattn.plan import Blocks
+from parkattn.plan import Blocks, arrange
+from parkattn.retrieval import ESTIMATORS
 from parkattn.reuse import PlanStore
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -132,7 +131,7 @@ def test_out_of_memory_says_how_much_was_asked_for_and_what_to_do(monkeypatch, v
             "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 139 GiB of which 1 GiB is free."
         )
 
-    monkeypatch.setattr(f"parkattn.backend.reference.ReferenceBackend.{verb}", full)
+    monkeypatch.setattr(f"parkattn.backend.ReferenceBackend.{verb}", full)
     q = torch.randn(1, 2, 60, 16)
     with pytest.raises(torch.OutOfMemoryError) as refused:
         park_attention(q, q, q, ParkConfig(query_clusters=4, key_clusters=6))

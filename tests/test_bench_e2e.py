@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("diffusers")
 from parkattn.bench import e2e, e2e_run, e2e_turns
-from parkattn.config import ParkConfig
 from parkattn.integrations.session import session_of
+from parkattn.park import ParkConfig
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

@@ -84,7 +84,7 @@ def test_pama_gate_fails_a_head_that_depends_on_the_others(monkeypatch):
 
 def test_torch_baseline_is_the_definition():
     from parkattn.bench.pama import _case, pama_torch
-    from parkattn.importance import centroid_log_mass
+    from parkattn.retrieval import centroid_log_mass
     from parkattn.segments import segment_mean
 
     q, ends, centroids, sizes = _case(Shape(2, 60, 5, 7, 16), torch.device("cpu"), torch.float64)

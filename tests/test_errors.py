@@ -6,18 +6,17 @@ import pytest
 import torch
 
 import strategies
-from parkattn.attention import build_plan, park_attention
 from parkattn.cluster import cluster_keys, kmeans, metric_root
-from parkattn.config import ParkConfig
 from parkattn.methods import make_method
+from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
-from parkattn.selection import select_top_k, select_top_p
+from parkattn.retrieval import select_top_k, select_top_p
 
 SMALL = ParkConfig(query_clusters=2, key_clusters=3, kmeans_iterations=2)
 CHECKED = SMALL.replace(check_finite=True)
 ADVICE = re.compile(
     r"\b(add|build|call|cast|check|choose|convert|correct|count|drop|give|look|lower|make|move|pass|pick|raise|remove"
-    r"|repeat|reshape|set|skip|squeeze|transpose|use|write)\b"
+    r"|repeat|reshape|set|skip|squeeze|transpose|use|write|did you mean)\b"
 )
 
 
@@ -151,7 +150,7 @@ BAD_FIELDS = {
     "metric_root": ["lu"],
 }
 WRONG_FIELD_TYPES = {
-    "query_clusters": [2.5, "128", True, None],
+    "query_clusters": [2.5, "128", True],
     "top_p": ["0.9", True],
     "alpha": [None, "0.05"],
     "check_finite": [1, "yes"],

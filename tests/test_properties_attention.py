@@ -8,13 +8,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import definitions
 import strategies
-from parkattn.attend import attend, attend_with_lse
-from parkattn.attention import build_plan, park_attention
+from parkattn.attend import attend, attend_with_lse, gather, scatter
 from parkattn.cluster import cluster_keys, kmeans
-from parkattn.config import ParkConfig
 from parkattn.metrics import retrieval
-from parkattn.permute import arrange, gather, scatter
-from parkattn.plan import Plan
+from parkattn.park import ParkConfig, build_plan, park_attention
+from parkattn.plan import Plan, arrange
 from strategies import attention_cases, cases, half_cases, self_attention_cases
 
 

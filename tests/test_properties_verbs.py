@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import definitions
 import strategies
+from parkattn.attend import gather, scatter
 from parkattn.cluster import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.importance import ESTIMATORS, centroid_log_mass, exact_log_mass
 from parkattn.metrics import retrieval
-from parkattn.permute import arrange, gather, scatter
+from parkattn.plan import arrange
+from parkattn.retrieval import ESTIMATORS, centroid_log_mass, exact_log_mass, select_top_k, select_top_p
 from parkattn.segments import segment_mean, segment_sum
-from parkattn.selection import select_top_k, select_top_p
 from strategies import attention_cases, cases
 
 DEFINED = {

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkattn import CallSite, Park, ParkConfig
-from parkattn.attention import build_plan
-from parkattn.reuse import PlanStore, Schedule, pack_bits, unpack_bits
+from parkattn.park import build_plan
+from parkattn.reuse import History, PlanStore, Schedule, pack_bits, unpack_bits
 from parkattn.site import AttentionMethod, SiteKey
 
 
 def phases(config: ParkConfig, total: int, layer: int = 0, ran=None) -> list[str]:
     """Phase names of the steps that really run, with the layer's own memory of its last refresh."""
-    schedule, last, names = Schedule(config, total), None, []
+    schedule, last, names = Schedule(config), None, []
     for step in ran or range(total):
-        name = schedule.phase(step, layer, last).name
+        name = schedule.phase(CallSite(step=step, layer=layer, total_steps=total), History(last)).name
         last = step if name == "refresh" else last
         names.append(name)
     return names
@@ -62,23 +62,23 @@ def test_dense_steps_override_the_fraction_and_last_steps_are_dense():
 
 
 def test_a_step_past_the_last_is_dense_and_says_that_the_number_of_steps_is_wrong():
-    phase = Schedule(ParkConfig(), 4).phase(4, 0, 1)
+    phase = Schedule(ParkConfig()).phase(CallSite(step=4, total_steps=4), History(1))
     assert phase.name == "dense" and "not one of 4 steps" in phase.reason and "total_steps" in phase.reason
 
 
 def test_dense_layers_are_always_dense_and_say_why():
-    phase = Schedule(ParkConfig(dense_layers=(0, 5)), 50).phase(30, 5, None)
+    phase = Schedule(ParkConfig(dense_layers=(0, 5))).phase(CallSite(step=30, layer=5, total_steps=50), History())
     assert phase.name == "dense" and "dense_layers" in phase.reason
 
 
 def test_a_plan_of_an_earlier_run_is_never_reused():
-    assert Schedule(ParkConfig(), 50).phase(12, 0, last_refresh=40).name == "refresh"
+    assert Schedule(ParkConfig()).phase(CallSite(step=12, total_steps=50), History(40)).name == "refresh"
 
 
 def test_a_fraction_without_the_number_of_steps_is_refused():
     with pytest.raises(ValueError, match="total_steps"):
-        Schedule(ParkConfig())
-    assert Schedule(ParkConfig(dense_steps=0)).phase(0, 0, None).name == "refresh"
+        Schedule(ParkConfig()).phase(CallSite(), History())
+    assert Schedule(ParkConfig(dense_steps=0)).phase(CallSite(), History()).name == "refresh"
 
 
 @settings(max_examples=100, deadline=None)
@@ -114,8 +114,7 @@ def test_state_of_wan_14b_at_720p_fits_one_gigabyte():
     """40 layers, 2 branches, 40 heads, 75,600 tokens: measured on one head and multiplied, as heads are alike."""
     heads_in_all, tokens = 40 * 2 * 40, 75_600
     labels = torch.arange(tokens, dtype=torch.int32)[None, None]
-    from parkattn.permute import arrange
-    from parkattn.plan import Plan
+    from parkattn.plan import Plan, arrange
 
     plan = Plan(
         arrange(labels % 128, 128),

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
-from parkattn.attention import Park
-from parkattn.config import ParkConfig
+from parkattn.metrics.budget import CLOSE_ENOUGH, solve_budget
 from parkattn.metrics.retrieval import attention_recall
+from parkattn.park import Park, ParkConfig
 from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
 from parkattn.studio import ablation, checkpoints, compare, generate, video
@@ -262,8 +262,8 @@ def test_short_videos_keep_the_papers_tokens_per_block_and_a_named_preset_is_tak
 
 def test_false_position_finds_the_budget_of_a_density():
     for curve in (lambda x: x**3, lambda x: x**0.3, lambda x: np.ceil(x * 41) / 41):
-        value, reached = ablation.solve(curve, 0.4)
-        assert curve(value) == reached and abs(reached - 0.4) <= max(ablation.CLOSE_ENOUGH, 0.5 / 41)
+        value, reached = solve_budget(curve, 0.4)
+        assert curve(value) == reached and abs(reached - 0.4) <= max(CLOSE_ENOUGH, 0.5 / 41)
 
 
 def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeypatch):

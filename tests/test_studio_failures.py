@@ -15,7 +15,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
 from parkattn import cli
-from parkattn.config import ParkConfig
+from parkattn.park import ParkConfig
 from parkattn.sprites import CHECKPOINT
 from parkattn.studio import checkpoints, commands, doctor, gain, generate, video
 

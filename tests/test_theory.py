@@ -11,9 +11,11 @@ import torch
 
 import definitions
 import strategies
-from parkattn.attend import attend
+from parkattn.attend import attend, gather, scatter
 from parkattn.cluster import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.importance import (
+from parkattn.metrics.retrieval import euclidean_objective, qrkc_objective, score_error
+from parkattn.plan import arrange
+from parkattn.retrieval import (
     ESTIMATORS,
     centroid_log_mass,
     exact,
@@ -22,8 +24,6 @@ from parkattn.importance import (
     pama,
     query_centroid,
 )
-from parkattn.metrics.retrieval import euclidean_objective, qrkc_objective, score_error
-from parkattn.permute import arrange, gather, scatter
 from parkattn.segments import segment_mean
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -28,15 +28,17 @@ def attend(
     *,
     scale: float | None = None,
     compensate: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """out_i = softmax(q_i K_S^T scale) V_S over the key blocks S that i's block keeps. mask [b h qb kb] -> [b h n d]
 
     compensate [b h kb] marks key blocks that, where they are skipped, still enter through one stand-in key: their mean key
     with logit + log n and their mean value. The normaliser then covers all keys, exactly so if a block's keys are equal.
+    bias [b h qb kb] is added to the logit of a stand-in instead of log n.
     """
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
-    for at, rows, row_keys, row_values, bias in _query_blocks(q, k, v, queries, keys, mask, compensate):
-        block = scaled_dot_product_attention(rows[None, None], row_keys[None, None], row_values[None, None], attn_mask=bias, scale=scale)
+    for at, rows, row_keys, row_values, weight in _query_blocks(q, k, v, queries, keys, mask, compensate, bias):
+        block = scaled_dot_product_attention(rows[None, None], row_keys[None, None], row_values[None, None], attn_mask=weight, scale=scale)
         out[at] = block[0, 0].to(q.dtype)
     return out
 
@@ -51,14 +53,15 @@ def attend_with_lse(
     *,
     scale: float | None = None,
     compensate: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """attend, and log sum exp of the kept scores [b h n] (-inf where nothing is kept), for merging partial results."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     lse = torch.full(q.shape[:3], -torch.inf, dtype=compute_dtype(q.dtype), device=q.device)
-    for at, rows, row_keys, _, bias in _query_blocks(q, k, v, queries, keys, mask, compensate):
+    for at, rows, row_keys, _, weight in _query_blocks(q, k, v, queries, keys, mask, compensate, bias):
         scores = rows.to(lse.dtype) @ row_keys.to(lse.dtype).T * factor
-        lse[at] = (scores if bias is None else scores + bias).logsumexp(-1)
-    return attend(q, k, v, queries, keys, mask, scale=scale, compensate=compensate), lse
+        lse[at] = (scores if weight is None else scores + weight).logsumexp(-1)
+    return attend(q, k, v, queries, keys, mask, scale=scale, compensate=compensate, bias=bias), lse
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_valid: Tensor | None = None) -> Tensor:
@@ -67,10 +70,31 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = No
     return scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
 
 
+def gather(x: Tensor, blocks: Blocks) -> Tensor:
+    """x [b h n d] in block order."""
+    if blocks.order is None:
+        return x
+    return x.reshape(-1, x.shape[-1]).index_select(0, _rows(blocks.order)).view_as(x)
+
+
+def scatter(x: Tensor, blocks: Blocks) -> Tensor:
+    """The exact inverse of gather."""
+    if blocks.order is None:
+        return x
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.empty_like(flat).index_copy_(0, _rows(blocks.order), flat).view_as(x)
+
+
+def _rows(order: Tensor) -> Tensor:
+    """[b*h*n]: the order of every head as rows of the flattened tensor."""
+    b, h, n = order.shape
+    return (order + torch.arange(b * h, device=order.device).view(b, h, 1) * n).flatten()
+
+
 def _query_blocks(
-    q: Tensor, k: Tensor, v: Tensor, queries: Blocks, keys: Blocks, mask: Tensor, compensate: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, queries: Blocks, keys: Blocks, mask: Tensor, compensate: Tensor | None, bias: Tensor | None
 ) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor | None]]:
-    """For each query block that has work: where it goes, its queries, its keys and values, and a bias on the stand-ins."""
+    """For each query block that has work: where it goes, its queries, its keys and values, and the log weights of the stand-ins."""
     starts, key_sizes = queries.offsets.tolist(), keys.sizes
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
         stand_ins = None if compensate is None else _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
@@ -80,15 +104,18 @@ def _query_blocks(
         for u, (first, last) in enumerate(itertools.pairwise(starts[b][h])):
             if first == last:
                 continue
-            rows, bias = q[b, h, first:last], None
+            rows, weight = q[b, h, first:last], None
             row_keys, row_values = pairs.index_select(0, picked_by_block[u]).split([k.shape[-1], v.shape[-1]], -1)
             if compensate is not None and stand_ins is not None:
-                means, mean_values, log_sizes = (part[compensate[b, h] & ~mask[b, h, u]] for part in stand_ins)
-                bias = torch.cat([log_sizes.new_zeros(len(row_keys)), log_sizes]).expand(len(rows), -1)
+                skipped = compensate[b, h] & ~mask[b, h, u]
+                means, mean_values, log_weights = (part[skipped] for part in stand_ins)
+                if bias is not None:
+                    log_weights = bias[b, h, u][skipped].to(log_weights.dtype)
+                weight = torch.cat([log_weights.new_zeros(len(row_keys)), log_weights]).expand(len(rows), -1)
                 row_keys, row_values = torch.cat([row_keys.to(means.dtype), means]), torch.cat([row_values.to(means.dtype), mean_values])
                 rows = rows.to(means.dtype)
             if len(row_keys):
-                yield (b, h, slice(first, last)), rows, row_keys, row_values, bias
+                yield (b, h, slice(first, last)), rows, row_keys, row_values, weight
 
 
 def _stand_ins(k: Tensor, v: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,10 @@ Nothing here repairs or casts input.
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,11 +104,28 @@ def expect_text(text: slice, n: int, m: int) -> None:
         )
 
 
-def expect_count(name: str, value: object, least: int = 1) -> None:
+def expect_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a whole number >= {least}, got {value!r}; pass an int.")
     if value < least:
         raise ValueError(f"{name}: expected a whole number >= {least}, got {value}; raise it to at least {least}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: expected a whole number <= {most}, got {value}; lower it.")
+
+
+def expect_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}; pass a bool.")
+
+
+def expect_indices(name: str, value: Any) -> tuple[int, ...]:
+    """Sorted, each once, counted from 0."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}: expected a collection of indices counted from 0, got {value!r}; write ({value!r},) or range(...).")
+    indices = tuple(value)
+    for index in indices:
+        expect_count(name, index, least=0)
+    return tuple(sorted(set(indices)))
 
 
 def expect_fraction(name: str, value: object, *, zero: bool) -> None:
@@ -127,4 +147,16 @@ def expect_positive(name: str, value: object) -> None:
 def expect_choice(name: str, value: object, choices: Iterable[str]) -> None:
     allowed = sorted(choices)
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}; pick one of these.")
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        advice = f"did you mean {near[0]}?" if near else "pick one of these."
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}; {advice}")
+
+
+def expect_scale(scale: object) -> None:
+    """None, or a finite number."""
+    if scale is None:
+        return
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise TypeError(f"scale: expected a number or None for head_dim ** -0.5, got {scale!r}; pass a float.")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}; pass None for head_dim ** -0.5.")

@@ -51,7 +51,7 @@ def demo(
 @app.command()
 def presets() -> None:
     """The paper's settings by name, with round block borders."""
-    console.print_json(json.dumps({name: parkattn.ParkConfig.preset(name).to_dict() for name in sorted(parkattn.config.PRESETS)}))
+    console.print_json(json.dumps({name: parkattn.ParkConfig.preset(name).to_dict() for name in sorted(parkattn.ParkConfig.PRESETS)}))
 
 
 def _version(asked: bool) -> None:

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from parkattn.attend import dense_attention
-from parkattn.attention import build_plan, park_attention
-from parkattn.config import ParkConfig
 from parkattn.extras import pyplot
-from parkattn.importance import ESTIMATORS, exact
 from parkattn.metrics.retrieval import recall_summary
+from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import write_atomically
 from parkattn.record import environment
+from parkattn.retrieval import ESTIMATORS, exact, kept_mass, select_top_k
 from parkattn.scene import Scene, clustered_scene
-from parkattn.selection import kept_mass, select_top_k
 
 CONFIG = ParkConfig(query_clusters=16, key_clusters=64, top_p=0.9)  # blocks of about the paper's 590 queries and 148 keys
 VARIANTS: dict[str, dict[str, str]] = {

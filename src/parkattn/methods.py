@@ -1,26 +1,89 @@
-"""Every method by name. A new one is a file under baselines/ and a row here."""
+"""Every method by name: PARK, what it is compared with, and what other packages bring along.
+
+A package offers methods by an entry point whose value is a `MethodEntry` or a sequence of them:
+
+    [project.entry-points."parkattn.methods"]
+    mine = "my_package:ENTRY"
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
 
-from parkattn.attention import Park
-from parkattn.baselines.dense import Dense
+from parkattn import park
+from parkattn.baselines import dense
 from parkattn.checks import expect_choice
-from parkattn.config import ParkConfig
+from parkattn.registry import MethodEntry
+from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
-METHODS: dict[str, Callable[[ParkConfig], AttentionMethod]] = {
-    "dense": lambda config: Dense(),
-    "park": Park,
-    # the paper's ablations: without PAMA, without QRKC, and without both, which is retrieval by centroids
-    "park-no-pama": lambda config: Park(config.replace(importance="query-centroid"), "park-no-pama"),
-    "park-no-qrkc": lambda config: Park(config.replace(key_metric="euclidean"), "park-no-qrkc"),
-    "centroid": lambda config: Park(config.replace(importance="query-centroid", key_metric="euclidean"), "centroid"),
-}
+GROUP = "parkattn.methods"
+METHODS: dict[str, MethodEntry] = {entry.name: entry for entry in (*dense.ENTRIES, *park.ENTRIES)}
 
 
-def make_method(name: str, config: ParkConfig | None = None) -> AttentionMethod:
-    """A fresh method with no state."""
+def register(entry: MethodEntry) -> MethodEntry:
+    """Make a method known by its name in this process."""
+    if not isinstance(entry, MethodEntry):
+        raise TypeError(f"entry: expected a MethodEntry, got {type(entry).__name__}; write MethodEntry(name, make, line, config).")
+    known = METHODS.get(entry.name)
+    if known is not None and known != entry:
+        raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
+    METHODS[entry.name] = entry
+    return entry
+
+
+def method_entry(name: str) -> MethodEntry:
+    """The entry of a method, of another package's too."""
+    if name not in METHODS:
+        register_installed()
     expect_choice("method", name, METHODS)
-    return METHODS[name](config or ParkConfig())
+    return METHODS[name]
+
+
+def register_installed() -> None:
+    """Methods that installed packages offer. Loading one runs code of that package, which the user installed for it."""
+    for point in entry_points(group=GROUP):
+        offered = point.load()
+        for entry in offered if isinstance(offered, Sequence) else (offered,):
+            register(entry)
+
+
+def configured_method(
+    method: str | AttentionMethod,
+    config: MethodConfig | Mapping[str, Any] | str | None = None,
+    *,
+    model: str | None = None,
+    **changes: Any,
+) -> AttentionMethod:
+    """A method from what a user said. config: as for make_method, or the name of a preset; None: what suits the model.
+
+    changes override single fields of the config. A method that is given as an object is set already.
+    """
+    if not isinstance(method, str):
+        if not isinstance(method, AttentionMethod):
+            raise TypeError(f"method: expected a name out of park methods or an AttentionMethod, got {method!r}; pass a name.")
+        if config is not None or changes:
+            raise ValueError(f"config: expected none beside a method that is set already, got {config!r} {changes}; set the method itself.")
+        return method
+    entry = method_entry(method)
+    if config is None:
+        return entry.make(entry.config.for_model(model, **changes))
+    if isinstance(config, str):
+        return entry.make(entry.config.preset(config, **changes))
+    if isinstance(config, Mapping):
+        return entry.make(entry.config.from_dict({**config, **changes}))
+    if entry.config is MethodConfig and isinstance(config, MethodConfig):  # a method without settings takes any
+        return entry.make(entry.config())
+    if not isinstance(config, entry.config):
+        raise TypeError(
+            f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the method {method!r}, "
+            f"got {config!r}; pass one of these."
+        )
+    return entry.make(config.replace(**changes))
+
+
+def make_method(name: str, config: MethodConfig | Mapping[str, Any] | None = None) -> AttentionMethod:
+    """A fresh method with no state. config: a value of its config type, a mapping of fields, or None for its defaults."""
+    return configured_method(name, method_entry(name).config() if config is None else config)

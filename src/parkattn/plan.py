@@ -1,4 +1,4 @@
-"""The nouns of the method: blocks of tokens, and the plan that says which block attends to which.
+"""The nouns of every method: blocks of tokens, the plan that says which block attends to which, and the roles of text and padding.
 
 Letters used everywhere: b batch, h heads, n query tokens, m key tokens, d head dimension, c clusters, qb query blocks,
 kb key blocks. A plan is a value: it can be saved, moved to another device and reused on later steps.
@@ -7,15 +7,18 @@ kb key blocks. A plan is a value: it can be saved, moved to another device and r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, expect_key_valid, expect_text
+from parkattn.segments import segment_sizes
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Blocks:
     """A partition of one side's tokens into contiguous blocks of a permuted order."""
 
     labels: Tensor  # [b h n] int32: the block of each token
-    order: Tensor  # [b h n] int32: the token at each position of the permuted order
+    order: Tensor | None  # [b h n] int32: the token at each position of the permuted order; None: tokens are in that order already
     offsets: Tensor  # [b h blocks+1] int32: where each block begins in the permuted order
 
     @property
@@ -39,26 +42,50 @@ class Blocks:
         """[b h blocks] int32"""
         return self.offsets.diff(dim=-1)
 
+    def permutation(self) -> Tensor:
+        """order [b h n], also where tokens are in it already."""
+        if self.order is not None:
+            return self.order
+        return torch.arange(self.tokens, dtype=torch.int32, device=self.labels.device).expand(self.labels.shape)
+
     def to(self, device: torch.device | str) -> Blocks:
-        return Blocks(self.labels.to(device), self.order.to(device), self.offsets.to(device))
+        return Blocks(self.labels.to(device), None if self.order is None else self.order.to(device), self.offsets.to(device))
+
+
+def arrange(labels: Tensor, count: int) -> Blocks:
+    """Blocks from labels [b h n] in [0, count): stable, so tokens keep their order inside a block."""
+    order = labels.argsort(dim=-1, stable=True).to(torch.int32)
+    ends = segment_sizes(labels, count).cumsum(-1, dtype=torch.int32)
+    return Blocks(labels.to(torch.int32), order, torch.nn.functional.pad(ends, (1, 0)))
+
+
+def tiles(like: Tensor, size: int) -> Blocks:
+    """Contiguous tiles of `size` tokens of like [b h n d], the last one shorter: no token moves, so nothing is gathered."""
+    b, h, n = like.shape[:3]
+    count = -(-n // size)
+    labels = torch.arange(n, dtype=torch.int32, device=like.device) // size
+    offsets = (torch.arange(count + 1, dtype=torch.int32, device=like.device) * size).clamp(max=n)
+    return Blocks(labels.expand(b, h, n), None, offsets.expand(b, h, count + 1))
 
 
 @dataclass(frozen=True)
 class Plan:
     """Which block pairs are computed.
 
-    Query blocks: the clusters, then one block that sees every attendable key if there are text (or padding) queries.
-    Key blocks: the clusters, then one block that every query sees if there is text, then one that no query sees if there
-    is padding (`padding` is True then).
+    Query blocks: the method's own, then one block that sees every attendable key if there are text (or padding) queries.
+    Key blocks: the method's own, then one block that every query sees if there is text, then one that no query sees if
+    there is padding (`padding` is True then).
     """
 
     queries: Blocks
     keys: Blocks
     mask: Tensor  # [b h qb kb] bool
-    query_clusters: int
+    query_clusters: int  # blocks of the method's own
     key_clusters: int
-    padding: bool
-    estimated_mass: Tensor  # [b h] fp32: share of the estimated importance that the selection keeps, mean over queries
+    padding: bool = False
+    estimated_mass: Tensor | None = None  # [b h] fp32: share of the estimated importance that is kept, mean over queries
+    bias: Tensor | None = None  # [b h qb kb] fp32: log weight of a skipped block's stand-in; None: log of its size
+    memory: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # what the planner wants back with `earlier`
 
     def density(self) -> Tensor:
         """[b h]: token pairs computed / token pairs dense attention computes (padding keys count in neither)."""
@@ -84,23 +111,25 @@ class Plan:
             self.query_clusters,
             self.key_clusters,
             self.padding,
-            self.estimated_mass.to(device),
+            None if self.estimated_mass is None else self.estimated_mass.to(device),
+            None if self.bias is None else self.bias.to(device),
+            {name: tensor.to(device) for name, tensor in self.memory.items()},
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file, complete or absent."""
         from safetensors.torch import save
 
-        tensors = {
-            f"{side}.{part}": getattr(getattr(self, side), part) for side in ("queries", "keys") for part in ("labels", "order", "offsets")
-        }
-        tensors |= {"mask": self.mask, "estimated_mass": self.estimated_mass}
+        sides = {"queries": self.queries, "keys": self.keys}
+        tensors = {f"{name}.{part}": getattr(side, part) for name, side in sides.items() for part in _PARTS}
+        tensors |= {"mask": self.mask, "estimated_mass": self.estimated_mass, "bias": self.bias}
         counts = {"query_clusters": str(self.query_clusters), "key_clusters": str(self.key_clusters), "padding": str(int(self.padding))}
-        data = save({name: t.contiguous() for name, t in tensors.items()}, metadata={"format": "parkattn.plan.1", **counts})
-        write_atomically(Path(path), data)
+        given = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        write_atomically(Path(path), save(given, metadata={"format": _FORMAT, **counts}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Plan:
+        """A plan that was saved; a file that holds anything else is refused."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -111,10 +140,108 @@ class Plan:
             raise ValueError(
                 f"{path}: expected a plan written by Plan.save, got a file that does not parse ({error}); save it again."
             ) from None
-        expect_choice(f"format of {path}", facts.get("format"), ["parkattn.plan.1"])
-        sides = [Blocks(*(tensors[f"{side}.{part}"] for part in ("labels", "order", "offsets"))) for side in ("queries", "keys")]
-        counts = int(facts["query_clusters"]), int(facts["key_clusters"]), facts["padding"] == "1"
-        return cls(sides[0], sides[1], tensors["mask"], *counts, tensors["estimated_mass"])
+        expect_choice(f"format of {path}", facts.get("format"), [_FORMAT])
+        try:
+            sides = [Blocks(tensors[f"{s}.labels"], tensors.get(f"{s}.order"), tensors[f"{s}.offsets"]) for s in ("queries", "keys")]
+            counts = int(facts["query_clusters"]), int(facts["key_clusters"]), facts["padding"] == "1"
+            plan = cls(sides[0], sides[1], tensors["mask"], *counts, tensors.get("estimated_mass"), tensors.get("bias"))
+            wrong = _inconsistency(plan)
+        except (KeyError, ValueError, RuntimeError, IndexError) as error:
+            wrong = f"no whole plan ({type(error).__name__}: {error})"
+        if wrong:
+            raise ValueError(f"{path}: expected a plan written by Plan.save, got {wrong}; save it again.")
+        return plan
+
+
+_FORMAT = "parkattn.plan.1"
+_PARTS = ("labels", "order", "offsets")
+
+
+def _inconsistency(plan: Plan) -> str | None:
+    """What makes a plan out of a file impossible to compute with, or None."""
+    b, h, query_blocks, key_blocks = plan.mask.shape
+    for name, side, count, own in (
+        ("queries", plan.queries, query_blocks, plan.query_clusters),
+        ("keys", plan.keys, key_blocks, plan.key_clusters),
+    ):
+        n = side.labels.shape[-1]
+        if side.labels.shape != (b, h, n) or side.offsets.shape != (b, h, count + 1):
+            return f"{name} of other shapes than its mask"
+        if not 0 < own <= count:
+            return f"{own} of {count} {name} blocks as the method's own"
+        if any(x is not None and x.dtype != torch.int32 for x in (side.labels, side.order, side.offsets)):
+            return f"{name} that are not int32"
+        if not torch.equal(side.sizes, segment_sizes(side.labels, count)) or bool((side.labels >= count).any() or (side.labels < 0).any()):
+            return f"{name} whose labels and offsets disagree"
+        if not torch.equal(side.permutation().sort(-1).values.long(), torch.arange(n, device=side.labels.device).expand(b, h, n)):
+            return f"an order of {name} that is no permutation"
+        if not torch.equal(side.labels.gather(-1, side.permutation().long()), side.labels.sort(-1).values):
+            return f"an order of {name} that does not sort its labels"
+    if plan.mask.dtype != torch.bool:
+        return f"a mask of {plan.mask.dtype}"
+    return None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """None stands for "every token" so that the common case costs nothing."""
+
+    clustered_queries: Tensor | None  # [b n] bool
+    clustered_keys: Tensor | None  # [b m] bool
+    key_valid: Tensor | None  # [b m] bool
+    has_text: bool
+
+    def query_blocks(self, labels: Tensor, clusters: int) -> tuple[Tensor, int]:
+        """Labels with every query that is not clustered in one last block, and the number of blocks."""
+        return labels, clusters + (self.clustered_queries is not None)
+
+    def key_blocks(self, labels: Tensor, clusters: int) -> tuple[Tensor, int]:
+        """Labels with text keys in one block after the clusters and padding keys in the last, and the number of blocks."""
+        if self.key_valid is None:
+            return labels, clusters + self.has_text
+        padding = clusters + self.has_text
+        return torch.where(self.key_valid.unsqueeze(1), labels, padding).to(labels.dtype), padding + 1
+
+    def extend(self, mask: Tensor) -> Tensor:
+        """[b h c_q c_k] over clusters -> [b h qb kb]: text rows and columns on, padding column off."""
+        right = torch.cat(
+            [mask.new_ones(*mask.shape[:-1], int(self.has_text)), mask.new_zeros(*mask.shape[:-1], int(self.key_valid is not None))], -1
+        )
+        mask = torch.cat([mask, right], -1)
+        if self.clustered_queries is not None:
+            row = torch.ones_like(mask[..., :1, :])
+            if self.key_valid is not None:
+                row[..., -1] = False
+            mask = torch.cat([mask, row], -2)
+        return mask
+
+
+def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | None) -> Roles:
+    """text is the same span in q and k; in self-attention a padding key's query is padding too and is kept out of the clusters."""
+    b, n, m = q.shape[0], q.shape[2], k.shape[2]
+    if text is not None:
+        expect_text(text, n, m)
+        text = None if text.start == text.stop else text
+    if key_valid is not None:
+        expect_key_valid(key_valid, k)
+    if text is None and key_valid is None:
+        return Roles(None, None, None, has_text=False)
+
+    keys = (
+        torch.ones(b, m, dtype=torch.bool, device=k.device) if key_valid is None else key_valid.clone(memory_format=torch.contiguous_format)
+    )
+    queries = keys.clone() if n == m else torch.ones(b, n, dtype=torch.bool, device=q.device)
+    if text is not None:
+        queries[:, text] = False
+        keys[:, text] = False
+    for name, clustered in (("q", queries), ("k", keys)):
+        # text alone always leaves a token to cluster; asking the tensor would wait for the GPU
+        if key_valid is not None and not bool(clustered.any(dim=1).all()):
+            raise ValueError(
+                f"key_valid, text: expected at least one valid token of {name} outside the text, got none; use dense attention for this call."
+            )
+    only_clusters = n != m and text is None
+    return Roles(None if only_clusters else queries, keys, key_valid, has_text=text is not None)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

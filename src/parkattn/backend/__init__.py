@@ -15,20 +15,24 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from parkattn.backend.reference import ReferenceBackend
+from parkattn.attend import attend, gather, scatter
+from parkattn.borders import round_borders
 from parkattn.checks import expect_choice, shape_of
-from parkattn.cluster import Clustering
-from parkattn.config import BACKENDS, ParkConfig
-from parkattn.plan import Blocks, Plan
+from parkattn.cluster import Clustering, cluster_keys, kmeans
+from parkattn.plan import Blocks, Plan, arrange
+from parkattn.retrieval import ESTIMATORS
+from parkattn.segments import segment_mean
+from parkattn.settings import BACKENDS, KeyMetric
 
 
 class Backend(Protocol):
-    """The verbs of PARK. Every backend gives the same plan and output up to the rounding of its dtype."""
+    """The verbs that planners and the executor use. Every backend gives the same result up to the rounding of its dtype."""
 
     @property
     def name(self) -> str: ...
@@ -41,19 +45,23 @@ class Backend(Protocol):
     def differentiable(self) -> bool:
         """Whether gradients flow through attend; a plan never has any."""
 
-    def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
-        """k-means of q [b h n d]; start: labels [b h n] of an earlier plan; valid [b n]: False is left out."""
+    def kmeans(
+        self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
+    ) -> Clustering:
+        """k-means of x [b h n d]; start: labels [b h n] of an earlier plan; valid [b n]: False is left out."""
 
     def cluster_keys(
         self,
         k: Tensor,
         q: Tensor,
-        config: ParkConfig,
+        clusters: int,
+        metric: KeyMetric,
         *,
         iterations: int,
-        start: Tensor | None,
-        valid: Tensor | None,
-        query_valid: Tensor | None,
+        seed: int,
+        start: Tensor | None = None,
+        valid: Tensor | None = None,
+        query_valid: Tensor | None = None,
     ) -> Clustering:
         """QRKC of k [b h m d] in the metric of q, or k-means of k with key_metric="euclidean"."""
 
@@ -70,6 +78,78 @@ class Backend(Protocol):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         """Attention over the plan's kept blocks; tensors in and out are in token order."""
+
+
+@dataclass(frozen=True)
+class ReferenceBackend:
+    """The definitions, on any device PyTorch knows and in any floating dtype."""
+
+    reason: str
+    name: str = "reference"
+    differentiable = True
+
+    def kmeans(
+        self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
+    ) -> Clustering:
+        return kmeans(x, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
+
+    def cluster_keys(
+        self,
+        k: Tensor,
+        q: Tensor,
+        clusters: int,
+        metric: KeyMetric,
+        *,
+        iterations: int,
+        seed: int,
+        start: Tensor | None = None,
+        valid: Tensor | None = None,
+        query_valid: Tensor | None = None,
+    ) -> Clustering:
+        if metric.key_metric == "euclidean":
+            return kmeans(k, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
+        return cluster_keys(
+            k,
+            q,
+            clusters,
+            alpha=metric.alpha,
+            epsilon=metric.epsilon,
+            s_min=metric.s_min,
+            root=metric.metric_root,
+            iterations=iterations,
+            seed=seed,
+            start=start,
+            valid=valid,
+            query_valid=query_valid,
+        )
+
+    def round_borders(self, x: Tensor, found: Clustering, multiple: int) -> Clustering:
+        if multiple == 1:
+            return found
+        labels = round_borders(x, found.labels, found.centroids, multiple)
+        return Clustering(labels, *segment_mean(x, labels, found.clusters))
+
+    def importance(
+        self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
+    ) -> Tensor:
+        return ESTIMATORS[kind](q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
+
+    def arrange(self, labels: Tensor, count: int) -> Blocks:
+        return arrange(labels, count)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
+        out = attend(
+            gather(q, plan.queries),
+            gather(k, plan.keys),
+            gather(v, plan.keys),
+            plan.queries,
+            plan.keys,
+            plan.mask,
+            scale=scale,
+            compensate=plan.compensable() if compensate else None,
+            bias=plan.bias,
+        )
+        return scatter(out, plan.queries)
 
 
 Given = ParamSpec("Given")
@@ -115,3 +195,8 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
     from parkattn.backend.flashinfer import flashinfer_backend
 
     return flashinfer_backend(why, device, dtype, head_dim)
+
+
+def resolve_for(q: Tensor, name: str) -> Backend:
+    """The backend for q [b h n d] and what goes with it."""
+    return resolve(name, q.device, q.dtype, q.shape[-1])

@@ -39,8 +39,8 @@ class FlashInferBackend(TritonBackend):
         if compensate:
             raise ValueError("compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'.")
         wrapper = self.planned(q, k, plan, scale=scale)
-        rows = (permute.gather_rows(x, side.order.contiguous()) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
-        return permute.scatter_rows(wrapper.run(*rows), plan.queries.order.contiguous(), out=torch.empty_like(q))
+        rows = (permute.gather_rows(x, side.permutation().contiguous()) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
+        return permute.scatter_rows(wrapper.run(*rows), plan.queries.permutation().contiguous(), out=torch.empty_like(q))
 
     def planned(self, q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = None) -> Any:
         """FlashInfer's wrapper with its own plan made: token indices, on the host too."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parkattn.checks import shape_of
 from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise, uniform
-from parkattn.config import ParkConfig
 from parkattn.plan import Blocks, Plan
+from parkattn.settings import KeyMetric
 
 HEAD_DIMS = (64, 128, 256)
 GLUON_HEAD_DIMS = (64, 128)
@@ -54,35 +54,39 @@ class TritonBackend:
     differentiable = False
 
     @on_its_gpu
-    def cluster_queries(self, q: Tensor, config: ParkConfig, *, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
-        self._expect_dense_rows(q=q)
-        return self._kmeans(q, config.query_clusters, config.seed, iterations, start, valid)
+    def kmeans(
+        self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
+    ) -> Clustering:
+        self._expect_dense_rows(x=x)
+        return self._kmeans(x, clusters, seed, iterations, start, valid)
 
     @on_its_gpu
     def cluster_keys(
         self,
         k: Tensor,
         q: Tensor,
-        config: ParkConfig,
+        clusters: int,
+        metric: KeyMetric,
         *,
         iterations: int,
-        start: Tensor | None,
-        valid: Tensor | None,
-        query_valid: Tensor | None,
+        seed: int,
+        start: Tensor | None = None,
+        valid: Tensor | None = None,
+        query_valid: Tensor | None = None,
     ) -> Clustering:
         from parkattn.kernels import cluster
 
         self._expect_dense_rows(k=k, q=q)
-        if config.key_metric == "euclidean":
-            return self._kmeans(k, config.key_clusters, config.seed, iterations, start, valid)
-        metric = stabilise(cluster.query_metric(q, query_valid), alpha=config.alpha, epsilon=config.epsilon, s_min=config.s_min)
-        if config.metric_root == "cholesky" and config.alpha >= SAFE_SHRINKAGE:
-            root = torch.linalg.cholesky_ex(metric, check_errors=False).L
+        if metric.key_metric == "euclidean":
+            return self._kmeans(k, clusters, seed, iterations, start, valid)
+        moments = stabilise(cluster.query_metric(q, query_valid), alpha=metric.alpha, epsilon=metric.epsilon, s_min=metric.s_min)
+        if metric.metric_root == "cholesky" and metric.alpha >= SAFE_SHRINKAGE:
+            root = torch.linalg.cholesky_ex(moments, check_errors=False).L
         else:
-            root = metric_root(metric, config.metric_root)
-        count = min(config.key_clusters, k.shape[2])
-        features = cluster.transform_keys(k, root, _first_tokens(k, count, config.seed, valid))
-        labels, _, sizes = self._kmeans(features, config.key_clusters, config.seed, iterations, start, valid)
+            root = metric_root(moments, metric.metric_root)
+        count = min(clusters, k.shape[2])
+        features = cluster.transform_keys(k, root, _first_tokens(k, count, seed, valid))
+        labels, _, sizes = self._kmeans(features, clusters, seed, iterations, start, valid)
         order, offsets = cluster.sort_labels(labels, count)
         return Clustering(labels, cluster.segment_mean(k, order, offsets).view(*k.shape[:2], count, -1), sizes)
 
@@ -113,7 +117,7 @@ class TritonBackend:
         b, h, _, d = q.shape
         centroids, sizes = keys.centroids.to(q.dtype).view(b * h, -1, d), keys.sizes.reshape(b * h, -1).contiguous()
         if kind == "pama":
-            rows = permute.gather_rows(q, query_blocks.order)
+            rows = permute.gather_rows(q, query_blocks.permutation())
             offsets = query_blocks.offsets[..., : queries.clusters + 1].reshape(b * h, -1).contiguous()
             weights = importance.pama(rows, offsets, centroids, sizes, scale=scale)
         else:
@@ -143,7 +147,11 @@ class TritonBackend:
         b, h, m, d = k.shape
         blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
-        order, key_order, out = plan.queries.order.reshape(b * h, -1).contiguous(), plan.keys.order.contiguous(), torch.empty_like(q)
+        order, key_order, out = (
+            plan.queries.permutation().reshape(b * h, -1).contiguous(),
+            plan.keys.permutation().contiguous(),
+            torch.empty_like(q),
+        )
         stand_ins: dict[str, Any] = {}
         if compensate:
             keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous())

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from parkattn.attend import dense_attention
 from parkattn.checks import expect_attention_inputs, expect_key_valid
+from parkattn.registry import MethodEntry
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
@@ -19,5 +20,12 @@ class Dense:
         out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
         return AttentionOutput(out, AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
 
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
     def reset(self) -> None:
         """Dense attention remembers nothing."""
+
+
+ENTRIES = (MethodEntry("dense", lambda config: Dense(), "every query attends to every key: what the others are measured against"),)

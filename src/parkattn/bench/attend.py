@@ -19,19 +19,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.attend import attend_with_lse
+from parkattn.attend import attend_with_lse, gather
 from parkattn.backend import Backend, resolve
 from parkattn.backend.triton import TritonBackend
 from parkattn.bench.problems import HUNYUAN, TINY, WAN_1_3B, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
 from parkattn.bench.timing import Call, extra_mb, free_memory, steady_ms
-from parkattn.config import PRESETS
-from parkattn.permute import gather
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore
+from parkattn.settings import KEY_GRANULE, QUERY_TILE
 from parkattn.site import SiteKey
 
 # how the presets round, and the paper's own blocks
-BORDERS = {"rounded": (PRESETS["wan2.1-14b"]["query_multiple"], PRESETS["wan2.1-14b"]["key_multiple"]), "as clustered": (1, 1)}
+BORDERS = {"rounded": (QUERY_TILE, KEY_GRANULE), "as clustered": (1, 1)}
 CASES: dict[str, tuple[Shape, float]] = {
     "wan2.1-14b, density 0.25": (WAN_14B, 0.25),
     "wan2.1-14b, density 0.10": (WAN_14B, 0.10),

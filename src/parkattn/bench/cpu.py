@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parkattn.attend import dense_attention
-from parkattn.attention import build_plan, park_attention
-from parkattn.config import ParkConfig
+from parkattn.metrics.budget import solve_budget
+from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.record import environment
 from parkattn.scene import clustered_scene
 
@@ -62,10 +62,13 @@ def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int) -> d
 
 
 def _config_for(q: Tensor, k: Tensor, density: float) -> ParkConfig:
-    """Kept blocks are larger than the average block, so the number of blocks that comes nearest to a token density is searched."""
-    ratios = [count / BLOCKS.key_clusters for count in range(1, BLOCKS.key_clusters + 1)]
-    configs = [BLOCKS.replace(top_p=None, top_k=ratio) for ratio in ratios if density / 2 <= ratio <= density * 1.2]
-    return min(configs, key=lambda config: abs(build_plan(q, k, config).density().mean().item() - density))
+    """Kept blocks are larger than the average block, so the share of blocks that comes nearest to a token density is searched."""
+    ratio, _ = solve_budget(lambda ratio: build_plan(q, k, _keeping(ratio)).density().mean().item(), density)
+    return _keeping(ratio)
+
+
+def _keeping(ratio: float) -> ParkConfig:
+    return BLOCKS.replace(top_p=None, top_k=ratio)
 
 
 def _expect_dense_when_all_kept(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from parkattn.attention import build_plan
-from parkattn.config import ParkConfig
+from parkattn.metrics.budget import solve_budget
 from parkattn.metrics.retrieval import attention_recall, score_error
+from parkattn.park import ParkConfig, build_plan
 from parkattn.record import environment
 from parkattn.scene import clustered_scene
 
@@ -63,12 +63,13 @@ def measure_decisions() -> Iterator[dict[str, Any]]:
 
 def _at_density(q: torch.Tensor, k: torch.Tensor, config: ParkConfig) -> ParkConfig:
     """The config with the top-p that gives EQUAL_DENSITY: what rounding does to the estimate must not show as more or less work."""
-    low, high = 0.0, 1.0
-    for _ in range(13):
-        config = config.replace(top_k=None, top_p=(low + high) / 2)
-        dense = build_plan(q, k, config).density().mean().item() > EQUAL_DENSITY
-        low, high = (low, (low + high) / 2) if dense else ((low + high) / 2, high)
-    return config
+
+    def keeping(mass: float) -> ParkConfig:
+        return config.replace(top_k=None, top_p=mass)
+
+    return keeping(
+        solve_budget(lambda mass: build_plan(q, k, keeping(mass)).density().mean().item(), EQUAL_DENSITY, evaluations=13, close=1e-4)[0]
+    )
 
 
 def _quality(q: torch.Tensor, k: torch.Tensor, config: ParkConfig, start: Any = None) -> dict[str, float]:

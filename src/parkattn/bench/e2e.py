@@ -25,12 +25,14 @@ from typing import Any
 import torch
 
 from parkattn.bench.timing import bench_device, free_memory, gpu_environment
-from parkattn.config import ParkConfig
 from parkattn.integrations import enable, summary
 from parkattn.integrations.models import row_for
 from parkattn.integrations.summary import PHASES, Summary
+from parkattn.metrics.budget import solve_budget
+from parkattn.park import ParkConfig
 from parkattn.record import append_records
-from parkattn.reuse import Schedule
+from parkattn.reuse import History, Schedule
+from parkattn.site import CallSite
 
 DENSITY = 0.25
 RUN_STEPS = 50
@@ -150,27 +152,25 @@ def find_top_k(transformer: Any, inputs: dict[str, Any], model: WholeModel, dens
 
     Under uniform attention the heaviest blocks are the largest ones, so a quarter of the blocks is more than a quarter of the pairs.
     """
-    top_k, tried = density, {}
+
+    def reached(top_k: float) -> float:
+        config = model.config(top_p=None, top_k=top_k, dense_steps=0, refresh_steps=(2,))
+        with enable(transformer, config, total_steps=3):
+            for timestep in (999.0, 998.0, 997.0):  # every kind of step that will be timed
+                run_forward(transformer, inputs, timestep)
+            found = summary(transformer).density
+        assert found is not None
+        return found
+
     with first_blocks(transformer, 1):
         run_forward(transformer, inputs, 999.0)
-        for _ in range(4):
-            config = model.config(top_p=None, top_k=top_k, dense_steps=0, refresh_steps=(2,))
-            with enable(transformer, config, total_steps=3):
-                for timestep in (999.0, 998.0, 997.0):  # every kind of step that will be timed
-                    run_forward(transformer, inputs, timestep)
-                reached = summary(transformer).density
-            assert reached is not None
-            tried[top_k] = abs(reached - density)
-            if tried[top_k] <= 0.01 * density:
-                break
-            top_k = min(1.0, top_k * density / reached)
-    return min(tried, key=tried.__getitem__)  # few blocks come in large steps: the last one tried need not be the nearest
+        return solve_budget(reached, density, evaluations=4, close=0.01 * density)[0]
 
 
 def phases_of_run(config: ParkConfig, steps: int = RUN_STEPS) -> Counter[str]:
-    schedule, refreshed, found = Schedule(config, steps), None, Counter[str]()
+    schedule, refreshed, found = Schedule(config), None, Counter[str]()
     for step in range(steps):
-        phase = schedule.phase(step, 0, refreshed).name
+        phase = schedule.phase(CallSite(step=step, total_steps=steps), History(refreshed)).name
         refreshed = step if phase == "refresh" else refreshed
         found[phase] += 1
     return found

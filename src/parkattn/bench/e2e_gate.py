@@ -13,9 +13,9 @@ from torch import Tensor
 from parkattn.bench.e2e import SMALL_HUNYUAN, SMALL_WAN, WholeModel, forward_inputs, random_transformer, run_forward
 from parkattn.bench.e2e_run import generate, pipeline
 from parkattn.bench.problems import Case, verdict
-from parkattn.config import ParkConfig
 from parkattn.integrations import disable, enable, summary
 from parkattn.integrations.models import row_for
+from parkattn.park import ParkConfig
 
 TIMESTEPS = (999.0, 700.0, 400.0)  # dense, refresh, reuse
 STEPS = 5

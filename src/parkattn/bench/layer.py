@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from parkattn.attend import dense_attention
-from parkattn.attention import Park, build_plan, park_attention
 from parkattn.backend import resolve
 from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import TINY, WAN_14B, Case, Shape, mixture, verdict
 from parkattn.bench.timing import Call, extra_mb, steady_ms
-from parkattn.config import ParkConfig
+from parkattn.park import Park, ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
 from parkattn.site import CallSite
 
@@ -33,6 +32,7 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     for name, call in calls.items():
         ours = build_plan(q, k, config, **call)
         theirs = build_plan(q, k, config.replace(backend="reference"), **call)
+        assert ours.estimated_mass is not None and theirs.estimated_mass is not None
         # k-means of two roundings ends in two partitions: their estimates must be as good, not equal
         yield verdict(f"{name}: estimated mass", (ours.estimated_mass - theirs.estimated_mass).abs().max(), 0.05)
         yield verdict(f"{name}: density", (ours.density() - theirs.density()).abs().max(), 0.1)

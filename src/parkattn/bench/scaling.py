@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from parkattn.attention import build_plan
 from parkattn.backend import resolve
 from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import TINY, WAN_1_3B, Shape, mixture, random_plan, rows
 from parkattn.bench.timing import free_memory, median_ms
-from parkattn.config import ParkConfig
 from parkattn.extras import pyplot
+from parkattn.park import ParkConfig, build_plan
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -94,7 +93,15 @@ def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict
         yield _point("length", "attention", shape, plan.density().mean().item(), call, repeats)
         yield _point("length", "dense", shape, 1.0, next(iter(dense_calls(q, k, v).values())), min(repeats, 3))
         # a plan has as many clusters at every length: that is what the presets do
-        config = ParkConfig(query_clusters=base.query_blocks, key_clusters=base.key_blocks, top_p=None, top_k=AT_DENSITY, backend="triton")
+        config = ParkConfig(
+            query_clusters=base.query_blocks,
+            key_clusters=base.key_blocks,
+            query_multiple=1,
+            key_multiple=1,
+            top_p=None,
+            top_k=AT_DENSITY,
+            backend="triton",
+        )
         q, k = (mixture(shape, centres, device) for centres in (300, 700))
         same = shape._replace(query_blocks=base.query_blocks, key_blocks=base.key_blocks)
         yield _point("length", "plan", same, AT_DENSITY, partial(build_plan, q, k, config), min(repeats, 3))

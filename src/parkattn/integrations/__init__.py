@@ -8,43 +8,43 @@ parkattn.disable(pipe)           # every processor object is the old one again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from parkattn.config import ParkConfig
 from parkattn.integrations.models import MODELS, row_for
 from parkattn.integrations.session import Session, close_session_of, session_of, transformers_of
 from parkattn.integrations.summary import Summary
-from parkattn.methods import make_method
-from parkattn.reuse import Schedule
+from parkattn.methods import configured_method
+from parkattn.planned import PlannedMethod
+from parkattn.reuse import dense_prefix
+from parkattn.settings import MethodConfig
+from parkattn.site import AttentionMethod
 
 __all__ = ["MODELS", "Session", "Summary", "disable", "enable", "sequence_parallel_plan", "summary"]
 
 
 def enable(
     target: Any,
-    config: ParkConfig | str | None = None,
+    config: MethodConfig | Mapping[str, Any] | str | None = None,
     *,
-    method: str = "park",
+    method: str | AttentionMethod = "park",
     total_steps: int | None = None,
     fuse: bool | None = None,
     **changes: Any,
 ) -> Session:
     """Run `method` in the video self-attention of a pipeline or a transformer.
 
-    config: a ParkConfig, a preset's name, or None for the model's preset; changes override single fields. Enabling again
-    replaces what was enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
+    method: a name (park methods) or an AttentionMethod. config: a value of the method's config type, a preset's name, a
+    mapping of fields, or None for the model's preset; changes override single fields. Enabling again replaces what was
+    enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
     fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs.
     """
-    if config is None:
-        config = row_for(next(iter(transformers_of(target).values()))).preset
-    if isinstance(config, str):
-        config = ParkConfig.preset(config)
-    config = config.replace(**changes)
-    made = make_method(method, config)
-    if isinstance(target, torch.nn.Module) and hasattr(made, "config"):
-        Schedule(config, total_steps)  # refuses now what would fail in the first forward
+    model = row_for(next(iter(transformers_of(target).values()))).preset
+    made = configured_method(method, config, model=model, **changes)
+    if isinstance(target, torch.nn.Module) and isinstance(made, PlannedMethod):
+        dense_prefix(made.config, total_steps)  # refuses now what would fail in the first forward
     return Session(target, made, total_steps, fuse)
 
 

@@ -110,8 +110,7 @@ class Session:
         self.tracker.forget_run()
 
     def _state_bytes(self) -> int:
-        plans = getattr(self.method, "plans", None)
-        return plans.nbytes if plans is not None else 0
+        return self.method.state_bytes
 
     def _attend(self, transformer: str, layer: int, text: str, call: AttentionCall) -> Tensor:
         tracker = self.tracker

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parkattn.cluster import query_metric
-from parkattn.importance import centroid_log_mass, exact_log_mass
 from parkattn.plan import Plan
+from parkattn.retrieval import centroid_log_mass, exact_log_mass
 from parkattn.segments import column_sums, compute_dtype, map_heads, segment_mean
 
 QUERIES_AT_ONCE = 1024

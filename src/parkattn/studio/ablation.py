@@ -18,15 +18,16 @@ from typing import Any
 
 from torch import Tensor
 
-from parkattn.attention import Park, build_plan
 from parkattn.baselines.dense import Dense
 from parkattn.checks import expect_choice, expect_count, expect_fraction
-from parkattn.config import ParkConfig
-from parkattn.methods import make_method
+from parkattn.methods import make_method, method_entry
 from parkattn.metrics import fidelity
+from parkattn.metrics.budget import solve_budget
+from parkattn.park import ParkConfig
 from parkattn.plan import write_atomically
+from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import append_records, environment
-from parkattn.reuse import Schedule
+from parkattn.reuse import dense_prefix
 from parkattn.site import AttentionOutput, CallSite
 from parkattn.sprites.grammar import held_out_scenes
 from parkattn.studio import checkpoints
@@ -38,7 +39,6 @@ BUDGETS = ("top_k", "top_p")
 FLOOR = "dense again"
 # at the default size of 1,920 tokens; blocks of the paper's size would be 3 and 13
 BLOCKS = {"query_clusters": 8, "key_clusters": 32}
-CLOSE_ENOUGH = 0.005  # of density, in calibration
 CALIBRATION_STEPS, CALIBRATION_LAYERS = 3, 6
 
 Say = Callable[[str], None]
@@ -57,7 +57,7 @@ class AblationSettings:
         expect_fraction("density", self.density, zero=False)
         expect_choice("budget", self.budget, BUDGETS)
         for name in self.methods:
-            if not isinstance(make_method(name), Park):
+            if self.budget not in method_entry(name).budgets:
                 raise ValueError(
                     f"methods: expected methods with a {self.budget} budget, got {name!r}, whose density cannot be set; leave it out."
                 )
@@ -68,12 +68,12 @@ class CallRecorder(Dense):
 
     def __init__(self, steps: set[int], layers: set[int]) -> None:
         self.steps, self.layers = steps, layers
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, slice | None]] = {}
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, CallSite]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         if site.step in self.steps and site.layer in self.layers and site.key_valid is None:
             # the first branch of a step speaks for the others
-            self.kept.setdefault((site.step, site.layer), (q.clone(), k.clone(), site.text))
+            self.kept.setdefault((site.step, site.layer), (q.clone(), k.clone(), dataclasses.replace(site, dense=None)))
         return super().__call__(q, k, v, site)
 
 
@@ -123,7 +123,7 @@ def run_ablation(
 def calibrate(pipe: Any, request: Request, config: ParkConfig, settings: AblationSettings, say: Say) -> dict[str, dict[str, float]]:
     """The budget of each method at which the recorded calls have the asked density."""
     assert request.steps
-    begin = Schedule(config, request.steps).dense_steps
+    begin = dense_prefix(config, request.steps)
     steps = {round(begin + i * (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)) for i in range(CALIBRATION_STEPS)}
     count = len(pipe.transformer.blocks)
     layers = {round(i * (count - 1) / max(1, min(count, CALIBRATION_LAYERS) - 1)) for i in range(min(count, CALIBRATION_LAYERS))}
@@ -131,38 +131,17 @@ def calibrate(pipe: Any, request: Request, config: ParkConfig, settings: Ablatio
     generate_frames(pipe, request, config, method=recorder, recall_rows=0, decode=False)
     found = {}
     for name in settings.methods:
-        method = make_method(name, config)
-        assert isinstance(method, Park)
 
-        def density(value: float, chosen: ParkConfig = method.config) -> float:
-            budgeted = _with_budget(chosen, settings.budget, value)
-            plans = (build_plan(q, k, budgeted, text=text) for q, k, text in recorder.kept.values())
+        def density(value: float, name: str = name) -> float:
+            method = make_method(name, _with_budget(config, settings.budget, value))
+            assert isinstance(method, PlannedMethod)
+            plans = (make_plan(q, k, method.planner, site, None) for q, k, site in recorder.kept.values())
             return statistics.fmean(plan.density().mean().item() for plan in plans)
 
-        value, reached = solve(density, settings.density)
+        value, reached = solve_budget(density, settings.density)
         found[name] = {"value": value, "density": reached}
         say(f"{name}: {settings.budget} = {value:.4f} gives density {reached:.3f} on the calibration calls")
     return found
-
-
-def solve(density: Callable[[float], float], target: float, evaluations: int = 8) -> tuple[float, float]:
-    """A budget whose density is near the target, by false position between 0 and 1 (Illinois); the best point tried."""
-    low, high = (0.0, -target), (1.0, 1.0 - target)
-    best = (1.0, 1.0)
-    for _ in range(evaluations):
-        value = (low[0] * high[1] - high[0] * low[1]) / (high[1] - low[1])
-        value = min(max(value, 1e-3), 1.0)
-        reached = density(value)
-        if abs(reached - target) < abs(best[1] - target):
-            best = (value, reached)
-        if abs(reached - target) <= CLOSE_ENOUGH or value >= 1.0:
-            break
-        # halving the end that stays keeps the other end moving
-        if reached < target:
-            low, high = (value, reached - target), (high[0], high[1] / 2)
-        else:
-            low, high = (low[0], low[1] / 2), (value, reached - target)
-    return best
 
 
 def tabulate(rows: list[dict[str, Any]], settings: AblationSettings) -> dict[str, Any]:

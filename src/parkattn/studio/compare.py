@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from parkattn.config import ParkConfig
 from parkattn.methods import METHODS
 from parkattn.metrics import fidelity
+from parkattn.park import ParkConfig
 from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.sprites.grammar import EXAMPLE

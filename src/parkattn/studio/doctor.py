@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from parkattn.attend import dense_attention
-from parkattn.attention import park_attention
 from parkattn.backend import resolve
-from parkattn.config import ParkConfig
 from parkattn.extras import INSTALL
+from parkattn.park import ParkConfig, park_attention
 from parkattn.record import environment
 from parkattn.scene import clustered_scene
 from parkattn.sprites import CHECKPOINT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.checks import expect_choice
-from parkattn.config import PRESETS
+from parkattn.park import ParkConfig
 from parkattn.sprites import CHECKPOINT
 
 # dense bf16 tensor peak in TFLOP/s from the vendors' data sheets; a name is matched inside torch's device name
@@ -69,7 +69,7 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
     cross = 4 * n * d**2 + 4 * shape.text * d**2 + 4 * n * shape.text * d if shape.cross_attention else 0
     rest = 8 * in_attention * d**2 + cross + 4 * in_attention * d * shape.ffn
     share = attention / (attention + rest)
-    dense_steps = PRESETS.get(model, PRESETS["wan2.1-14b"])["dense_fraction"]
+    dense_steps = ParkConfig.for_model(model).dense_fraction
     computed = dense_steps + (1 - dense_steps) * density
     flops = shape.blocks * shape.passes * (attention + rest)
     peak = gpu_peak(gpu)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.config import PRESETS, ParkConfig
 from parkattn.integrations import Session
 from parkattn.integrations.models import row_for
 from parkattn.methods import make_method
+from parkattn.park import ParkConfig
 from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.site import AttentionMethod
@@ -33,9 +33,6 @@ FORMAT = "parkattn.generation.1"
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
 # ours: what a pipeline calls it, and may not have
 OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
-# below this the paper's 128 x 512 blocks would hold a handful of tokens each: shorter videos keep its block sizes instead
-SHORT_VIDEO = 16_384
-QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +146,10 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
 def config_for(request: Request, pipe: Any) -> ParkConfig:
     """The preset asked for, or the model's; a short video keeps the paper's tokens per block instead of its block counts."""
     name = request.preset or row_for(pipe.transformer).preset
-    config = ParkConfig.from_dict(PRESETS[name])
+    config = ParkConfig.preset(name) if request.preset else ParkConfig.for_model(name)
     assert request.frames and request.height and request.width
     tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
-    if request.preset is None and tokens < SHORT_VIDEO:
-        blocks = {"query_clusters": max(2, tokens // QUERIES_PER_BLOCK), "key_clusters": max(4, tokens // KEYS_PER_BLOCK)}
-        # round borders pay in a GPU's tiles over long sequences; here they would only cost recall
-        config = config.replace(**blocks, query_multiple=1, key_multiple=1)
-    return config.replace(**request.changes)
+    return config.replace(**request.changes).for_tokens(tokens)
 
 
 def generate_frames(

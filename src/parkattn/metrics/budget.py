@@ -1,0 +1,32 @@
+"""The one calibrator: which budget (top_p, top_k, ...) makes a method compute the density one asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+CLOSE_ENOUGH = 0.005  # of density
+
+
+def solve_budget(
+    density: Callable[[float], float], target: float, *, evaluations: int = 8, close: float = CLOSE_ENOUGH
+) -> tuple[float, float]:
+    """A budget in (0, 1] whose density is near the target, and that density: the best point tried.
+
+    False position between 0 and 1 (Illinois): density grows with the budget and is 1 at 1.
+    """
+    low, high = (0.0, -target), (1.0, 1.0 - target)
+    best = (1.0, 1.0)
+    for _ in range(evaluations):
+        value = (low[0] * high[1] - high[0] * low[1]) / (high[1] - low[1])
+        value = min(max(value, 1e-3), 1.0)
+        reached = density(value)
+        if abs(reached - target) < abs(best[1] - target):
+            best = (value, reached)
+        if abs(reached - target) <= close or value >= 1.0:
+            break
+        # halving the end that stays keeps the other end moving
+        if reached < target:
+            low, high = (value, reached - target), (high[0], high[1] / 2)
+        else:
+            low, high = (low[0], low[1] / 2), (value, reached - target)
+    return best

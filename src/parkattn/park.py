@@ -1,0 +1,194 @@
+"""PARK on one page: cluster, permute, estimate, select, attend.
+
+q, k ──▶ cluster ──▶ importance ──▶ selection ──▶ Plan ──▶ attend over kept blocks ──▶ out
+         k-means(q)   PAMA           top-p / top-k   │
+         QRKC(k | q)                                 └─ reused for R steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from parkattn.backend import resolve_for
+from parkattn.borders import fitting_multiple
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite
+from parkattn.plan import Plan, assign_roles
+from parkattn.planned import PlannedMethod, attend_planned, make_plan
+from parkattn.registry import MethodEntry
+from parkattn.retrieval import ESTIMATORS, kept_mass, select_top_k, select_top_p
+from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
+from parkattn.site import CallSite
+
+# section "Implementations" of the paper; Wan and HunyuanVideo differ in the number of key blocks only
+_PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_interval": 10, "alpha": 0.05, "s_min": 1e-12}
+# not the paper's: borders where the attention kernel's tiles begin (DESIGN.md, "Block borders"); 1 and 1 give the paper's blocks
+_BORDERS = {"query_multiple": 64, "key_multiple": 32}
+_BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
+    """Defaults are the paper's Wan settings; the fields of each group are explained in settings.py."""
+
+    importance: Literal["pama", "query-centroid", "full-key", "exact"] = "pama"
+    """How much attention a query block gives to a key block: per query (pama), by the mean query, by all keys, or exactly."""
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "wan2.1-1.3b": {**_PAPER, **_BORDERS, "key_clusters": 512},
+        "wan2.1-14b": {**_PAPER, **_BORDERS, "key_clusters": 512},
+        "wan2.2-14b": {**_PAPER, **_BORDERS, "key_clusters": 512},
+        "hunyuanvideo": {**_PAPER, **_BORDERS, "key_clusters": 1024},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice("importance", self.importance, ESTIMATORS)
+
+    @classmethod
+    def for_model(cls, name: str | None, **changes: Any) -> Self:
+        """The preset of a model, with its blocks in a long video and the rule of `counts` in a short one."""
+        preset = dict(cls.PRESETS.get(name or "", cls.PRESETS["wan2.1-14b"]))
+        long_video = preset["query_clusters"], preset["key_clusters"]
+        settings = {field: value for field, value in preset.items() if field not in _BLOCK_FIELDS}
+        return cls.from_dict({**settings, "long_video_blocks": long_video, **changes})
+
+
+class ParkPlanner:
+    def __init__(self, config: ParkConfig) -> None:
+        self.config = config
+
+    def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
+        config, verbs = self.config, resolve_for(q, self.config.backend)
+        roles = assign_roles(q, k, site.text, site.key_valid)
+        words = 0 if site.text is None else site.text.stop - site.text.start
+        counts = config.counts(q.shape[2] - words, k.shape[2] - words)
+        warm = earlier if config.warm_start else None
+        iterations = config.kmeans_iterations if warm is None else config.warm_iterations
+        old_queries, old_keys = (None, None) if warm is None else (warm.queries.labels, warm.keys.labels)
+
+        queries = verbs.kmeans(q, counts.queries, iterations=iterations, seed=config.seed, start=old_queries, valid=roles.clustered_queries)
+        keys = verbs.cluster_keys(
+            k,
+            q,
+            counts.keys,
+            config,
+            iterations=iterations,
+            seed=config.seed,
+            start=old_keys,
+            valid=roles.clustered_keys,
+            query_valid=roles.clustered_queries,
+        )
+        if counts.query_multiple > 1:
+            queries = verbs.round_borders(q, queries, fitting_multiple(counts.query_multiple, q.shape[2], queries.clusters))
+        if counts.key_multiple > 1:
+            keys = verbs.round_borders(k, keys, fitting_multiple(counts.key_multiple, k.shape[2], keys.clusters))
+        query_blocks = verbs.arrange(*roles.query_blocks(queries.labels, queries.clusters))
+        key_blocks = verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters))
+        importance = verbs.importance(config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
+        if config.top_k is not None:
+            mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
+        else:
+            assert config.top_p is not None
+            mask = select_top_p(importance, config.top_p, sizes=keys.sizes, floor=config.floor)
+        return Plan(
+            query_blocks,
+            key_blocks,
+            roles.extend(mask),
+            queries.clusters,
+            keys.clusters,
+            padding=site.key_valid is not None,
+            estimated_mass=kept_mass(importance, mask, queries.sizes),
+        )
+
+
+def build_plan(
+    q: Tensor,
+    k: Tensor,
+    config: ParkConfig | None = None,
+    *,
+    text: slice | None = None,
+    key_valid: Tensor | None = None,
+    scale: float | None = None,
+    start: Plan | None = None,
+) -> Plan:
+    """Decide what attends to what. q [b h n d], k [b h m d].
+
+    text: the span of text tokens, the same in q and k: never clustered, always on. key_valid [b m]: False where a key is
+    padding. start: an earlier plan to warm-start the clusters from.
+    """
+    config = _expect_config(config)
+    if start is not None:
+        # whoever gives a start wants it
+        config = config.replace(warm_start=True)
+        _expect_plan("start", start)
+    site = CallSite(text=text, key_valid=key_valid, scale=scale)
+    return make_plan(q, k, ParkPlanner(config), site, start, config.check_finite)
+
+
+def park_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: ParkConfig | None = None,
+    *,
+    plan: Plan | None = None,
+    text: slice | None = None,
+    key_valid: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Sparse attention of q over k, v: [b h n d]. Equal to dense attention when every block is kept.
+
+    Without a plan one is built for this call; with one, text and padding are the plan's and must not be given again.
+    """
+    config = _expect_config(config)
+    expect_attention_inputs(q, k, v)
+    backend = resolve_for(q, config.backend)
+    if plan is None:
+        plan = build_plan(q, k, config, text=text, key_valid=key_valid, scale=scale)
+    else:
+        _expect_plan("plan", plan)
+        if text is not None or key_valid is not None:
+            raise ValueError(
+                "text, key_valid: expected None beside a plan, which holds them already, got a value; pass them to build_plan."
+            )
+        if config.check_finite:
+            expect_finite("q", q)
+            expect_finite("k", k)
+    return attend_planned(q, k, v, plan, backend, scale=scale, compensate=config.compensate)
+
+
+class Park(PlannedMethod):
+    """PARK as an `AttentionMethod`: a config, and the plans it holds between the steps of one generation."""
+
+    def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
+        config = _expect_config(config)
+        super().__init__(name, ParkPlanner(config), config)
+
+
+def _expect_config(config: ParkConfig | None) -> ParkConfig:
+    if config is not None and not isinstance(config, ParkConfig):
+        raise TypeError(f"config: expected a ParkConfig or None, got {config!r}; write ParkConfig(top_p=0.8), or ParkConfig.preset(name).")
+    return ParkConfig() if config is None else config
+
+
+def _expect_plan(name: str, plan: Plan) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{name}: expected a Plan, got {type(plan).__name__}; make one with build_plan.")
+
+
+def _ablation(name: str, line: str, **changes: Any) -> MethodEntry:
+    return MethodEntry(
+        name, lambda config: Park(config.replace(**changes), name), line, ParkConfig, budgets=("top_p", "top_k"), paper="PARK"
+    )
+
+
+ENTRIES = (
+    MethodEntry("park", Park, "k-means queries, QRKC keys, PAMA, top-p", ParkConfig, budgets=("top_p", "top_k"), paper="PARK"),
+    _ablation("park-no-pama", "PARK with the mean query's softmax instead of PAMA", importance="query-centroid"),
+    _ablation("park-no-qrkc", "PARK with Euclidean k-means of keys instead of QRKC", key_metric="euclidean"),
+    _ablation("centroid", "retrieval by centroids: PARK without PAMA and QRKC", importance="query-centroid", key_metric="euclidean"),
+)

@@ -1,0 +1,129 @@
+"""A method out of parts: a planner says what attends to what, a schedule when to ask it, a backend computes.
+
+plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  ──▶  out
+          ▲                      │
+    schedule: dense, refresh, reuse: held between steps by (transformer, layer, branch)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parkattn.attend import dense_attention
+from parkattn.backend import Backend, explain_out_of_memory, resolve_for
+from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_scale, shape_of
+from parkattn.plan import Plan
+from parkattn.reuse import HeldPlan, History, Phase, PlanStore, Schedule, Scheduling
+from parkattn.segments import outside_autocast
+from parkattn.settings import PlannedConfig
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
+
+
+class Planner(Protocol):
+    """The only thing most methods define."""
+
+    def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
+        """What attends to what. q [b h n d], k [b h m d], without gradient; earlier: the plan before, to start from or to ignore."""
+
+
+class Repair(Protocol):
+    """What a method does to the output after sparse attention."""
+
+    def repair(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, site: CallSite) -> Tensor: ...
+
+
+class PlannedMethod:
+    """An `AttentionMethod` from a planner: owns the plans between the steps of one generation."""
+
+    def __init__(
+        self,
+        name: str,
+        planner: Planner,
+        config: PlannedConfig,
+        *,
+        schedule: Scheduling | None = None,
+        repair: Repair | None = None,
+    ) -> None:
+        self.name = name
+        self.planner = planner
+        self.config = config
+        self.schedule = schedule or Schedule(config)
+        self.repair = repair
+        self.plans = PlanStore()
+
+    @property
+    def state_bytes(self) -> int:
+        return self.plans.nbytes
+
+    def reset(self) -> None:
+        self.plans.reset()
+        self.schedule.reset()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
+        backend = resolve_for(q, self.config.backend)
+        phase = self.schedule.phase(site, History(self.plans.refreshed_at(site.key)))
+        if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
+            phase = Phase("dense", "gradients are asked for, which the kernels do not compute; use torch.no_grad()")
+        if phase.name == "dense":
+            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+            return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
+        phase, held = self._usable(phase, q, k, site, backend)
+        if phase.name == "refresh" or held is None:
+            plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
+            self.plans.put(site.key, plan, site.step, site.text)
+        else:
+            plan = held.plan
+        out = attend_planned(q, k, v, plan, backend, scale=site.scale, compensate=self.config.compensate)
+        if self.repair is not None:
+            out = self.repair.repair(q, k, v, plan, out, site)
+        stats = AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason, plan)
+        return AttentionOutput(out, stats)
+
+    def _usable(self, phase: Phase, q: Tensor, k: Tensor, site: CallSite, backend: Backend) -> tuple[Phase, HeldPlan | None]:
+        """The plan held for this call, or a phase that says why there is none."""
+        held = self.plans.get(site.key, backend.arrange, site.key_valid)
+        if held is None:
+            return phase, None
+        if not held.plan.fits(q, k):
+            return Phase("refresh", "the number of tokens changed"), None
+        if (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
+            return Phase("refresh", "text or padding changed"), None
+        return phase, held
+
+
+@explain_out_of_memory
+@outside_autocast
+def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: Plan | None, check_finite: bool = False) -> Plan:
+    """Inputs are checked, and a plan that lives for steps keeps no graph of this one."""
+    expect_attention_inputs(q, k)
+    expect_scale(site.scale)
+    if check_finite:
+        expect_finite("q", q)
+        expect_finite("k", k)
+    with torch.no_grad():
+        return planner.plan(q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None)
+
+
+@explain_out_of_memory
+@outside_autocast
+def attend_planned(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
+) -> Tensor:
+    """Attention over the plan's blocks: [b h n d]. Equal to dense attention when every block is kept."""
+    expect_attention_inputs(q, k, v)
+    expect_scale(scale)
+    if asks_for_gradient(q, k, v) and not backend.differentiable:
+        raise ValueError(
+            f"q, k, v: expected tensors without gradient with backend={backend.name!r}, got requires_grad=True; "
+            "call under torch.no_grad(), or use backend='reference', which has a gradient."
+        )
+    if not plan.fits(q, k):
+        made_for = f"queries {list(plan.queries.labels.shape)} and keys {list(plan.keys.labels.shape)} on {plan.mask.device}"
+        raise ValueError(
+            f"plan: expected one built for q {shape_of(q)} and k {shape_of(k)} on {q.device}, got one for {made_for}; make another plan."
+        )
+    return backend.attend(q, k, v, plan, scale=scale, compensate=compensate)

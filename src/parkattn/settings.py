@@ -1,0 +1,255 @@
+"""How methods are set: small frozen groups of fields, which a method's config inherits, checked when a value is made.
+
+@dataclass(frozen=True, kw_only=True)
+class MyConfig(Selection, When, Correction, Running, MethodConfig):
+    tile: int = 128
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fraction, expect_indices, expect_positive
+
+BACKENDS = ("auto", "reference", "triton", "flashinfer")
+KEY_METRICS = ("query-response", "euclidean")
+METRIC_ROOTS = ("cholesky", "sqrt")
+# from this many tokens on a video is long: blocks as the paper has them; below, as many tokens per block as the paper has
+LONG_VIDEO = 16_384
+QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
+# where the attention kernel's tiles begin
+QUERY_TILE, KEY_GRANULE = 64, 32
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """What every method's config can do. PRESETS: changes of the defaults by the name of a model."""
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        try:
+            expect_known_fields(cls, given)
+        except ValueError as unknown:
+            raise TypeError(str(unknown)) from None  # as for any function called with a keyword it does not have
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Groups check their own fields and call the next one's check."""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The authors' settings for one model by name; changes override single fields."""
+        expect_choice("preset", name, cls.PRESETS)
+        return cls.from_dict({**cls.PRESETS[name], **changes})
+
+    @classmethod
+    def for_model(cls, name: str | None, **changes: Any) -> Self:
+        """What `enable` takes when nothing is said: the model's preset where the method has one, else the defaults."""
+        return cls.from_dict({**cls.PRESETS.get(name or "", {}), **changes})
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"{cls.__name__}: expected a mapping of field names to values, got {fields!r}; pass a dict.")
+        expect_known_fields(cls, fields)
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; from_dict restores an equal config."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()}
+
+    def replace(self, **changes: Any) -> Self:
+        return self.from_dict({**dataclasses.asdict(self), **changes})
+
+
+def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) -> None:
+    known = sorted(field.name for field in dataclasses.fields(config))
+    unknown = sorted(set(map(str, given)) - set(known))
+    if not unknown:
+        return
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    advice = f"did you mean {near[0]}?" if near else "correct or remove that name."
+    raise ValueError(f"{config.__name__}: expected fields out of {', '.join(known)}, got {', '.join(unknown)}; {advice}")
+
+
+class BlockCounts(NamedTuple):
+    queries: int
+    keys: int
+    query_multiple: int
+    key_multiple: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clusters(MethodConfig):
+    """Blocks by k-means."""
+
+    query_clusters: int | None = None
+    """Query blocks per head; None: from the number of tokens (`counts`)."""
+    key_clusters: int | None = None
+    """Key blocks per head; None: from the number of tokens (`counts`)."""
+    long_video_blocks: tuple[int, int] = (128, 512)
+    """Query and key blocks of a long video where the two fields above are None."""
+    kmeans_iterations: int = 10
+    """Lloyd iterations of a cold start."""
+    warm_start: bool = True
+    """Whether a refresh begins from the clusters of the plan before."""
+    warm_iterations: int = 3
+    """Lloyd iterations of a warm start."""
+    seed: int = 0
+    """Of the tokens that the first centroids are."""
+    query_multiple: int | None = None
+    """Query blocks begin at multiples of this. 1: where clusters end. None: 64 in a long video, else 1 (borders.py)."""
+    key_multiple: int | None = None
+    """Key blocks begin at multiples of this. 1: where clusters end. None: 32 in a long video, else 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("query_clusters", "key_clusters", "query_multiple", "key_multiple"):
+            if getattr(self, name) is not None:
+                expect_count(name, getattr(self, name))
+        for name in ("kmeans_iterations", "warm_iterations"):
+            expect_count(name, getattr(self, name))
+        expect_count("seed", self.seed, least=0, most=LARGEST_SEED)
+        expect_flag("warm_start", self.warm_start)
+        object.__setattr__(self, "long_video_blocks", _pair("long_video_blocks", self.long_video_blocks))
+
+    def counts(self, queries: int, keys: int) -> BlockCounts:
+        """The one rule that chooses blocks from the number of video tokens, wherever a field is None."""
+        long_queries, long_keys = queries >= LONG_VIDEO, keys >= LONG_VIDEO
+        return BlockCounts(
+            self.query_clusters or (self.long_video_blocks[0] if long_queries else max(2, queries // QUERIES_PER_BLOCK)),
+            self.key_clusters or (self.long_video_blocks[1] if long_keys else max(4, keys // KEYS_PER_BLOCK)),
+            self.query_multiple or (QUERY_TILE if long_queries else 1),
+            self.key_multiple or (KEY_GRANULE if long_keys else 1),
+        )
+
+    def for_tokens(self, tokens: int) -> Self:
+        """The config with every number that `counts` would choose written out."""
+        queries, keys, query_multiple, key_multiple = self.counts(tokens, tokens)
+        return self.replace(query_clusters=queries, key_clusters=keys, query_multiple=query_multiple, key_multiple=key_multiple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyMetric(MethodConfig):
+    """The metric that keys are clustered in (QRKC)."""
+
+    key_metric: Literal["query-response", "euclidean"] = "query-response"
+    """query-response: distances are squared QK-score errors under the current queries. euclidean: plain k-means."""
+    metric_root: Literal["cholesky", "sqrt"] = "cholesky"
+    """R with R R^T = G: sqrt also takes a singular metric."""
+    alpha: float = 0.05
+    """Shrinkage of the metric towards a multiple of the identity."""
+    epsilon: float = 1e-6
+    """Added to alpha, for stability."""
+    s_min: float = 1e-12
+    """Least scale of the metric."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice("key_metric", self.key_metric, KEY_METRICS)
+        expect_choice("metric_root", self.metric_root, METRIC_ROOTS)
+        expect_fraction("alpha", self.alpha, zero=True)
+        for name in ("epsilon", "s_min"):
+            expect_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection(MethodConfig):
+    """Which key blocks a query block keeps: exactly one of top_p and top_k."""
+
+    top_p: float | None = 0.9
+    """Keep blocks until their estimated share of attention reaches this; larger is better and slower."""
+    top_k: float | None = None
+    """Keep this share of the key blocks."""
+    floor: float = 0.0
+    """With top_p: keep at least this share of the key blocks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_fraction("floor", self.floor, zero=True)
+        if (self.top_p is None) == (self.top_k is None):
+            raise ValueError(
+                f"top_p, top_k: expected exactly one of them, got top_p={self.top_p}, top_k={self.top_k}; for a fixed ratio pass top_p=None, top_k=0.1."
+            )
+        for name in ("top_p", "top_k"):
+            if getattr(self, name) is not None:
+                expect_fraction(name, getattr(self, name), zero=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class When(MethodConfig):
+    """Which steps are dense, which build a plan and which reuse one. Layers and steps count from 0."""
+
+    dense_fraction: float = 0.2
+    """Share of the steps, at the start, that stay dense."""
+    dense_steps: int | None = None
+    """Number of first steps that stay dense, instead of dense_fraction."""
+    dense_last_steps: int = 0
+    """Number of last steps that stay dense."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that stay dense."""
+    refresh_interval: int | None = 10
+    """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
+    refresh_steps: tuple[int, ...] | None = None
+    """Steps at which plans are rebuilt, instead of refresh_interval."""
+    reference_steps: int = 50
+    """Shorter runs refresh sooner, in proportion."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_fraction("dense_fraction", self.dense_fraction, zero=True)
+        if self.dense_steps is not None:
+            expect_count("dense_steps", self.dense_steps, least=0)
+        expect_count("dense_last_steps", self.dense_last_steps, least=0)
+        if self.refresh_interval is not None:
+            expect_count("refresh_interval", self.refresh_interval)
+        expect_count("reference_steps", self.reference_steps)
+        object.__setattr__(self, "dense_layers", expect_indices("dense_layers", self.dense_layers))
+        if self.refresh_steps is not None:
+            object.__setattr__(self, "refresh_steps", expect_indices("refresh_steps", self.refresh_steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction(MethodConfig):
+    """What stands in for the blocks that are skipped."""
+
+    compensate: bool = False
+    """A skipped block enters through one key, its mean, with the weight of its size, and its mean value."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_flag("compensate", self.compensate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(MethodConfig):
+    """Who computes, and how carefully."""
+
+    check_finite: bool = False
+    """One device synchronisation per call buys an error instead of NaN output."""
+    backend: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
+    """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_flag("check_finite", self.check_finite)
+        expect_choice("backend", self.backend, BACKENDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedConfig(When, Correction, Running):
+    """What a config needs to run as a `PlannedMethod`; a method adds its own fields and groups."""
+
+
+def _pair(name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name}: expected two whole numbers, query blocks and key blocks, got {value!r}; write (128, 512).")
+    for count in value:
+        expect_count(name, count)
+    return value[0], value[1]

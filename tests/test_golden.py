@@ -1,0 +1,41 @@
+"""PARK computes what it computed before it moved into the seam: two source trees, the same bits.
+
+Hashes of one machine mean nothing on another, so the tree of that commit is taken out of git and run beside this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BEFORE = "6164e5117b93a75caa1c9e3fddb3a5c178ee234a"  # the last commit in which PARK was the only method
+
+
+@pytest.fixture(scope="module")
+def tree_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("before")
+    packed = subprocess.run(["git", "archive", BEFORE, "src"], cwd=HERE.parent, capture_output=True)
+    if packed.returncode:
+        pytest.skip(f"commit {BEFORE} is not in this checkout; fetch the whole history")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
+    return folder / "src"
+
+
+def hashes(tree: Path, kind: str) -> dict[str, object]:
+    environment = os.environ | {"PYTHONPATH": str(tree), "TRITON_INTERPRET": "1" if kind == "triton" else "0", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, str(HERE / "golden_cases.py"), kind], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return dict(json.loads(run.stdout))
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton", "video"])
+def test_plans_outputs_and_videos_are_bit_equal_to_before(tree_before: Path, kind: str) -> None:
+    before, now = hashes(tree_before, kind), hashes(HERE.parent / "src", kind)
+    different = [case for case, found in before.items() if now.get(case) != found]
+    assert len(before) >= 5 and not different
