@@ -1,0 +1,202 @@
+"""Small random problems for every method: odd grids, text at the start or end, padding, clustered and unclustered values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from restated import video_tokens
+
+KINDS = ("gaussian", "clustered", "runs", "frames", "places")
+PADDINGS = ("none", "none", "text", "tail", "scattered")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs shared by all methods; a method's own settings are drawn by `settings_for`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grid: tuple[int, int, int]
+    text: slice | None
+    key_valid: Tensor | None
+    scale: float | None
+    kind: str
+    seed: int
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Everything but q, k, v that `restate` takes in each method."""
+        return {"grid": self.grid, "text": self.text, "key_valid": self.key_valid, "scale": self.scale}
+
+    @property
+    def video(self) -> list[list[int]]:
+        return video_tokens(self.q, self.text, self.key_valid)
+
+
+def normal(rng: Random, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.getrandbits(48)), dtype=torch.float64)
+
+
+def centres_of(rng: Random, kind: str, grid: tuple[int, int, int]) -> list[int]:
+    """Which centre every grid position belongs to."""
+    frames, per_frame = grid[0], grid[1] * grid[2]
+    count = frames * per_frame
+    if kind == "clustered":
+        return [rng.randrange(5) for _ in range(count)]
+    if kind == "runs":
+        length = rng.choice((4, 8))
+        return [position // length for position in range(count)]
+    if kind == "frames":
+        return [position // per_frame for position in range(count)]
+    return [position % per_frame for position in range(count)]
+
+
+def values(rng: Random, kind: str, shape: tuple[int, int, int, int], grid: tuple[int, int, int], outside: list[int]) -> tuple[Tensor, ...]:
+    """q, k, v; tokens of one centre are alike in q and in k, so that attention is concentrated in the kind's own pattern."""
+    q, k, v = (normal(rng, *shape) for _ in range(3))
+    if kind != "gaussian":
+        centre = torch.tensor(centres_of(rng, kind, grid))
+        centres = 2 * normal(rng, shape[0], shape[1], int(centre.max()) + 1, shape[3])
+        for x in (q, k):
+            x *= rng.choice((0.1, 0.4))
+            x[:, :, outside] += centres[:, :, centre]
+    return q, k + 0.5 * normal(rng, *shape[:2], 1, shape[3]), v
+
+
+def padding_of(rng: Random, kind: str, batch: int, n: int, text: slice | None, outside: list[int]) -> Tensor | None:
+    """`text`: the prompt's unused tail; `tail`: the last video tokens; `scattered`: a few video tokens anywhere."""
+    if kind == "none" or (kind == "text" and text is None):
+        return None
+    valid = torch.ones(batch, n, dtype=torch.bool)
+    for b in range(batch):
+        if kind == "text":
+            used = rng.randrange(1, text.stop - text.start + 1)
+            valid[b, text.start + used : text.stop] = False
+        elif kind == "tail":
+            valid[b, outside[len(outside) - rng.randrange(len(outside) // 3) :]] = False
+        else:
+            valid[b, rng.sample(outside, rng.randrange(len(outside) // 4))] = False
+    return valid
+
+
+def case(seed: int) -> Case:
+    rng = Random(seed)
+    grid = (rng.randint(2, 4), rng.randint(3, 5), rng.randint(2, 5))
+    video = grid[0] * grid[1] * grid[2]
+    words = rng.choice((0, 0, rng.randint(2, 9), rng.randint(2, 9)))
+    n = video + words
+    text = None if words == 0 else rng.choice((slice(0, words), slice(video, n)))
+    outside = [i for i in range(n) if text is None or not text.start <= i < text.stop]
+    kind = rng.choice(KINDS)
+    batch = rng.randint(1, 2)
+    shape = (batch, rng.randint(1, 3), n, rng.choice((8, 12, 16, 24, 32)))
+    q, k, v = values(rng, kind, shape, grid, outside)
+    key_valid = padding_of(rng, rng.choice(PADDINGS), batch, n, text, outside)
+    scale = rng.choice((None, None, 0.1, 0.4))
+    return Case(q, k, v, grid, text, key_valid, scale, kind, seed)
+
+
+def cases(count: int, seed: int = 0) -> Iterator[Case]:
+    """The same `count` problems for the same seed; one problem is `case(number)`."""
+    first = Random(seed)
+    for _ in range(count):
+        yield case(first.getrandbits(40))
+
+
+def initial_tokens(rng: Random, case: Case, clusters: int) -> Tensor:
+    """[b h clusters] sequence positions of video tokens, at least two distinct; now and then with repeats, as the authors draw."""
+    repeats = clusters > 2 and rng.random() < 0.25
+
+    def draw(video: list[int]) -> list[int]:
+        chosen = rng.sample(video, k=clusters)
+        return [*chosen[:2], *rng.choices(chosen, k=clusters - 2)] if repeats else chosen
+
+    return torch.tensor([[draw(video) for _ in range(case.q.shape[1])] for video in case.video])
+
+
+def initial_clusters(rng: Random, case: Case) -> dict[str, Tensor]:
+    least = min(len(video) for video in case.video)
+    return {
+        "initial_queries": initial_tokens(rng, case, rng.randint(2, min(6, least))),
+        "initial_keys": initial_tokens(rng, case, rng.randint(2, min(12, least))),
+    }
+
+
+def sparge_settings(rng: Random, case: Case) -> dict[str, Any]:
+    by_count = rng.random() < 0.4
+    return {
+        "block_q": rng.choice((4, 7, 8, 16)),
+        "block_k": rng.choice((2, 4, 5, 8)),
+        "simthreshd1": rng.choice((None, -0.1, 0.1, 0.3, 0.6)),
+        "cdfthreshd": rng.choice((0.5, 0.8, 0.98, rng.random())),
+        "topk": rng.choice((0.05, 0.25, 0.5, rng.random())) if by_count else None,
+        "smooth_k": rng.random() < 0.75,
+        "attention_sink": rng.random() < 0.25,
+    }
+
+
+def xattention_settings(rng: Random, case: Case) -> dict[str, Any]:
+    stride = rng.choice((1, 2, 3, 4))
+    return {
+        "stride": stride,
+        "block": stride * rng.choice((1, 2, 4)),
+        "threshold": rng.choice((0.5, 0.8, 0.9, 0.95, rng.random())),
+        "norm": rng.choice((1.0, 1.0, 0.5)),
+        "keep_sink": rng.random() < 0.5,
+        "keep_recent": rng.random() < 0.25,
+    }
+
+
+def svg_settings(rng: Random, case: Case) -> dict[str, Any]:
+    tokens = case.grid[0] * case.grid[1] * case.grid[2]
+    return {
+        "rows": [rng.randrange(tokens) for _ in range(rng.choice((1, 3, 8)))],
+        "sparsity": rng.choice((None, None, rng.uniform(0.02, 0.7))),
+        "layout": rng.choice((None, None, "wan", "hunyuan")),
+        "block": rng.choice((1, 2, 3, 4, 8)),
+    }
+
+
+def svg2_settings(rng: Random, case: Case) -> dict[str, Any]:
+    return {
+        **initial_clusters(rng, case),
+        "p": rng.choice((0.5, 0.9, rng.random())),
+        "min_kc_ratio": rng.choice((0.0, 0.10, 0.3)),
+        "iters": rng.choice((1, 2, 3, 10)),
+    }
+
+
+def svoo_settings(rng: Random, case: Case) -> dict[str, Any]:
+    heads = case.q.shape[1]
+    profile = [rng.random() * 0.5 for _ in range(heads)]
+    if rng.random() < 0.2:
+        profile[rng.randrange(heads)] = float("nan")
+    return {
+        **initial_clusters(rng, case),
+        "p": rng.choice((0.5, 0.88, 0.90, rng.random())),
+        "profile": rng.choice((None, profile, profile)),
+        "floor_clip": rng.choice(((0.15, 0.20), (0.05, 0.10), (0.1, 0.6))),
+        "min_kc_ratio": rng.choice((0.10, 0.3)),
+        "iters": rng.choice((1, 2, 2, 3)),
+    }
+
+
+SETTINGS: dict[str, Callable[[Random, Case], dict[str, Any]]] = {
+    "sparge": sparge_settings,
+    "xattention": xattention_settings,
+    "svg": svg_settings,
+    "svg2": svg2_settings,
+    "svoo": svoo_settings,
+}
+
+
+def settings_for(method: str, case: Case) -> dict[str, Any]:
+    """The method's settings for this case: always the same ones for the same case."""
+    return SETTINGS[method](Random(f"{method} {case.seed}"), case)
