@@ -1,19 +1,22 @@
 """Slow float64 restatements of the methods PARK is compared with, written from their papers and a survey alone.
 
-Every module has one `restate(q, k, v, *, grid, text, key_valid, scale, **settings) -> Restated`; its docstring's "Decisions"
-list is what an implementation must agree with. Decisions shared by all methods, and deliberate differences from the authors:
+Every module has one `restate(q, k, v, *, grid, text, key_valid, scale, **settings) -> Restated`; its docstring's
+"Decisions" list is what an implementation must agree with. Decisions shared by all methods, and deliberate
+differences from the authors:
 
 Decisions (all methods)
-- A1 Self-attention only: q, k, v have the same [b, h, n, d]; scale None means d ** -0.5; every batch element and head is
-  treated as if it were alone (counts, blocks and clusters never depend on a neighbour in the batch).
+- A1 Self-attention only: q, k, v have the same [b, h, n, d]; scale None means d ** -0.5; every batch element and head
+  is treated as if it were alone (counts, blocks and clusters never depend on a neighbour in the batch).
 - A2 A token is padding if key_valid is False there (this wins over text), else text if inside `text`, else video.
 - A3 Text and padding queries see every valid key; valid text keys are seen by every query; padding keys by nobody.
-- A4 Only video tokens take part in the method's own blocks, scores, clusters and profiling: text and padding change nothing
-  about which video keys a video query sees.
-- A5 Fixed blocks are cut from the video tokens numbered 0, 1, ... in sequence order with text and padding skipped: block of
-  token number r is r // size, so only the last block can be short (SVG alone counts grid positions, see there).
+- A4 Only video tokens take part in the method's own blocks, scores, clusters and profiling: text and padding change
+  nothing about which video keys a video query sees.
+- A5 Fixed blocks are cut from the video tokens numbered 0, 1, ... in sequence order with text and padding skipped:
+  block of token number r is r // size, so only the last block can be short (SVG alone counts grid positions, see
+  there).
 - A6 Descending orders are stable: equal scores rank by lower index. argmin and argmax ties go to the lower index.
-- A7 out = softmax(scale q k^T) over the allowed keys, times v. Nothing else is changed (no quantisation, no PV skipping).
+- A7 out = softmax(scale q k^T) over the allowed keys, times v. Nothing else is changed (no quantisation, no PV
+  skipping).
 - A8 int(ratio * count) is evaluated in double precision and truncated.
 """
 
@@ -45,10 +48,9 @@ def text_tokens(n: int, text: slice | None) -> set[int]:
 
 def video_tokens(q: Tensor, text: slice | None, key_valid: Tensor | None) -> list[list[int]]:
     """Sequence positions of the video tokens of each batch element, in order."""
-    skipped = text_tokens(q.shape[2], text)
-    return [
-        [i for i in range(q.shape[2]) if i not in skipped and (key_valid is None or bool(key_valid[b, i]))] for b in range(q.shape[0])
-    ]
+    batch, n = q.shape[0], q.shape[2]
+    outside = [i for i in range(n) if i not in text_tokens(n, text)]
+    return [[i for i in outside if key_valid is None or bool(key_valid[b, i])] for b in range(batch)]
 
 
 def per_head(q: Tensor, of_head: Any) -> list[list[Any]]:
@@ -81,7 +83,7 @@ def block_sees(mask: list[list[bool]], query_block: list[int], key_block: list[i
 
 
 def restated(q: Tensor, k: Tensor, v: Tensor, *, text, key_valid, scale, sees, notes) -> Restated:
-    """sees[b][h][r][s]: does video token number r see video token number s? Roles are added (A2, A3), then attention runs."""
+    """sees[b][h][r][s]: video token number r sees video token number s. Adds the roles (A2, A3) and attends (A7)."""
     assert q.shape == k.shape == v.shape and q.dtype == torch.float64
     batch, heads, n, _ = q.shape
     in_text = text_tokens(n, text)

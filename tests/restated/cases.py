@@ -1,17 +1,18 @@
-"""Small random problems for every method: odd grids, text at the start or end, padding, clustered and unclustered values."""
+"""Small random problems for every method: odd grids, text at either end, padding, clustered and unclustered values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from restated import video_tokens
+from restated import Restated, scale_of, video_tokens
 
+Grid = tuple[int, int, int]
 KINDS = ("gaussian", "clustered", "runs", "frames", "places")
 PADDINGS = ("none", "none", "text", "tail", "scattered")
 
@@ -23,7 +24,7 @@ class Case:
     q: Tensor
     k: Tensor
     v: Tensor
-    grid: tuple[int, int, int]
+    grid: Grid
     text: slice | None
     key_valid: Tensor | None
     scale: float | None
@@ -39,12 +40,31 @@ class Case:
     def video(self) -> list[list[int]]:
         return video_tokens(self.q, self.text, self.key_valid)
 
+    def first_element(self) -> Case:
+        valid = None if self.key_valid is None else self.key_valid[:1]
+        return replace(self, q=self.q[:1], k=self.k[:1], v=self.v[:1], key_valid=valid)
+
+    def video_logits(self, b: int, h: int) -> Tensor:
+        """[N N] scaled dot products of the video tokens."""
+        q, k = self.q[b, h, self.video[b]], self.k[b, h, self.video[b]]
+        return q @ k.T * scale_of(self.q, self.scale)
+
+    def between_video(self, allowed: Tensor, b: int) -> Tensor:
+        """[b h n n] -> [h N N] of batch element b."""
+        return allowed[b][:, self.video[b]][:, :, self.video[b]]
+
+    def heads(self, result: Restated) -> Iterator[tuple[int, int, dict[str, Any], Tensor]]:
+        """(b, h, notes of that head, allowed [N N] between its video tokens)."""
+        for b, row in enumerate(result.notes["heads"]):
+            for h, head in enumerate(row):
+                yield b, h, head, self.between_video(result.allowed, b)[h]
+
 
 def normal(rng: Random, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.getrandbits(48)), dtype=torch.float64)
 
 
-def centres_of(rng: Random, kind: str, grid: tuple[int, int, int]) -> list[int]:
+def centres_of(rng: Random, kind: str, grid: Grid) -> list[int]:
     """Which centre every grid position belongs to."""
     frames, per_frame = grid[0], grid[1] * grid[2]
     count = frames * per_frame
@@ -58,8 +78,8 @@ def centres_of(rng: Random, kind: str, grid: tuple[int, int, int]) -> list[int]:
     return [position % per_frame for position in range(count)]
 
 
-def values(rng: Random, kind: str, shape: tuple[int, int, int, int], grid: tuple[int, int, int], outside: list[int]) -> tuple[Tensor, ...]:
-    """q, k, v; tokens of one centre are alike in q and in k, so that attention is concentrated in the kind's own pattern."""
+def values(rng: Random, kind: str, shape: tuple[int, ...], grid: Grid, outside: list[int]) -> tuple[Tensor, ...]:
+    """q, k, v; tokens of one centre are alike in q and in k, so that attention has the kind's own pattern."""
     q, k, v = (normal(rng, *shape) for _ in range(3))
     if kind != "gaussian":
         centre = torch.tensor(centres_of(rng, kind, grid))
@@ -111,7 +131,7 @@ def cases(count: int, seed: int = 0) -> Iterator[Case]:
 
 
 def initial_tokens(rng: Random, case: Case, clusters: int) -> Tensor:
-    """[b h clusters] sequence positions of video tokens, at least two distinct; now and then with repeats, as the authors draw."""
+    """[b h clusters] positions of video tokens, at least two distinct; sometimes with repeats, as the authors draw."""
     repeats = clusters > 2 and rng.random() < 0.25
 
     def draw(video: list[int]) -> list[int]:

@@ -5,16 +5,18 @@ For query block u and key block v of video tokens, k' = k - mean over video toke
     P_uv = softmax over coherent v of ( mean(q_u) . mean(k'_v) * scale )
 
 Decisions
-- S1 block_q = 128, block_k = 64 (the authors' geometry outside sm90); blocks by A5, the short last block averages over its real
-  tokens; no size term in the scores.
+- S1 block_q = 128, block_k = 64 (the authors' geometry outside sm90); blocks by A5, the short last block averages
+  over its real tokens; no size term in the scores.
 - S2 smooth_k = True subtracts the mean of the video keys before pooling AND before the similarity (the fused path);
   False uses raw keys for both. Queries are never smoothed.
 - S3 A zero vector has cosine 0 with everything (it adds nothing to the mean of unit vectors, but counts in the mean).
-- S4 simthreshd1 None means the authors' default of the mode: 0.6 with cdfthreshd, -0.1 with topk. Comparison is strict.
-- S5 topk None selects by cdfthreshd (default 0.98): keep the first n_u blocks in descending P, n_u = number of ranks whose
-  cumulative sum, itself included, is <= cdfthreshd (the crossing block is excluded), at least 1. cdfthreshd >= 1 keeps all.
-- S6 topk = rho keeps max(1, int(rho * key blocks)) blocks; the count is over all of the element's non-empty key blocks, incoherent
-  ones included (they rank last with P = 0 and are forced on anyway).
+- S4 simthreshd1 None means the authors' default of the mode: 0.6 with cdfthreshd, -0.1 with topk. Comparison is
+  strict.
+- S5 topk None selects by cdfthreshd (default 0.98): keep the first n_u blocks in descending P, n_u = number of ranks
+  whose cumulative sum, itself included, is <= cdfthreshd (the crossing block is excluded), at least 1. cdfthreshd >=
+  1 keeps all.
+- S6 topk = rho keeps max(1, int(rho * key blocks)) blocks; the count is over all of the element's non-empty key
+  blocks, incoherent ones included (they rank last with P = 0 and are forced on anyway).
 - S7 After selection: rows of incoherent query blocks all on, columns of incoherent key blocks all on, and with
   attention_sink = True (default False) the first video key block on for every row.
 - S8 A row whose key blocks are all incoherent has no scores (P = 0); S7 turns all its columns on.
@@ -83,11 +85,14 @@ def restate(
         query_blocks, key_blocks = blocks_of(len(queries), block_q), blocks_of(len(keys), block_k)
         query_similarity = [similarity(queries[block]) for block in query_blocks]
         key_similarity = [similarity(keys[block]) for block in key_blocks]
+        query_block_of, key_block_of = ([r // size for r in range(len(queries))] for size in (block_q, block_k))
+        pooled_queries = [queries[block].mean(0) for block in query_blocks]
+        pooled_keys = [keys[block].mean(0) for block in key_blocks]
         scores, mask = [], []
-        for u, query_block in enumerate(query_blocks):
+        for u in range(len(query_blocks)):
             logits = []
-            for w, key_block in enumerate(key_blocks):
-                score = float(queries[query_block].mean(0) @ keys[key_block].mean(0)) * scale_of(q, scale)
+            for w in range(len(key_blocks)):
+                score = float(pooled_queries[u] @ pooled_keys[w]) * scale_of(q, scale)
                 logits.append(score if key_similarity[w] > theta else float("-inf"))
             scores.append(softmax(logits))
             kept = select(scores[u], cdfthreshd, topk)
@@ -101,7 +106,7 @@ def restate(
             "mask": torch.tensor(mask),
             "query_similarity": query_similarity,
             "key_similarity": key_similarity,
-            "sees": block_sees(mask, [r // block_q for r in range(len(queries))], [r // block_k for r in range(len(keys))]),
+            "sees": block_sees(mask, query_block_of, key_block_of),
         }
 
     heads = per_head(q, of_head)

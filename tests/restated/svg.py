@@ -1,4 +1,5 @@
-"""SVG (Sparse VideoGen): each head is spatial or temporal, chosen on sampled rows, and attends a static band in its own order.
+"""SVG (Sparse VideoGen): each head is spatial or temporal, chosen on sampled rows, and attends a static band in its
+own order.
 
 F frames of S tokens. Frame-major position f * S + s (spatial order), token-major position s * F + f (temporal order).
     s' = sparsity - 2 ctx / L,  width = L (1 - sqrt(1 - s')),  L = ctx + F S
@@ -6,25 +7,26 @@ F frames of S tokens. Frame-major position f * S + s (spatial order), token-majo
     hunyuan:  |i - j| <  block * floor(width / block)
 
 Decisions
-- V1 Positions are grid positions: the tokens outside `text`, numbered in sequence order, fill the grid frame-major, so F * H * W
-  equals n minus the text. Padding inside the video keeps its position (not A5) but is not seen and not sampled.
+- V1 Positions are grid positions: the tokens outside `text`, numbered in sequence order, fill the grid frame-major,
+  so F * H * W equals n minus the text. Padding inside the video keeps its position (not A5) but is not seen and not
+  sampled.
 - V2 `sparsity` is the authors' name for a DENSITY: 0.30 for the wan layout, 0.25 for hunyuan (None picks these).
 - V3 layout None: "hunyuan" if there is text, else "wan". The same formulas serve either layout with or without text.
-- V4 ctx = number of tokens in `text`, valid or not. s' is clipped to [0, 1]. width is used as it comes in double precision,
-  L * (1 - math.sqrt(1 - s')), with no detour over frames.
-- V5 block = 128 rounds the width (up in wan with <=, down in hunyuan with <). The hunyuan width is at least 1, so that a token always
-  sees itself.
+- V4 ctx = number of tokens in `text`, valid or not. s' is clipped to [0, 1]. width is used as it comes in double
+  precision, L * (1 - math.sqrt(1 - s')), with no detour over frames.
+- V5 block = 128 rounds the width (up in wan with <=, down in hunyuan with <). The hunyuan width is at least 1, so
+  that a token always sees itself.
 - V6 The wan sink is the first S positions of the head's own order (temporal: the first S / F places in all frames).
-- V7 Profiling, per batch element and head: for each sampled row (a grid position, the same list for all heads and elements; given
-  as `rows`, the authors draw 64 uniformly with replacement below min(10000, F * S)) exact attention over all video keys and attention
-  under the two profile masks, mean squared error over rows and d each. Temporal iff spatial_error - temporal_error > 1e-9 * mean
-  square of the exact rows (less is rounding, e.g. both masks full), else spatial. Rows given twice count twice; sampled padding is
-  left out, and if no row is left the head is spatial.
-- V8 Profile masks are bands of blocks in the head's own order, |i // block - j // block| < max(1, int(frames * S / block)), with
-  frames = 2.0 and the first S positions as sink (wan) or frames = 1.5 and no sink (hunyuan), whatever the sparsity. The temporal
-  mask is the same band and sink in token-major order.
-- V9 Text takes no part in profiling (A4; the authors keep text columns in it), and text and padding are seen by A3 (the authors
-  let padding attend padding).
+- V7 Profiling, per batch element and head: for each sampled row (a grid position, the same list for all heads and
+  elements; given as `rows`, the authors draw 64 uniformly with replacement below min(10000, F * S)) exact attention
+  over all video keys and attention under the two profile masks, mean squared error over rows and d each. Temporal iff
+  spatial_error - temporal_error > 1e-9 * mean square of the exact rows (less is rounding, e.g. both masks full), else
+  spatial. Rows given twice count twice; sampled padding is left out, and if no row is left the head is spatial.
+- V8 Profile masks are bands of blocks in the head's own order, |i // block - j // block| < max(1, int(frames * S /
+  block)), with frames = 2.0 and the first S positions as sink (wan) or frames = 1.5 and no sink (hunyuan), whatever
+  the sparsity. The temporal mask is the same band and sink in token-major order.
+- V9 Text takes no part in profiling (A4; the authors keep text columns in it), and text and padding are seen by A3
+  (the authors let padding attend padding).
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def restate(
             token = outside[row]
             if token not in own:
                 continue
-            near = [j for j in video[b] if in_profile(own[token], own[j], block=block, per_frame=per_frame, layout=layout)]
+            near = [j for j in own if in_profile(own[token], own[j], block=block, per_frame=per_frame, layout=layout)]
             exact = attend_row(q[b, h, token], k[b, h, video[b]], v[b, h, video[b]], scale_of(q, scale))
             masked = attend_row(q[b, h, token], k[b, h, near], v[b, h, near], scale_of(q, scale))
             error += float((exact - masked).square().mean())
@@ -115,4 +117,5 @@ def restate(
 
     heads = per_head(q, of_head)
     sees = [[head.pop("sees") for head in row] for row in heads]
-    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes={"heads": heads, "width": width})
+    notes = {"heads": heads, "width": width}
+    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes=notes)

@@ -1,20 +1,21 @@
-"""SVG2 (Sparse VideoGen 2, "SAP"): k-means of queries and of keys, size-weighted centroid softmax, top-p with a floor.
+"""SVG2 (Sparse VideoGen 2, "SAP"): k-means of queries and of keys, size-weighted centroid softmax, top-p with a
+floor.
 
-    P_uv = n_v exp(scale c_u . k_v) / sum_r n_r exp(scale c_u . k_r)    c_u, k_v centroids, n_v the size of key cluster v
+    P_uv = n_v exp(scale c_u . k_v) / sum_r n_r exp(scale c_u . k_r)   c_u, k_v centroids, n_v size of key cluster v
 
 Decisions
-- G1 Euclidean Lloyd iterations on video tokens, queries and keys apart, per head. Start: the tokens at sequence positions
-  initial_queries, initial_keys [b, h, C] (all video tokens; repeats allowed), so C_q and C_k are their lengths (authors: 300 / 1000
-  Wan, 400 / 1000 HunyuanVideo, drawn with replacement).
-- G2 One iteration: label every token with the nearest centroid (squared distance, lower index on ties), then replace every
-  centroid by the mean of its tokens; an empty cluster keeps its centroid. Labels are not computed again after the last update, so a
-  non-empty cluster's centroid is exactly the mean of its returned tokens.
-- G3 `iters` iterations, no early stop: 50 from initial tokens; 2 when `earlier` (the previous call's result) is given, whose
-  centroids are then the start instead of initial tokens.
-- G4 Scores in full precision, never rounded to the inputs' dtype before sorting and summing. Empty key clusters have P = 0 and rank
-  last (A6); kept or not they contribute nothing.
-- G5 In descending P a block is removed iff the sum of the blocks before it is > p (0.9): the crossing block is included and
-  the first is always kept. p >= 1 keeps all.
+- G1 Euclidean Lloyd iterations on video tokens, queries and keys apart, per head. Start: the tokens at sequence
+  positions initial_queries, initial_keys [b, h, C] (all video tokens; repeats allowed), so C_q and C_k are their
+  lengths (authors: 300 / 1000 Wan, 400 / 1000 HunyuanVideo, drawn with replacement).
+- G2 One iteration: label every token with the nearest centroid (squared distance, lower index on ties), then replace
+  every centroid by the mean of its tokens; an empty cluster keeps its centroid. Labels are not computed again after
+  the last update, so a non-empty cluster's centroid is exactly the mean of its returned tokens.
+- G3 `iters` iterations, no early stop: 50 from initial tokens; 2 when `earlier` (the previous call's result) is
+  given, whose centroids are then the start instead of initial tokens.
+- G4 Scores in full precision, never rounded to the inputs' dtype before sorting and summing. Empty key clusters have
+  P = 0 and rank last (A6); kept or not they contribute nothing.
+- G5 In descending P a block is removed iff the sum of the blocks before it is > p (0.9): the crossing block is
+  included and the first is always kept. p >= 1 keeps all.
 - G6 Floor: the first int(min_kc_ratio * C_k) ranks are kept whatever p says (0.10); C_k counts empty clusters too.
 - G7 p refers to video-to-video mass; no partial blocks exist, clusters have any size.
 - Difference from the authors: text and padding by A3 (their padding attends padding).
@@ -59,7 +60,8 @@ def centroid_scores(queries: Tensor, keys: Tensor, sizes: list[int], scale: floa
     """Weighted by size, not by adding log n: the two are equal."""
     scores = []
     for query in queries:
-        plain = softmax([float(query @ key) * scale if n > 0 else float("-inf") for key, n in zip(keys, sizes, strict=True)])
+        logits = [float(query @ key) * scale for key in keys]
+        plain = softmax([z if n > 0 else float("-inf") for z, n in zip(logits, sizes, strict=True)])
         total = sum(n * p for n, p in zip(sizes, plain, strict=True))
         scores.append([n * p / total for n, p in zip(sizes, plain, strict=True)])
     return scores
@@ -89,7 +91,7 @@ def cluster_mask(clusters: dict, scale: float, p: float, ratio: float) -> dict:
     }
 
 
-def from_heads(q: Tensor, k: Tensor, v: Tensor, *, text, key_valid, scale, of_head: Callable[[int, int], dict]) -> Restated:
+def from_heads(q: Tensor, k: Tensor, v: Tensor, *, text, key_valid, scale, of_head: Callable) -> Restated:
     heads = per_head(q, of_head)
     sees = [[head.pop("sees") for head in row] for row in heads]
     return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes={"heads": heads})

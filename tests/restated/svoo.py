@@ -1,28 +1,32 @@
-"""SVOO: bidirectional co-clustering by response profiles, SVG2's map, and a floor per head from an offline density profile.
+"""SVOO: bidirectional co-clustering by response profiles, SVG2's map, and a floor per head from an offline density
+profile.
 
 One iteration, query centroids C and key centroids K as rows:
-    key n:    profile C k_n,  centroid j: profile C K_j,  both L2-normalised; label = nearest profile; K <- means of raw keys
-    query m:  profile K q_m,  centroid u: profile K C_u,  the same with the UPDATED K; C <- means of raw queries
+    key n:   profile C k_n, centroid j: profile C K_j, L2-normalised; label = nearest profile; K <- means of raw keys
+    query m: profile K q_m, centroid u: profile K C_u, the same with the UPDATED K; C <- means of raw queries
 
 Decisions
-- O1 Video tokens only, per head. Start: tokens at sequence positions initial_queries, initial_keys [b, h, C] (authors: 256 / 1024
-  drawn with replacement, afresh at every reclustering, no warm start).
-- O2 iters = 2 iterations, key step before query step, labels by squared distance of normalised profiles (lower index on ties),
-  profile / max(norm, 1e-8); profiles run over all centroids, empty ones included; no scale inside profiles.
+- O1 Video tokens only, per head. Start: tokens at sequence positions initial_queries, initial_keys [b, h, C]
+  (authors: 256 / 1024 drawn with replacement, afresh at every reclustering, no warm start).
+- O2 iters = 2 iterations, key step before query step, labels by squared distance of normalised profiles (lower index
+  on ties), profile / max(norm, 1e-8); profiles run over all centroids, empty ones included; no scale inside profiles.
 - O3 An empty cluster keeps its centroid; labels are not computed again after the last update (as G2).
 - O4 Map from centroids and sizes exactly as SVG2 G4, G5 with p = 0.90 (HunyuanVideo 0.88); p >= 1 keeps all.
-- O5 Floor per head: int(ratio * C_k) first ranks, ratio = clip(profile[h], lo, hi), floor_clip = (lo, hi) = (0.15, 0.20) (Wan2.1
-  T2V). With profile None, or any head's entry missing (NaN), ALL heads use min_kc_ratio = 0.10, which is not clipped.
+- O5 Floor per head: int(ratio * C_k) first ranks, ratio = clip(profile[h], lo, hi), floor_clip = (lo, hi) = (0.15,
+  0.20) (Wan2.1 T2V). With profile None, or any head's entry missing (NaN), ALL heads use min_kc_ratio = 0.10, which
+  is not clipped.
 - O6 `profile` [h] holds required densities of this (step, layer); a batch shares it.
-- O7 Reuse: with `earlier` (a previous call's result) labels, centroids and sizes are its own, nothing is clustered, and the map is
-  made again from the OLD centroids with the current p and floor.
-- O8 Steps count from 1: reclusters(step, start, interval) is (step - start) % interval == 0 from `start` on (start = dense steps + 1).
-- O9 required_density: for every video query, the number of largest softmax probabilities over video keys needed to reach
-  `mass` = 0.95 of the total (the crossing key included), divided by the number of video keys, averaged over video queries -> [b, h];
-  several inputs are joined by their maximum per head.
-- O10 The paper's own rule (quantile of a Gaussian fit, min / max of recall and sparsity) differs from the authors' code; the code is
-  restated. No partial blocks exist.
-- Difference from the authors: text and padding by A3; full precision (they use TF32 dots and sort in the inputs' dtype).
+- O7 Reuse: with `earlier` (a previous call's result) labels, centroids and sizes are its own, nothing is clustered,
+  and the map is made again from the OLD centroids with the current p and floor.
+- O8 Steps count from 1: reclusters(step, start, interval) is (step - start) % interval == 0 from `start` on (start =
+  dense steps + 1).
+- O9 required_density: for every video query, the number of largest softmax probabilities over video keys needed to
+  reach `mass` = 0.95 of the total (the crossing key included), divided by the number of video keys, averaged over
+  video queries -> [b, h]; several inputs are joined by their maximum per head.
+- O10 The paper's own rule (quantile of a Gaussian fit, min / max of recall and sparsity) differs from the authors'
+  code; the code is restated. No partial blocks exist.
+- Difference from the authors: text and padding by A3; full precision (they use TF32 dots and sort in the inputs'
+  dtype).
 """
 
 from __future__ import annotations
@@ -90,10 +94,10 @@ def required_density(q: Tensor, k: Tensor, *, text, key_valid, scale, mass: floa
     return density
 
 
-def floor_ratio(profile: Sequence[float] | None, head: int, floor_clip: tuple[float, float], min_kc_ratio: float) -> float:
+def floor_ratio(profile: Sequence[float] | None, head: int, clip: tuple[float, float], fallback: float) -> float:
     if profile is None or any(math.isnan(value) for value in profile):
-        return min_kc_ratio
-    return min(max(float(profile[head]), floor_clip[0]), floor_clip[1])
+        return fallback
+    return min(max(float(profile[head]), clip[0]), clip[1])
 
 
 def restate(

@@ -5,16 +5,16 @@ With groups of `stride` consecutive video tokens, a for queries and b for keys:
     A = softmax over b of Z,  W_uv = sum of A over the groups of query block u and key block v
 
 Decisions
-- X1 block = 128 on both sides, stride = 8, threshold = 0.9 (the authors' HunyuanVideo script, their only video setting; the bare
-  call has 0.8), norm = 1. block must be a multiple of stride.
-- X2 Blocks and groups by A5. Tokens missing from the last group are zero vectors (their products are 0) and the divisor stays
-  `stride`. A group exists if it has at least one video token.
-- X3 Groups that do not exist are masked, on both sides: the softmax runs over existing key groups only and only existing query
-  groups are summed (the authors leave padded key groups in the softmax; masking is the sane reading).
-- X4 Row u: in descending W keep a block iff the sum of the blocks before it is < threshold * (sum of the row): the crossing
-  block is included. The best block is always kept; threshold >= 1 keeps all.
-- X5 keep_sink = True: the first video key block is always kept. The authors' option of that name is off, but a side effect of their
-  non-causal branch keeps block 0 all the same, so True reproduces them and False is the paper's rule.
+- X1 block = 128 on both sides, stride = 8, threshold = 0.9 (the authors' HunyuanVideo script, their only video
+  setting; the bare call has 0.8), norm = 1. block must be a multiple of stride.
+- X2 Blocks and groups by A5. Tokens missing from the last group are zero vectors (their products are 0) and the
+  divisor stays `stride`. A group exists if it has at least one video token.
+- X3 Groups that do not exist are masked, on both sides: the softmax runs over existing key groups only and only
+  existing query groups are summed (the authors leave padded key groups in the softmax; masking is the sane reading).
+- X4 Row u: in descending W keep a block iff the sum of the blocks before it is < threshold * (sum of the row): the
+  crossing block is included. The best block is always kept; threshold >= 1 keeps all.
+- X5 keep_sink = True: the first video key block is always kept. The authors' option of that name is off, but a side
+  effect of their non-causal branch keeps block 0 all the same, so True reproduces them and False is the paper's rule.
 - X6 keep_recent = False; True also keeps the key block with the query block's own number.
 - Difference from the authors: text and padding by A3, A4 (they treat real text as ordinary tail tokens).
 """
@@ -28,7 +28,7 @@ from restated import Restated, block_sees, blocks_of, descending, per_head, rest
 
 
 def antidiagonal(queries: Tensor, keys: Tensor, stride: int) -> Tensor:
-    """[groups groups]: the sum of q_i . k_j over positions i, j inside the groups with i + j = stride - 1; missing tokens add 0."""
+    """[groups groups]: sum of q_i . k_j over places i, j in the groups, i + j = stride - 1; missing tokens add 0."""
     groups = blocks_of(len(queries), stride)
     dots = (queries @ keys.T).tolist()
     summed = [[0.0] * len(groups) for _ in groups]
