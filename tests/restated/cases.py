@@ -195,7 +195,7 @@ def svg2_settings(rng: Random, case: Case) -> dict[str, Any]:
 
 def svoo_settings(rng: Random, case: Case) -> dict[str, Any]:
     heads = case.q.shape[1]
-    profile = [rng.random() * 0.5 for _ in range(heads)]
+    profile = [rng.random() for _ in range(heads)]
     if rng.random() < 0.2:
         profile[rng.randrange(heads)] = float("nan")
     return {
