@@ -1,0 +1,142 @@
+"""What a restatement returns, and the few loops that several of them share: roles of tokens, one softmax row, Lloyd.
+
+Everything here and beside it is float64 on Python lists: slow, explicit, and written without sight of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Restated:
+    allowed: Tensor  # [b h n m] bool: which key each query token attends exactly
+    out: Tensor  # [b h n d]
+    notes: dict = field(default_factory=dict)
+
+
+class Tokens(NamedTuple):
+    """Positions by role in one batch entry, ascending."""
+
+    video_queries: list[int]
+    video_keys: list[int]
+    text_keys: list[int]
+    valid_keys: list[int]
+
+
+def tokens_by_role(n: int, m: int, text: slice | None, key_valid: Tensor | None, entry: int) -> Tokens:
+    """Padding queries exist in self-attention only (n = m), where a query is padding if its key is."""
+    valid = [key_valid is None or bool(key_valid[entry, j]) for j in range(m)]
+    in_text = [text is not None and text.start <= j < text.stop for j in range(max(n, m))]
+    return Tokens(
+        video_queries=[i for i in range(n) if not in_text[i] and (n != m or valid[i])],
+        video_keys=[j for j in range(m) if valid[j] and not in_text[j]],
+        text_keys=[j for j in range(m) if valid[j] and in_text[j]],
+        valid_keys=[j for j in range(m) if valid[j]],
+    )
+
+
+def cells(n: int, m: int, text: slice | None, grid: tuple[int, int, int] | None) -> dict[int, int]:
+    """Sequence position -> cell of the grid in frame-major order: the tokens outside the text, in sequence order."""
+    outside = [i for i in range(n) if text is None or not text.start <= i < text.stop]
+    if grid is None or n != m or len(outside) != math.prod(grid):
+        expected = f"self-attention over {len(outside)} video tokens"
+        raise ValueError(f"grid: expected {expected}, got {grid}; give the grid of the video tokens.")
+    return {position: cell for cell, position in enumerate(outside)}
+
+
+def dot(x: list[float], y: list[float]) -> float:
+    return math.fsum(a * b for a, b in zip(x, y, strict=True))
+
+
+def mean(rows: list[list[float]]) -> list[float]:
+    return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def attend_row(logits: list[float], values: list[list[float]], counts: list[float] | None = None) -> list[float]:
+    """sum_j n_j e^{l_j} v_j / sum_j n_j e^{l_j}: one softmax row; n_j = 1 unless counts are given."""
+    counts = [1.0] * len(logits) if counts is None else counts
+    top = max(logits)
+    weights = [c * math.exp(x - top) for c, x in zip(counts, logits, strict=True)]
+    total = math.fsum(weights)
+    return [dot(weights, list(channel)) / total for channel in zip(*values, strict=True)]
+
+
+def attend_keys(query, keys, values, seen: list[int], scale: float) -> list[float]:
+    """Softmax attention of one query over the keys at the positions `seen`."""
+    return attend_row([scale * dot(query, keys[j]) for j in seen], [values[j] for j in seen])
+
+
+def evenly_spaced(tokens: list[int], count: int) -> list[int]:
+    """Token floor(i * len / count) of the list, i < count: the default first centroids."""
+    count = min(count, len(tokens))
+    return [tokens[i * len(tokens) // count] for i in range(count)]
+
+
+def lloyd(points: list[list[float]], start: list[int], iterations: int) -> list[int]:
+    """Labels of `points` after `iterations` assignments; the first centroids are points[start].
+
+    Assign, then move every centroid to its members' mean; an empty cluster keeps its centroid; ties to the lower index.
+    The last assignment is followed by a move only, so the means under the returned labels are the final centroids.
+    """
+    centroids = [list(points[i]) for i in start]
+    labels = [0] * len(points)
+    for _ in range(iterations):
+        for i, x in enumerate(points):
+            distances = [math.fsum((a - c) ** 2 for a, c in zip(x, centroid, strict=True)) for centroid in centroids]
+            labels[i] = distances.index(min(distances))
+        for u in range(len(centroids)):
+            members = [points[i] for i in range(len(points)) if labels[i] == u]
+            if members:
+                centroids[u] = mean(members)
+    return labels
+
+
+def first_tokens(initial, entry: int, head: int, tokens: list[int], count: int) -> list[int]:
+    """Sequence positions of the tokens that are the first centroids: initial[entry][head], else evenly spaced ones."""
+    if initial is None:
+        return evenly_spaced(tokens, count)
+    return [int(i) for i in initial[entry][head]]
+
+
+def grouped(tokens: list[int], labels: list[int], count: int) -> list[list[int]]:
+    """Sequence positions of each cluster's tokens."""
+    return [[t for t, label in zip(tokens, labels, strict=True) if label == u] for u in range(count)]
+
+
+def descending(scores: dict[int, float]) -> list[int]:
+    """Blocks by falling score, ties to the lower index."""
+    return sorted(scores, key=lambda block: (-scores[block], block))
+
+
+def whole_part(x: float) -> int:
+    """floor that forgives the last bits of a product: 0.29 * 100 is 29."""
+    return math.floor(x + 1e-9)
+
+
+def log_block_error(centroid, keys, values, members: list[int], scale, smallest: float, *, per_token: bool) -> float:
+    """log E, E = sum_j |e^{s c.k_j} v_j - e^{s c.kbar} vbar|^2 over one key block (its mean over j if per_token).
+
+    With t the block's largest logit (kbar's included), E = e^{2t} E' and E' is held at `smallest` or above.
+    """
+    pooled_key, pooled_value = mean([keys[j] for j in members]), mean([values[j] for j in members])
+    logits = [scale * dot(centroid, keys[j]) for j in members]
+    pooled = scale * dot(centroid, pooled_key)
+    top = max([pooled, *logits])
+    error = math.fsum(
+        (math.exp(logit - top) * x - math.exp(pooled - top) * y) ** 2
+        for logit, j in zip(logits, members, strict=True)
+        for x, y in zip(values[j], pooled_value, strict=True)
+    )
+    return math.log(max(error / (len(members) if per_token else 1), smallest)) + 2 * top
+
+
+def empty(q: Tensor, k: Tensor) -> Restated:
+    """Nothing allowed, output 0."""
+    b, h, n, _ = q.shape
+    return Restated(torch.zeros(b, h, n, k.shape[2], dtype=torch.bool), torch.zeros_like(q))
