@@ -20,9 +20,9 @@ Decisions
     stop.
  3. C_q = min(query_clusters, video queries of the batch entry), C_k likewise; the first centroids are the tokens
     initial_queries[b][h], initial_keys[b][h] (sequence positions); if None, the tokens floor(i * count / C), i < C,
-    of the entry's video tokens.
+    of the entry's video tokens. C is the length of the list where one is given.
  4. C_k in floor(r C_k) and floor(2 r C_k) counts empty clusters, as the authors do; an empty block has no P, no S,
-    is never kept and never counts as skipped. floor(x) is floor(x + 1e-9), so that 0.1 * 30 is 3.
+    is never kept and never counts as skipped. floor(x) is floor(x + 1e-9), so that 0.29 * 100 is 29.
  5. The block that crosses p is kept. p >= 1 keeps every non-empty block.
  6. The comparison in the fill is strict on integer areas: the block that crosses the budget is taken. Budget and
     guarantee are per query cluster, never shared between rows.

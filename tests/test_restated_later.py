@@ -1,0 +1,378 @@
+"""What defines SVG-EAR, SparsePR, Sol-Attn, STA and Radial Attention, checked on their slow restatements."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from restated import radial, sol, sparsepr, sta, svg_ear
+
+# float64 softmax over at most 100 keys, two ways: a few hundred roundings of 1.1e-16
+ROUNDING = 1e-12
+
+SMALL = {
+    "svg_ear": (svg_ear.restate, {"query_clusters": 4, "key_clusters": 7, "iterations": 4, "top_p": 0.6, "floor": 0.1}),
+    "sparsepr": (sparsepr.restate, {"query_clusters": 5, "key_clusters": 8, "density": 0.5, "probes": 3}),
+    "sol": (sol.restate, {"block": 4}),
+    "sta": (sta.restate, {"tile": (2, 2, 2), "window": (1, 3, 1)}),
+    "radial": (radial.restate, {"block": 4, "decay": 0.5, "sink": False}),
+}
+DENSE = {
+    "svg_ear": {"top_p": 1.0},
+    "sparsepr": {"density": 1.0},
+    "sol": {"tau": -1e6},
+    "sta": {"window": (9, 9, 9)},
+    "radial": {"block": 1000},
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    grid: tuple[int, int, int]
+    text_tokens: int = 0
+    text_at: str = "end"
+    padding: str = "none"  # "text": the last text token of the last entry; "video": scattered
+    batch: int = 1
+    heads: int = 1
+    dim: int = 4
+    seed: int = 0
+
+    def inputs(self):
+        """(q, k, v, the keywords every restatement takes)"""
+        video = math.prod(self.grid)
+        n = video + self.text_tokens
+        start = {"start": 0, "middle": video // 2, "end": video}[self.text_at]
+        text = slice(start, start + self.text_tokens) if self.text_tokens else None
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.batch, self.heads, n, self.dim)
+        q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+        valid = None
+        if self.padding == "text":
+            valid = torch.ones(self.batch, n, dtype=torch.bool)
+            valid[-1, text.stop - 1] = False
+        if self.padding == "video":
+            valid = torch.rand(self.batch, n, generator=generator) < 0.8
+            valid[:, n // 2] = True
+        return 2 * q, k, v, {"grid": self.grid, "text": text, "key_valid": valid, "scale": None}
+
+
+PROBLEMS = [
+    Problem((3, 3, 5)),
+    Problem((5, 2, 3), text_tokens=4, seed=1),
+    Problem((2, 5, 3), text_tokens=3, text_at="start", heads=2, seed=2),
+    Problem((3, 2, 5), text_tokens=5, padding="text", batch=2, seed=3),
+    Problem((4, 3, 3), text_tokens=2, text_at="middle", padding="video", batch=2, dim=5, seed=4),
+    Problem((1, 7, 5), padding="video", seed=5),
+]
+
+
+def dense(q, k, v, key_valid=None, scale=None):
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if key_valid is not None:
+        scores = scores.masked_fill(~key_valid[:, None, None], -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def masked(q, k, v, allowed):
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def close(x, y):
+    return torch.allclose(x, y, rtol=0, atol=ROUNDING)
+
+
+def run(name, problem, **changes):
+    restate, settings = SMALL[name]
+    q, k, v, common = problem.inputs()
+    return restate(q, k, v, **common, **settings | changes)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", SMALL)
+def test_text_and_padding_follow_the_convention_of_the_package(name, problem):
+    q, _k, _v, common = problem.inputs()
+    allowed, n = run(name, problem).allowed, q.shape[2]
+    valid = torch.ones(problem.batch, n, dtype=torch.bool) if common["key_valid"] is None else common["key_valid"]
+    in_text = torch.zeros(n, dtype=torch.bool)
+    if common["text"] is not None:
+        in_text[common["text"]] = True
+    for entry in range(problem.batch):
+        everything = allowed[entry, :, in_text | ~valid[entry]]
+        assert (everything == valid[entry]).all()
+        assert not allowed[entry, :, :, ~valid[entry]].any()
+        assert allowed[entry, :, :, in_text & valid[entry]].all()
+    assert allowed.any(-1).all()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[3:])
+@pytest.mark.parametrize("name", SMALL)
+def test_what_padding_holds_changes_nothing(name, problem):
+    restate, settings = SMALL[name]
+    q, k, v, common = problem.inputs()
+    before = restate(q, k, v, **common, **settings)
+    padding = ~common["key_valid"][:, None, :, None]
+    after = restate(q, k.masked_fill(padding, 50.0), v.masked_fill(padding, -50.0), **common, **settings)
+    assert torch.equal(before.allowed, after.allowed)
+    assert torch.equal(before.out, after.out)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_setting_that_leaves_nothing_out_is_dense_attention(name, problem):
+    q, k, v, common = problem.inputs()
+    result = run(name, problem, **DENSE[name])
+    if common["key_valid"] is None:
+        assert result.allowed.all()
+    assert close(result.out, dense(q, k, v, common["key_valid"]))
+
+
+@pytest.mark.parametrize("name", ["sta", "radial"])
+def test_static_windows_ignore_what_the_tokens_hold(name):
+    restate, settings = SMALL[name]
+    q, k, v, common = PROBLEMS[2].inputs()
+    before, after = restate(q, k, v, **common, **settings), restate(k, v, q, **common, **settings)
+    assert torch.equal(before.allowed, after.allowed)
+    assert close(before.out, masked(q, k, v, before.allowed))
+
+
+@pytest.mark.parametrize("window", [(1, 1, 1), (3, 3, 3), (2, 1, 4), (1, 2, 9)])
+@pytest.mark.parametrize("grid", [(5, 6, 4), (3, 5, 7)])
+def test_sta_every_tile_sees_equally_many_tiles_and_its_own(grid, window):
+    q, k, v, common = Problem(grid).inputs()
+    result = sta.restate(q, k, v, **common, tile=(1, 2, 2), window=window)
+    tiles, tile_of = result.notes["tiles"], result.notes["tile_of"]
+    assert tiles == (grid[0], -(-grid[1] // 2), -(-grid[2] // 2))
+    for row in range(q.shape[2]):
+        seen = {tile_of[j] for j in result.allowed[0, 0, row].nonzero().flatten().tolist()}
+        assert tile_of[row] in seen
+        assert len(seen) == math.prod(min(w, t) for w, t in zip(window, tiles, strict=True))
+
+
+def test_sta_is_an_unclamped_centred_window_away_from_the_border():
+    grid = (1, 1, 9)
+    q, k, v, common = Problem(grid).inputs()
+    allowed = sta.restate(q, k, v, **common, tile=(1, 1, 1), window=(1, 1, 3)).allowed[0, 0]
+    seen = [row.nonzero().flatten().tolist() for row in allowed]
+    assert seen == [[0, 1, 2], *([i - 1, i, i + 1] for i in range(1, 8)), [6, 7, 8]]
+
+
+def test_sta_cuts_tiles_at_the_border_of_the_grid():
+    q, k, v, common = Problem((1, 1, 7)).inputs()
+    allowed = sta.restate(q, k, v, **common, tile=(1, 1, 3), window=(1, 1, 1)).allowed[0, 0]
+    assert [row.nonzero().flatten().tolist() for row in allowed] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3 + [[6]]
+
+
+def test_sta_takes_one_window_per_head():
+    q, k, v, common = Problem((3, 3, 3), heads=2).inputs()
+    both = sta.restate(q, k, v, **common, tile=(1, 1, 1), window=[(1, 1, 1), (3, 3, 3)]).allowed[0].sum(-1)
+    assert (both[0] == 1).all()
+    assert (both[1] == 27).all()
+
+
+def test_radial_work_per_doubling_of_the_distance_is_constant():
+    """Width times the share of distances kept halves at each doubling, so a frame's work grows with the logarithm."""
+    grid, block = (64, 16, 15), 16
+    reach = 2 ** (16 * 15).bit_length()
+    for bits in range(2, 7):
+        distances = range(2 ** (bits - 1), 2**bits)
+        widths = [radial.band(grid, distance, block, 1.0) for distance in distances]
+        assert sum(w for w in widths if w is not None) == reach / 2
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_radial_with_blocks_of_one_token_is_the_token_rule(decay, sink):
+    q, k, v, common = Problem((6, 2, 3)).inputs()
+    allowed = radial.restate(q, k, v, **common, block=1, decay=decay, sink=sink).allowed[0, 0]
+    for i in range(36):
+        for j in range(36):
+            far, apart = abs(i // 6 - j // 6), abs(i % 6 - j % 6)
+            width = 6 if far <= 1 else max(8 / 2 ** far.bit_length() * decay, 1)
+            assert bool(allowed[i, j]) == (apart <= width or (sink and j < 6))
+
+
+def test_radial_density_falls_with_distance_and_rises_with_decay():
+    grid = (16, 8, 8)
+    narrow, wide = (radial.kept_blocks(grid, 8, decay, sink=False) for decay in (0.5, 1.0))
+    assert narrow < wide
+    share = [sum((u, t) in wide for u in range(8) for t in range(8 * far, 8 * far + 8)) / 64 for far in range(16)]
+    groups = [max(share[1:2]), max(share[2:4]), max(share[4:8]), max(share[8:16])]
+    assert share[0] == 1
+    assert groups == sorted(groups, reverse=True)
+    assert groups[3] < groups[0] / 2
+
+
+def test_radial_sink_shows_the_first_frame_to_everyone():
+    blocks = radial.kept_blocks((16, 8, 8), 8, 0.5, sink=True)
+    assert all((u, t) in blocks for u in range(128) for t in range(8))
+    assert blocks - radial.kept_blocks((16, 8, 8), 8, 0.5, sink=False)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_sol_normaliser_covers_every_valid_key(problem):
+    q, _k, _v, common = problem.inputs()
+    result = run("sol", problem, tau=1.0)
+    for (entry, _head, _row), count in result.notes["covered"].items():
+        assert count == (q.shape[2] if common["key_valid"] is None else int(common["key_valid"][entry].sum()))
+
+
+def test_sol_tail_is_exact_where_a_block_is_one_point():
+    q, k, v, common = Problem((3, 3, 5), text_tokens=3).inputs()
+    k = k.clone()
+    for start in range(0, 45, 4):
+        stop = min(start + 4, 45)
+        k[:, :, start:stop] = k[:, :, start : start + 1]
+    result = sol.restate(q, k, v, **common, block=4, tau=1e6)
+    assert not result.allowed.all()
+    assert close(result.out, dense(q, k, v))
+
+
+def test_sol_threshold_leaves_the_neighbours_and_the_sink():
+    problem = Problem((4, 3, 3))
+    blocks = torch.arange(36) // 4
+    expected = (blocks[:, None] - blocks).abs() <= 1
+    assert torch.equal(run("sol", problem, tau=1e6).allowed[0, 0], expected)
+    expected |= (blocks == 2) | (blocks == 3)
+    assert torch.equal(run("sol", problem, tau=1e6, sink_start=10, sink_tokens=3).allowed[0, 0], expected)
+
+
+def test_sol_diagonal_threshold_is_the_exact_one_in_one_dimension():
+    problem = Problem((4, 5, 3), dim=1, seed=7)
+    diagonal, exact = (run("sol", problem, tau=0.7, threshold=name) for name in ("diag", "exact"))
+    assert torch.equal(diagonal.allowed, exact.allowed)
+    assert not diagonal.allowed.all()
+
+
+def test_sol_top_k_keeps_that_share_of_blocks():
+    result = run("sol", Problem((6, 4, 4), seed=8), topk=0.25)
+    exact = result.notes["exact"][0, 0]
+    for u in range(24):
+        assert 6 <= sum((u, t) in exact for t in range(24)) <= 6 + 3
+    assert run("sol", Problem((6, 4, 4), seed=8), topk=1.0).allowed.all()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_svg_ear_spends_its_budget_and_crosses_it_by_one_block_at_most(problem):
+    notes = run("svg_ear", problem).notes
+    for (entry, head, u), kept in notes["kept"].items():
+        sizes = {t: len(members) for t, members in enumerate(notes["key_blocks"][entry, head])}
+        rows = len(notes["query_blocks"][entry, head][u])
+        guaranteed, score = set(notes["guaranteed"][entry, head, u]), notes["score"][entry, head, u]
+        spent, budget = rows * sum(sizes[t] for t in kept), notes["budget"][entry, head, u]
+        assert guaranteed <= kept
+        assert spent >= budget
+        filled = kept - guaranteed
+        if filled:
+            last = min(filled, key=lambda t: (score[t], -t))
+            assert spent - rows * sizes[last] < budget
+            assert all(score[t] <= score[last] for t in score if t not in kept)
+
+
+def test_svg_ear_error_is_the_sum_written_out():
+    q, k, v, _ = Problem((2, 3, 3), seed=9).inputs()
+    centroid, members, scale = q[0, 0, 0], [2, 3, 7], 0.5
+    weights = (scale * k[0, 0] @ centroid).exp()
+    key, value = k[0, 0, members].mean(0), v[0, 0, members].mean(0)
+    pooled = (scale * key @ centroid).exp()
+    error = sum((weights[j] * v[0, 0, j] - pooled * value).square().sum() for j in members)
+    squares = sum(weights[j] ** 2 * v[0, 0, j] @ v[0, 0, j] for j in members)
+    products = sum(weights[j] * value @ v[0, 0, j] for j in members)
+    expanded = squares - 2 * pooled * products + 3 * pooled**2 * value @ value
+    rows = centroid.tolist(), k[0, 0].tolist(), v[0, 0].tolist(), members
+    found = svg_ear.log_block_error(*rows, scale, 1e-8, per_token=False)
+    assert found == pytest.approx(math.log(error), abs=1e-11)
+    assert found == pytest.approx(math.log(expanded), abs=1e-11)
+
+
+def test_svg_ear_compensation_is_exact_where_clusters_are_single_tokens():
+    problem = Problem((3, 3, 3), text_tokens=2)
+    q, k, v, _ = problem.inputs()
+    result = run("svg_ear", problem, key_clusters=27, top_p=0.1)
+    assert not result.allowed.all()
+    assert close(result.out, dense(q, k, v))
+    without = run("svg_ear", problem, key_clusters=27, top_p=0.1, compensate=False)
+    assert torch.equal(without.allowed, result.allowed)
+    assert close(without.out, masked(q, k, v, without.allowed))
+
+
+def test_svg_ear_prefers_the_block_whose_centroid_fails():
+    """Two equally heavy key clusters: identical tokens need no exact attention, tokens that differ do."""
+    k = torch.zeros(1, 1, 12, 4, dtype=torch.float64)
+    k[0, 0, :4, 0], k[0, 0, 4:8, 0], k[0, 0, 8:, 0] = 9.0, -1.0, -3.0
+    k[0, 0, 8:, 1] = torch.tensor([0.5, -0.5, 0.5, -0.5])
+    v = k.flip(-1) + torch.arange(12.0, dtype=torch.float64)[:, None] * (torch.arange(12) >= 8)[:, None]
+    common = {"grid": (1, 1, 12), "text": None, "key_valid": None, "scale": None}
+    start = {"initial_queries": [[[0]]], "initial_keys": [[[0, 4, 8]]]}
+    q = torch.ones(1, 1, 12, 4, dtype=torch.float64) * 0.1
+    result = svg_ear.restate(q, k, v, **common, **start, iterations=3, top_p=0.7, floor=0.0)
+    assert result.notes["kept"][0, 0, 0] == {0, 2}
+    mass = result.notes["mass"][0, 0, 0]
+    assert mass[1] > mass[2]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_sparsepr_keeps_the_best_blocks_up_to_its_budget(problem):
+    for score in ("value_error", "attention_mass"):
+        notes = run("sparsepr", problem, score=score).notes
+        for (entry, head, u), kept in notes["kept"].items():
+            sizes, scores = [len(t) for t in notes["key_blocks"][entry, head]], notes["score"][entry, head, u]
+            last = min(kept, key=lambda t: (scores[t], -t))
+            spent, budget = sum(sizes[t] for t in kept), notes["budget"][entry, head]
+            assert spent - sizes[last] < budget <= spent
+            assert all(scores[t] <= scores[last] for t in scores if t not in kept)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_sparsepr_probes_are_dense_rows_of_the_largest_clusters(problem):
+    q, k, v, common = problem.inputs()
+    result, expected = run("sparsepr", problem), dense(q, k, v, common["key_valid"])
+    for (entry, head), probes in result.notes["probes"].items():
+        blocks = result.notes["query_blocks"][entry, head]
+        sizes = [next(len(members) for members in blocks if row in members) for row in probes]
+        assert sizes == sorted(map(len, blocks), reverse=True)[: len(probes)]
+        assert sum(result.notes["weights"][entry, head]) == pytest.approx(len(probes))
+        assert close(result.out[entry, head, probes], expected[entry, head, probes])
+
+
+def test_sparsepr_without_repair_is_masked_attention():
+    problem = PROBLEMS[1]
+    q, k, v, _ = problem.inputs()
+    result = run("sparsepr", problem, repair=False)
+    assert not result.allowed.all()
+    assert close(result.out, masked(q, k, v, result.allowed))
+
+
+def test_sparsepr_repair_removes_an_affine_residual():
+    """Rank and probes suffice and the ridge is next to nothing: whatever is affine in the sparse output is repaired."""
+    generator = torch.Generator().manual_seed(3)
+    sparse, shape = torch.randn(30, 4, generator=generator, dtype=torch.float64), (4, 4)
+    change = torch.randn(shape, generator=generator, dtype=torch.float64)
+    true = sparse + sparse @ change + 1.5
+    picked = list(range(8))
+    rows, exact = dict(enumerate(sparse.tolist())), {i: true[i].tolist() for i in picked}
+    weights = torch.rand(8, generator=generator, dtype=torch.float64) + 0.5
+    found = sparsepr._repaired(rows, exact, picked, weights.tolist(), 4, 1e-12)
+    # the ridge moves the map by about ridge / smallest eigenvalue of x^T x, here above 0.1
+    assert torch.allclose(torch.tensor([found[i] for i in range(30)], dtype=torch.float64), true, rtol=0, atol=1e-9)
+
+
+def test_sparsepr_plan_does_not_change_when_queries_and_keys_turn_together():
+    q, k, v, common = PROBLEMS[4].inputs()
+    turn = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    _, settings = SMALL["sparsepr"]
+    before = sparsepr.restate(q, k, v, **common, **settings)
+    after = sparsepr.restate(q @ turn, k @ turn, v, **common, **settings)
+    assert torch.equal(before.allowed, after.allowed)
+    assert torch.allclose(before.out, after.out, rtol=0, atol=1e-9)
+
+
+def test_clusters_start_where_they_are_told():
+    """Ties go to the lower index: the second of two equal first tokens wins nothing in the first assignment."""
+    problem = Problem((1, 1, 12), seed=11)
+    start = {"initial_queries": [[[3, 3, 8]]], "initial_keys": [[[1, 5, 1, 9]]]}
+    notes = run("svg_ear", problem, **start, iterations=1).notes
+    assert [bool(members) for members in notes["query_blocks"][0, 0]] == [True, False, True]
+    assert not notes["key_blocks"][0, 0][2]
+    assert sorted(t for members in notes["key_blocks"][0, 0] for t in members) == list(range(12))
