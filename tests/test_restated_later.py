@@ -1,12 +1,12 @@
 """What defines SVG-EAR, SparsePR, Sol-Attn, STA and Radial Attention, checked on their slow restatements."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from restated import radial, sol, sparsepr, sta, svg_ear
+from restated.restated import Problem, dense, log_block_error, masked, tokens_by_role
 
 # float64 softmax over at most 100 keys, two ways: a few hundred roundings of 1.1e-16
 ROUNDING = 1e-12
@@ -25,38 +25,6 @@ DENSE = {
     "sta": {"window": (9, 9, 9)},
     "radial": {"block": 1000},
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    grid: tuple[int, int, int]
-    text_tokens: int = 0
-    text_at: str = "end"
-    padding: str = "none"  # "text": the last text token of the last entry; "video": scattered
-    batch: int = 1
-    heads: int = 1
-    dim: int = 4
-    seed: int = 0
-
-    def inputs(self):
-        """(q, k, v, the keywords every restatement takes)"""
-        video = math.prod(self.grid)
-        n = video + self.text_tokens
-        start = {"start": 0, "middle": video // 2, "end": video}[self.text_at]
-        text = slice(start, start + self.text_tokens) if self.text_tokens else None
-        generator = torch.Generator().manual_seed(self.seed)
-        shape = (self.batch, self.heads, n, self.dim)
-        q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-        valid = None
-        if self.padding == "text":
-            valid = torch.ones(self.batch, n, dtype=torch.bool)
-            valid[-1, text.stop - 1] = False
-        if self.padding == "video":
-            valid = torch.rand(self.batch, n, generator=generator) < 0.8
-            valid[:, n // 2] = True
-        return 2 * q, k, v, {"grid": self.grid, "text": text, "key_valid": valid, "scale": None}
-
-
 PROBLEMS = [
     Problem((3, 3, 5)),
     Problem((5, 2, 3), text_tokens=4, seed=1),
@@ -65,18 +33,6 @@ PROBLEMS = [
     Problem((4, 3, 3), text_tokens=2, text_at="middle", padding="video", batch=2, dim=5, seed=4),
     Problem((1, 7, 5), padding="video", seed=5),
 ]
-
-
-def dense(q, k, v, key_valid=None, scale=None):
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if key_valid is not None:
-        scores = scores.masked_fill(~key_valid[:, None, None], -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-def masked(q, k, v, allowed):
-    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-    return scores.softmax(-1) @ v
 
 
 def close(x, y):
@@ -150,18 +106,19 @@ def test_sta_every_tile_sees_equally_many_tiles_and_its_own(grid, window):
         assert len(seen) == math.prod(min(w, t) for w, t in zip(window, tiles, strict=True))
 
 
-def test_sta_is_an_unclamped_centred_window_away_from_the_border():
-    grid = (1, 1, 9)
-    q, k, v, common = Problem(grid).inputs()
-    allowed = sta.restate(q, k, v, **common, tile=(1, 1, 1), window=(1, 1, 3)).allowed[0, 0]
-    seen = [row.nonzero().flatten().tolist() for row in allowed]
-    assert seen == [[0, 1, 2], *([i - 1, i, i + 1] for i in range(1, 8)), [6, 7, 8]]
-
-
-def test_sta_cuts_tiles_at_the_border_of_the_grid():
-    q, k, v, common = Problem((1, 1, 7)).inputs()
-    allowed = sta.restate(q, k, v, **common, tile=(1, 1, 3), window=(1, 1, 1)).allowed[0, 0]
-    assert [row.nonzero().flatten().tolist() for row in allowed] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3 + [[6]]
+@pytest.mark.parametrize(
+    "size, tile, window, first, last",
+    [
+        (7, 1, 3, [0, 0, 1, 2, 3, 4, 4], [2, 2, 3, 4, 5, 6, 6]),  # centred, and moved inwards at the border
+        (6, 1, 4, [0, 0, 0, 1, 2, 2], [3, 3, 3, 4, 5, 5]),  # even: the extra tile on the lower side
+        (7, 3, 1, [0, 0, 0, 3, 3, 3, 6], [2, 2, 2, 5, 5, 5, 6]),  # the last tile is cut at the border
+    ],
+)
+def test_sta_window_along_one_axis(size, tile, window, first, last):
+    q, k, v, common = Problem((1, 1, size)).inputs()
+    allowed = sta.restate(q, k, v, **common, tile=(1, 1, tile), window=(1, 1, window)).allowed[0, 0]
+    keys = torch.arange(size)
+    assert torch.equal(allowed, (keys >= torch.tensor(first)[:, None]) & (keys <= torch.tensor(last)[:, None]))
 
 
 def test_sta_takes_one_window_per_head():
@@ -193,21 +150,41 @@ def test_radial_with_blocks_of_one_token_is_the_token_rule(decay, sink):
             assert bool(allowed[i, j]) == (apart <= width or (sink and j < 6))
 
 
+@pytest.mark.parametrize("grid, block", [((5, 3, 3), 4), ((4, 2, 5), 3), ((6, 1, 7), 5), ((7, 1, 3), 8)])
+@pytest.mark.parametrize("decay", [0.4, 1.0])
+def test_radial_blocks_are_the_densely_seen_ones_of_each_pair_of_frames(grid, block, decay):
+    """The same rule in tensors: rows that see a column, columns that are dense, share of these above 3/5."""
+    frames, places = grid[0], grid[1] * grid[2]
+    cell = torch.arange(frames * places)
+    count = -(-len(cell) // block)
+    one_hot = torch.nn.functional.one_hot(cell // block, count).double()
+    expected = torch.eye(count, dtype=torch.bool)
+    for i in range(frames):
+        for j in range(frames):
+            width = radial.band(grid, abs(i - j), block, decay)
+            seen = (cell[:, None] % places - cell % places).abs() <= (-1 if width is None else width)
+            seen &= (cell[:, None] // places == i) & (cell // places == j)
+            rows = one_hot.T @ seen.double()
+            dense_columns = (rows > one_hot.sum(0)[:, None] / 3).double() @ one_hot
+            expected |= dense_columns > 0.6 * ((rows > 0).double() @ one_hot) + 1e-9
+    found = radial.kept_blocks(grid, block, decay, sink=False)
+    assert found == {(u, t) for u, t in expected.nonzero().tolist()}
+
+
 def test_radial_density_falls_with_distance_and_rises_with_decay():
-    grid = (16, 8, 8)
-    narrow, wide = (radial.kept_blocks(grid, 8, decay, sink=False) for decay in (0.5, 1.0))
+    narrow, wide = (radial.kept_blocks((16, 4, 4), 4, decay, sink=False) for decay in (0.5, 1.0))
     assert narrow < wide
-    share = [sum((u, t) in wide for u in range(8) for t in range(8 * far, 8 * far + 8)) / 64 for far in range(16)]
-    groups = [max(share[1:2]), max(share[2:4]), max(share[4:8]), max(share[8:16])]
-    assert share[0] == 1
+    share = [sum((u, t) in wide for u in range(4) for t in range(4 * far, 4 * far + 4)) / 16 for far in range(16)]
+    groups = [share[0], share[1], max(share[2:4]), max(share[4:8]), sum(share[8:16]) / 8]
     assert groups == sorted(groups, reverse=True)
-    assert groups[3] < groups[0] / 2
+    assert groups[0] == 1
+    assert groups[4] <= groups[3] / 2
 
 
 def test_radial_sink_shows_the_first_frame_to_everyone():
-    blocks = radial.kept_blocks((16, 8, 8), 8, 0.5, sink=True)
-    assert all((u, t) in blocks for u in range(128) for t in range(8))
-    assert blocks - radial.kept_blocks((16, 8, 8), 8, 0.5, sink=False)
+    sink, plain = (radial.kept_blocks((16, 4, 4), 4, 0.5, sink=sink) for sink in (True, False))
+    assert plain < sink
+    assert all((u, t) in sink for u in range(64) for t in range(4))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -236,6 +213,22 @@ def test_sol_threshold_leaves_the_neighbours_and_the_sink():
     assert torch.equal(run("sol", problem, tau=1e6).allowed[0, 0], expected)
     expected |= (blocks == 2) | (blocks == 3)
     assert torch.equal(run("sol", problem, tau=1e6, sink_start=10, sink_tokens=3).allowed[0, 0], expected)
+
+
+@pytest.mark.parametrize("threshold", ["diag", "exact"])
+def test_sol_routes_by_mean_and_deviation_of_the_pooled_scores(threshold):
+    problem, tau = Problem((5, 4, 2), dim=6, seed=6), 0.5
+    q, k, _v, _ = problem.inputs()
+    pooled_q, pooled_k = (x[0, 0].unflatten(0, (10, 4)).mean(1) for x in (q, k))
+    scores = pooled_q @ pooled_k.T * 6**-0.5 / math.log(2)
+    variance = scores.var(1, correction=0)
+    if threshold == "diag":
+        variance = (pooled_q * 6**-0.5 / math.log(2)).square() @ pooled_k.var(0, correction=0)
+    chosen = scores > (scores.mean(1) + tau * (variance + 1e-6).sqrt())[:, None]
+    near = (torch.arange(10)[:, None] - torch.arange(10)).abs() <= 1
+    assert (chosen & ~near).any()
+    found = run("sol", problem, tau=tau, threshold=threshold).notes["exact"][0, 0]
+    assert found == {(u, t) for u, t in (chosen | near).nonzero().tolist()}
 
 
 def test_sol_diagonal_threshold_is_the_exact_one_in_one_dimension():
@@ -270,6 +263,23 @@ def test_svg_ear_spends_its_budget_and_crosses_it_by_one_block_at_most(problem):
             assert all(score[t] <= score[last] for t in score if t not in kept)
 
 
+@pytest.mark.parametrize("top_p, floor", [(0.6, 0.0), (0.3, 0.2), (0.9, 0.1)])
+def test_svg_ear_budget_is_top_p_with_a_floor_of_twice_the_guarantee(top_p, floor):
+    problem = Problem((3, 3, 5), seed=12)
+    q, k, _v, _ = problem.inputs()
+    notes = run("svg_ear", problem, top_p=top_p, floor=floor, key_clusters=10).notes
+    blocks = notes["key_blocks"][0, 0]
+    sizes = torch.tensor([len(members) for members in blocks])
+    assert (sizes > 0).all()
+    pooled = torch.stack([k[0, 0, members].mean(0) for members in blocks])
+    for u, rows in enumerate(notes["query_blocks"][0, 0]):
+        mass = (q[0, 0, rows].mean(0) @ pooled.T / 2 + sizes.log()).softmax(0)
+        ranked, order = mass.sort(descending=True)
+        keep = (ranked.cumsum(0) - ranked <= top_p) | (torch.arange(10) < round(20 * floor))
+        assert notes["budget"][0, 0, u] == len(rows) * int(sizes[order[keep]].sum())
+        assert notes["guaranteed"][0, 0, u] == order[: max(1, round(10 * floor))].tolist()
+
+
 def test_svg_ear_error_is_the_sum_written_out():
     q, k, v, _ = Problem((2, 3, 3), seed=9).inputs()
     centroid, members, scale = q[0, 0, 0], [2, 3, 7], 0.5
@@ -281,7 +291,7 @@ def test_svg_ear_error_is_the_sum_written_out():
     products = sum(weights[j] * value @ v[0, 0, j] for j in members)
     expanded = squares - 2 * pooled * products + 3 * pooled**2 * value @ value
     rows = centroid.tolist(), k[0, 0].tolist(), v[0, 0].tolist(), members
-    found = svg_ear.log_block_error(*rows, scale, 1e-8, per_token=False)
+    found = log_block_error(*rows, scale, 1e-8, per_token=False)
     assert found == pytest.approx(math.log(error), abs=1e-11)
     assert found == pytest.approx(math.log(expanded), abs=1e-11)
 
@@ -322,6 +332,24 @@ def test_sparsepr_keeps_the_best_blocks_up_to_its_budget(problem):
             spent, budget = sum(sizes[t] for t in kept), notes["budget"][entry, head]
             assert spent - sizes[last] < budget <= spent
             assert all(scores[t] <= scores[last] for t in scores if t not in kept)
+
+
+def test_sparsepr_budget_counts_text_and_probes_into_the_density():
+    # ceil((0.5 - 3 / 45) 45) and ceil((0.5 - 3 / 30) (30 + 4)) - 4
+    assert run("sparsepr", PROBLEMS[0]).notes["budget"] == {(0, 0): 20}
+    assert run("sparsepr", PROBLEMS[1]).notes["budget"] == {(0, 0): 10}
+    assert run("sparsepr", PROBLEMS[0], repair=False).notes["budget"] == {(0, 0): 23}
+
+
+def test_sparsepr_keys_are_apart_as_the_queries_tell_them_apart():
+    """At full rank the squared distance of two key features is the mean of (q . (k - k'))^2, up to a factor."""
+    q, k, _v, common = Problem((3, 3, 3), seed=13).inputs()
+    tokens = tokens_by_role(27, 27, common["text"], None, 0)
+    features = sparsepr._key_features(q[0, 0].tolist(), k[0, 0].tolist(), tokens, 2048, 4)
+    found = torch.tensor([features[t] for t in range(27)], dtype=torch.float64)
+    apart = (found[:, None] - found).square().sum(-1)
+    responses = ((k[0, 0][:, None] - k[0, 0]) @ q[0, 0].T).square().mean(-1)
+    assert torch.allclose(apart / apart.sum(), responses / responses.sum(), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -1,4 +1,4 @@
-"""What a restatement returns, and the few loops that several of them share: roles of tokens, one softmax row, Lloyd.
+"""What a restatement returns, the few loops that several of them share, and the problems they are tried on.
 
 Everything here and beside it is float64 on Python lists: slow, explicit, and written without sight of the package.
 """
@@ -140,3 +140,49 @@ def empty(q: Tensor, k: Tensor) -> Restated:
     """Nothing allowed, output 0."""
     b, h, n, _ = q.shape
     return Restated(torch.zeros(b, h, n, k.shape[2], dtype=torch.bool), torch.zeros_like(q))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One generated call: an odd grid, text at either end or inside, padding in the text or scattered."""
+
+    grid: tuple[int, int, int]
+    text_tokens: int = 0
+    text_at: str = "end"
+    padding: str = "none"  # "text": the last text token of the last entry; "video": scattered
+    batch: int = 1
+    heads: int = 1
+    dim: int = 4
+    seed: int = 0
+
+    def inputs(self):
+        """(q, k, v, the keywords every restatement takes)"""
+        video = math.prod(self.grid)
+        n = video + self.text_tokens
+        start = {"start": 0, "middle": video // 2, "end": video}[self.text_at]
+        text = slice(start, start + self.text_tokens) if self.text_tokens else None
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.batch, self.heads, n, self.dim)
+        q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+        valid = None
+        if self.padding == "text":
+            valid = torch.ones(self.batch, n, dtype=torch.bool)
+            valid[-1, text.stop - 1] = False
+        if self.padding == "video":
+            valid = torch.rand(self.batch, n, generator=generator) < 0.8
+            valid[:, n // 2] = True
+        return 2 * q, k, v, {"grid": self.grid, "text": text, "key_valid": valid, "scale": None}
+
+
+def dense(q, k, v, key_valid=None):
+    """Softmax attention over the valid keys."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if key_valid is not None:
+        scores = scores.masked_fill(~key_valid[:, None, None], -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def masked(q, k, v, allowed):
+    """Softmax attention over the allowed keys."""
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1) @ v
