@@ -68,8 +68,7 @@ def test_text_and_padding_follow_the_convention_of_the_package(name, problem):
 def test_what_padding_holds_changes_nothing(name, problem):
     restate, settings = SMALL[name]
     q, k, v, common = problem.inputs()
-    before = restate(q, k, v, **common, **settings)
-    padding = ~common["key_valid"][:, None, :, None]
+    before, padding = restate(q, k, v, **common, **settings), ~common["key_valid"][:, None, :, None]
     after = restate(q, k.masked_fill(padding, 50.0), v.masked_fill(padding, -50.0), **common, **settings)
     assert torch.equal(before.allowed, after.allowed)
     assert torch.equal(before.out, after.out)
@@ -280,9 +279,8 @@ def test_svg_ear_budget_is_top_p_with_a_floor_of_twice_the_guarantee(top_p, floo
         keep = (ranked.cumsum(0) - ranked <= top_p) | (torch.arange(10) < round(20 * floor))
         assert notes["budget"][0, 0, u] == len(rows) * int(sizes[order[keep]].sum())
         assert notes["guaranteed"][0, 0, u] == order[: max(1, round(10 * floor))].tolist()
-        for t, score in notes["score"][0, 0, u].items():
-            cost = free["score"][0, 0, u][t] - score
-            assert cost == pytest.approx(math.log(len(rows) * len(blocks[t])), abs=1e-12)
+        cost = {t: free["score"][0, 0, u][t] - score for t, score in notes["score"][0, 0, u].items()}
+        assert cost == pytest.approx({t: math.log(len(rows) * len(blocks[t])) for t in cost}, abs=1e-12)
 
 
 def test_svg_ear_error_is_the_sum_written_out():
@@ -306,10 +304,9 @@ def test_svg_ear_prefers_the_block_whose_centroid_fails():
     common = {"grid": (1, 1, 12), "text": None, "key_valid": None, "scale": None}
     start = {"initial_queries": [[[0]]], "initial_keys": [[[0, 4, 8]]]}
     q = torch.ones(1, 1, 12, 4, dtype=torch.float64) * 0.1
-    result = svg_ear.restate(q, k, v, **common, **start, iterations=3, top_p=0.7, floor=0.0)
-    assert result.notes["kept"][0, 0, 0] == {0, 2}
-    mass = result.notes["mass"][0, 0, 0]
-    assert mass[1] > mass[2]
+    notes = svg_ear.restate(q, k, v, **common, **start, iterations=3, top_p=0.7, floor=0.0).notes
+    assert notes["mass"][0, 0, 0][1] > notes["mass"][0, 0, 0][2]
+    assert notes["kept"][0, 0, 0] == {0, 2}
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -371,11 +368,10 @@ def test_sparsepr_query_features_do_not_depend_on_the_length_of_a_query():
 def test_sparsepr_repair_removes_an_affine_residual():
     """Rank and probes suffice and the ridge is next to nothing: whatever is affine in the sparse output is repaired."""
     generator = torch.Generator().manual_seed(3)
-    sparse, shape = torch.randn(30, 4, generator=generator, dtype=torch.float64), (4, 4)
-    change = torch.randn(shape, generator=generator, dtype=torch.float64)
+    sparse, change = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (30, 4))
     true = sparse + sparse @ change + 1.5
-    picked = list(range(8))
-    rows, exact = dict(enumerate(sparse.tolist())), {i: true[i].tolist() for i in picked}
+    picked, rows = list(range(8)), dict(enumerate(sparse.tolist()))
+    exact = {i: true[i].tolist() for i in picked}
     weights = torch.rand(8, generator=generator, dtype=torch.float64) + 0.5
     found = sparsepr._repaired(rows, exact, picked, weights.tolist(), 4, 1e-12)
     # the ridge moves the map by about ridge / smallest eigenvalue of x^T x, here above 0.1
