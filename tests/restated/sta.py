@@ -5,15 +5,14 @@ around its own tile. At the grid's border the window moves inwards instead of sh
 equally many tiles. No score is computed; the plan depends on the grid only.
 
 Decisions
- 1. Defaults: tile (6, 8, 8), window (3, 3, 3) tiles: the kernel's tile and the (18, 24, 24) tokens of the paper.
+ 1. Defaults: tile (6, 8, 8), window (3, 3, 3) tiles: the kernel's tile, and its documentation's (18, 24, 24) tokens.
  2. `window` is one triple for all heads or one triple per head (the authors search one per head; the search is no
     part of this).
  3. Tiles are cut from the grid's origin and end at its border: ceil(size / tile) tiles per axis, the last one
     smaller; nothing is padded or dropped (the authors' kernel accepts only grids that the tile divides).
  4. With T tiles on an axis and w = min(window, T), the tile t sees tiles first..first + w - 1, first = min(max(t -
     w // 2, 0), T - w). For odd w this is the authors' clamped centre. For even w < T the extra tile is on the lower
-    side and exactly w tiles are seen (the authors' reference mask would show w + 1; their searched windows are odd
-    or span the axis).
+    side and exactly w tiles are seen (the authors' reference mask would show w + 1).
  5. A tile is seen if it is in the window on all three axes.
  6. The c-th token outside the text is cell c of the grid in frame-major order; self-attention only; the number of
     tokens outside the text must be frames * height * width. Padding inside the grid keeps its cell, and is then
