@@ -66,7 +66,7 @@ class Shared:
     def store(self, value: torch.Tensor) -> None:
         self.view.copy_(value)
 
-    def _reinterpret(self, dtype, shape, layout) -> Slabs | Shared:
+    def reinterpret(self, dtype, shape, layout) -> Slabs | Shared:
         return Slabs(self.view, shape[1]) if len(shape) == 3 else Shared(self.view.view(dtype).view(shape))
 
 
@@ -245,8 +245,6 @@ class Language:
         self.static_range, self.log2 = range, torch.log2
         self.warp_specialize = lambda partitions, warps, registers: machine.specialize(partitions)
 
-    def thread_barrier(self) -> None: ...
-
     def program_id(self, axis: int) -> torch.Tensor:
         return torch.tensor(self.machine.program)
 
@@ -313,6 +311,8 @@ class Language:
             return self.machine.meet(barrier[2], waits=barrier[1] == "sync")
         if "mul.f32" in text:
             return operator.mul(*values)
+        if text.startswith("cvt.rn."):
+            return values[0].to(dtype)
         assert "nanosleep" in text, f"an instruction unknown here: {text}"
         return values[0]
 
@@ -332,7 +332,10 @@ def on_cpu(kernel, *, seed: int = 0, late: bool = False, slow: int | None = None
             arrive=machine.arrive,
             wait=machine.wait,
         ),
-        "tma": types.SimpleNamespace(async_copy_global_to_shared=machine.copy),
+        # as `triton_versions` names them, whatever the version
+        "copy_to_shared": machine.copy,
+        "reinterpret": Shared.reinterpret,
+        "thread_barrier": lambda: None,
         "fence_async_shared": lambda: None,
         "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=False: machine.multiply(a, b, acc, use_acc, is_async),
@@ -353,7 +356,7 @@ def on_cpu(kernel, *, seed: int = 0, late: bool = False, slow: int | None = None
         plain = jitted.fn
         return types.FunctionType(plain.__code__, names_of(plain.__module__), plain.__name__, plain.__defaults__, plain.__closure__)
 
-    def launch(programs: int, *arguments, num_warps, maxnreg, **constants) -> None:
+    def launch(programs: int, *arguments, num_warps, maxnreg, enable_fp_fusion, **constants) -> None:
         given = [Memory.of(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         for machine.program in range(programs):
             function_of(kernel)(*given, **constants)

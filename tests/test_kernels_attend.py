@@ -238,7 +238,7 @@ def orders(tokens: int) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------- ahead of time
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon: bool = False, **options):
@@ -248,13 +248,15 @@ def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from parkattn.kernels.triton_versions import FP_FUSION
+
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
     aligned = {
         place[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*" or name.startswith(("stride", "out_"))
     }
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, {place[name]: value for name, value in constants.items()}, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | FP_FUSION)
     reader = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -276,7 +278,18 @@ TRITON_TYPES = {
 @on_compiler
 @pytest.mark.parametrize(
     ("arch", "d", "everything"),
-    [(80, 128, False), (90, 128, False), (90, 128, True), (90, 256, False), (120, 64, False), (120, 128, True), (120, 256, False)],
+    [
+        (80, 128, False),
+        (89, 128, False),
+        (90, 128, False),
+        (90, 128, True),
+        (90, 256, False),
+        (100, 128, False),
+        (100, 256, True),
+        (120, 64, False),
+        (120, 128, True),
+        (120, 256, False),
+    ],
 )
 def test_triton_kernel_builds_and_fits(arch, d, everything):
     from parkattn.kernels.attend_triton import attend_kernel
@@ -292,7 +305,7 @@ def test_triton_kernel_builds_and_fits(arch, d, everything):
 
 
 @on_compiler
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_work_list_kernels_build(arch):
     from parkattn.kernels.worklist import list_keys_kernel, list_queries_kernel
 
@@ -323,6 +336,7 @@ def test_gluon_kernel_builds_and_fits(d, element, everything, quick):
 def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: set[str]) -> None:
     from parkattn.kernels.attend_gluon import LINEAR, SWIZZLED, attend_hopper_kernel
     from parkattn.kernels.tiles_attend import gluon_tile
+    from parkattn.kernels.triton_versions import NUMBER
 
     tile = gluon_tile(d)
     boxes = {
@@ -342,7 +356,9 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
     assert stack <= 64
     loops = key_loops(code)
     assert len(loops) == 4  # of two warpgroups: two tiles per turn, and one
-    assert not any(re.search(r"\b(LDL|STL)\b", instruction) for loop in loops for instruction in loop)
+    spills = [sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop) for loop in loops]
+    # Triton 3.8 keeps addresses in ordinary registers, and reloads one per key tile in one warpgroup
+    assert max(spills) <= (2 if NUMBER == (3, 8) else 0)
     # where ptxas cannot keep products in flight it waits after every one, and says so only to who runs it by hand
     assert all(0 < sum("WARPGROUP.DEPBAR" in i for i in loop) * 6 <= sum("HGMMA" in i for i in loop) for loop in loops)
     # sums are exchanged in the place of the queries, and a bias comes with its keys

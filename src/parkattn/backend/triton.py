@@ -231,4 +231,8 @@ def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
         return False, f"the GPU is sm_{major}{minor}, not sm_90"
     if head_dim not in GLUON_HEAD_DIMS:
         return False, f"the Hopper kernel has head dims 64 and 128, not {head_dim}"
+    from parkattn.kernels.triton_versions import why_no_gluon
+
+    if because := why_no_gluon():
+        return False, because
     return True, f"the GPU is sm_90 and the head dim {head_dim}"

@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attend_gluon_producer import produce
-from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale
+from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale, rounded
 from .meeting import announce, meet
 from .tiles_attend import GluonTile, gluon_tile
+from .triton_versions import FP_FUSION, reinterpret, thread_barrier
 from .worklist import FIELDS, WIDE, build_worklist
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -67,7 +68,7 @@ def _step(at, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEY
         s = add_bias(s, bias_ring.index(slot), KEYS, S)
     mbarrier.arrive(k_empty.index(slot), count=1)
     p, m, z, decay = next_weights(s, m, z, factor, QUICK)
-    p16 = gl.convert_layout(p.to(p16.dtype), P)
+    p16 = gl.convert_layout(rounded(p, p16.dtype), P)
     z = after(z)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -154,7 +155,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 s = add_bias(s, bias_ring.index(at % STAGES), KEYS, S)
             mbarrier.arrive(k_empty.index(at % STAGES), count=1)
             p, m, z = first_weights(s, factor, QUICK)
-            p16 = gl.convert_layout(p.to(q_ring.dtype), P)
+            p16 = gl.convert_layout(rounded(p, q_ring.dtype), P)
             acc = gl.zeros([64, D], gl.float32, layout=A)
             # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
             odd = at + stride + (end - at - 1) // (2 * stride) * (2 * stride)
@@ -244,7 +245,7 @@ def attend_hopper_kernel(
     k_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
     v_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
     # sums are exchanged in the place of the queries: shared memory is full
-    x_acc = q_ring._reinterpret(gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
+    x_acc = reinterpret(q_ring, gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
     x_rows = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
     bars = (
         _barriers(2, 1),
@@ -259,7 +260,7 @@ def attend_hopper_kernel(
     )
     exchange = (x_acc, x_rows)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc)
     lists = (wide_lists, tail_lists, tiles, count, mailbox, again)
     shape = (n, m, kb, wide_width, tails_width, bias_row, bias_tiles)
@@ -329,7 +330,7 @@ def attend_hopper(
             q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), rows.shape[1], n, m, kb,
             work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             rows.stride(0), rows.stride(1), rows.stride(2), SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None,
-            QUICK=quick, **tile.constants(d), num_warps=4, maxnreg=168,
+            QUICK=quick, **tile.constants(d), num_warps=4, maxnreg=168, **FP_FUSION,
         )  # fmt: skip
 
     if quick is None:

@@ -2,7 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .triton_versions import copy_to_shared, reinterpret
 
 
 @gluon.jit
@@ -10,9 +12,9 @@ def _copy(desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.con
     """Granule of G rows to rows [at*G, at*G+G) of a tile. A [KEYS, D] tile with 128-byte swizzle lies in shared memory as D/64
     column slabs of [KEYS, 64], so a granule arrives as D/64 boxes."""
     PER: gl.constexpr = KEYS // G
-    slabs = tile._reinterpret(desc.dtype, [(D // 64) * PER, G, 64], desc.layout)
+    slabs = reinterpret(tile, desc.dtype, [(D // 64) * PER, G, 64], desc.layout)
     for c in gl.static_range(D // 64):
-        tma.async_copy_global_to_shared(desc, [row, c * 64], full, slabs.index(c * PER + at))
+        copy_to_shared(desc, [row, c * 64], full, slabs.index(c * PER + at))
 
 
 @gluon.jit
@@ -44,21 +46,21 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
         mbarrier.wait(empty_ring.index(slot), phase)
         if BIASED & (j >= plain_tiles):
             mbarrier.expect(full, KEYS * D * 2 + KEYS * 4)
-            tma.async_copy_global_to_shared(bias_desc, [tail_bias + j - plain_tiles, 0], full, bias_ring.index(slot))
+            copy_to_shared(bias_desc, [tail_bias + j - plain_tiles, 0], full, bias_ring.index(slot))
         else:
             mbarrier.expect(full, KEYS * D * 2)
-        slabs = tile._reinterpret(desc_tail.dtype, [(D // 64) * PER_T, TAIL, 64], desc_tail.layout)
+        slabs = reinterpret(tile, desc_tail.dtype, [(D // 64) * PER_T, TAIL, 64], desc_tail.layout)
         for g in range(0, PER_T, 4):
             for i in gl.static_range(4):
                 piece = (gl.load(pieces + g + i) >> 5) + row0
                 for c in gl.static_range(D // 64):
-                    tma.async_copy_global_to_shared(desc_tail, [piece, c * 64], full, slabs.index(c * PER_T + g + i))
+                    copy_to_shared(desc_tail, [piece, c * 64], full, slabs.index(c * PER_T + g + i))
     elif COMPENSATE:
         stand_in = comp_row0 + (j - all_tiles) * KEYS
         mbarrier.wait(empty_ring.index(slot), phase)
         if BIASED:
             mbarrier.expect(full, KEYS * D * 2 + KEYS * 4)
-            tma.async_copy_global_to_shared(bias_desc, [stand_in_bias + j - all_tiles, 0], full, bias_ring.index(slot))
+            copy_to_shared(bias_desc, [stand_in_bias + j - all_tiles, 0], full, bias_ring.index(slot))
         else:
             mbarrier.expect(full, KEYS * D * 2)
         _copy(desc_comp, stand_in, 0, KEYS, full, tile, KEYS, D)
@@ -104,7 +106,7 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
                     mbarrier.expect(q_full.index(w), 64 * D * 2)
                     # a tile of at most 64 rows goes to both warpgroups
                     q_from = head * n + gl.load(record + 2) + gl.where(gl.load(record + 3) <= 64, 0, w * 64)
-                    tma.async_copy_global_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
+                    copy_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
             else:
                 _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, v_wide, v_tail, u_desc, v_ring, v_full, v_empty,
                       bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, False)  # fmt: skip

@@ -13,6 +13,8 @@ key at all. Steeper scores give the same results and take up to twice as long or
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .triton_versions import ROUND_PAIRS, reinterpret
+
 # careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)
 # quick: the first tile's largest weight is 2^-80 and a sum may grow to 2^80, which leaves values up to 2^47 without overflow (rows that
@@ -52,6 +54,17 @@ def after(value):
     hoists the wait for P.V above the exponentials, and the two no longer overlap."""
     return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
                                      "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr):
+    """p.to(dtype)"""
+    if not ROUND_PAIRS:
+        return p.to(dtype)
+    elif dtype == gl.bfloat16:  # noqa: RET505 (decided at compile time: one branch exists)
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -110,5 +123,5 @@ def join_sums(m, z, m_other, z_other, QUICK: gl.constexpr):
 @gluon.jit
 def add_bias(s, slot, KEYS: gl.constexpr, S: gl.constexpr):
     """Scores [64 keys] plus the bias that came with the keys [1 keys]: -inf beyond the valid rows of tails, log(n) of stand-ins."""
-    bias = slot._reinterpret(gl.float32, [KEYS], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+    bias = reinterpret(slot, gl.float32, [KEYS], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
     return s + bias.load(gl.SliceLayout(0, S))[None, :]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tiles_attend import TritonTile, arch_of, triton_tile
+from .triton_versions import FP_FUSION
 from .worklist import WIDE, WorkList, build_worklist
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -156,6 +157,6 @@ def attend_ragged(
         float(scale * 1.4426950408889634), heads, n, m, kb, work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1],
         *q4.stride()[:3], *k4.stride()[:3], *v4.stride()[:3], *o4.stride()[:3],
         D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None, GATHER_K=key_order is not None,
-        COMPENSATE=compensate is not None, LSE=with_lse, INTERPRETED=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        COMPENSATE=compensate is not None, LSE=with_lse, INTERPRETED=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FP_FUSION,
     )  # fmt: skip
     return out, lse

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
@@ -110,9 +111,9 @@ def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> t
     distance = torch.empty(bh, count, count, device=centroids.device, dtype=torch.float32)
     side = triton.cdiv(count, PAIR_TILE)
     # column by column: neighbouring threads read neighbouring points
-    _pair_distances[(side, side, bh)](centroids.mT.contiguous(), distance, count, D=d, TILE=PAIR_TILE, num_warps=4)
+    _pair_distances[(side, side, bh)](centroids.mT.contiguous(), distance, count, D=d, TILE=PAIR_TILE, num_warps=4, **FP_FUSION)
     chain, slot, ends = torch.empty(3, bh, count, device=centroids.device, dtype=torch.int32).unbind(0)
-    _walk_chain[(bh,)](distance, far, sizes, chain, slot, ends, count, multiple, LANES=triton.next_power_of_2(count), num_warps=4)
+    _walk_chain[(bh,)](distance, far, sizes, chain, slot, ends, count, multiple, LANES=triton.next_power_of_2(count), num_warps=4, **FP_FUSION)
     return chain, slot, ends
 
 
@@ -135,8 +136,8 @@ def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor
     rows = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
     labels = labels.contiguous()
     _sort_keys[(triton.cdiv(n, rows["ROWS"]), b * h)](
-        x, labels, slot, direction, middle, keys, h, n, count, x.stride(0), x.stride(1), x.stride(2), D=d, **rows)
+        x, labels, slot, direction, middle, keys, h, n, count, x.stride(0), x.stride(1), x.stride(2), D=d, **rows, **FP_FUSION)
     order = keys.view(-1).sort(stable=True).indices
     out = torch.empty_like(labels)
-    _relabel[(triton.cdiv(n, 1024), b * h)](order, ends, out, n, count, STEPS=count.bit_length() + 1, TOKENS=1024, num_warps=4)
+    _relabel[(triton.cdiv(n, 1024), b * h)](order, ends, out, n, count, STEPS=count.bit_length() + 1, TOKENS=1024, num_warps=4, **FP_FUSION)
     return out

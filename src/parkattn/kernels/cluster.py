@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
@@ -227,7 +228,7 @@ def assign(x, centred, half, valid=None, *, tile=None) -> torch.Tensor:
     tile = tile or tiles.assign_tile(d, x.dtype, tiles.arch_of(x))
     flags = labels if valid is None else valid.to(torch.int8)
     _assign[(triton.cdiv(n, tile["BM"]), b * h)](
-        x, centred, half, flags, labels, h, n, clusters, x.stride(0), x.stride(1), x.stride(2), HAS_VALID=valid is not None, D=d, **tile
+        x, centred, half, flags, labels, h, n, clusters, x.stride(0), x.stride(1), x.stride(2), HAS_VALID=valid is not None, D=d, **tile, **FP_FUSION
     )
     return labels
 
@@ -245,10 +246,10 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile=None) -> tuple[torch.T
     totals = torch.empty(b * h, bins, device=labels.device, dtype=torch.int32)
     order = torch.empty(b, h, n, device=labels.device, dtype=torch.int32)
     offsets = torch.empty(b, h, count + 1, device=labels.device, dtype=torch.int32)
-    _count_labels[(chunks, b * h)](labels, counts, starts, n, chunks, count, BINS=bins, **tile)
-    _scan_chunks[(triton.cdiv(bins, 32), b * h)](counts, starts, totals, chunks, BINS=bins, CHUNKS=64, BB=32, num_warps=4)
-    _scan_totals[(b * h,)](totals, offsets, count, BINS=bins, num_warps=4)
-    _place[(chunks, b * h)](labels, starts, offsets, order, n, chunks, count, BINS=bins, **tile)
+    _count_labels[(chunks, b * h)](labels, counts, starts, n, chunks, count, BINS=bins, **tile, **FP_FUSION)
+    _scan_chunks[(triton.cdiv(bins, 32), b * h)](counts, starts, totals, chunks, BINS=bins, CHUNKS=64, BB=32, num_warps=4, **FP_FUSION)
+    _scan_totals[(b * h,)](totals, offsets, count, BINS=bins, num_warps=4, **FP_FUSION)
+    _place[(chunks, b * h)](labels, starts, offsets, order, n, chunks, count, BINS=bins, **tile, **FP_FUSION)
     return order, offsets
 
 
@@ -266,9 +267,9 @@ def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
     tile = tile or tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
     splits = tiles.segment_splits(segments, tiles.arch_of(x))
     sums = torch.empty(segments, splits, d, device=x.device, dtype=torch.float32)
-    _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2), SPLITS=splits, D=d, **tile)
+    _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2), SPLITS=splits, D=d, **tile, **FP_FUSION)
     _segment_finish[(triton.cdiv(segments, 16),)](sums, offsets, means if old is None else old, means if mu is None else mu, means, centred, half, segments,
-                                                  count, HAS_OLD=old is not None, CENTRE=mu is not None, SPLITS=splits, D=d, ROWS=16, num_warps=4)
+                                                  count, HAS_OLD=old is not None, CENTRE=mu is not None, SPLITS=splits, D=d, ROWS=16, num_warps=4, **FP_FUSION)
     return means if mu is None else (means, centred, half)
 
 
@@ -308,7 +309,7 @@ def query_metric(q, valid=None, *, tile=None) -> torch.Tensor:
     partial = torch.empty(splits, b * h, d, d, device=q.device, dtype=torch.float32)
     flags = partial if valid is None else valid.to(torch.int8)
     _metric_partial[(splits, b * h, (d // block) ** 2)](
-        q, flags, partial, h, n, rows, q.stride(0), q.stride(1), q.stride(2), HAS_VALID=valid is not None, D=d, BM=block, **tile
+        q, flags, partial, h, n, rows, q.stride(0), q.stride(1), q.stride(2), HAS_VALID=valid is not None, D=d, BM=block, **tile, **FP_FUSION
     )
     total = partial.sum(0).view(b, h, d, d)
     total = total / n if valid is None else total / valid.sum(-1).clamp(min=1).view(b, 1, 1, 1)
@@ -329,7 +330,7 @@ def transform_keys(k, root, sample, *, tile=None) -> torch.Tensor:
     tile = tile or tiles.transform_tile(d, k.dtype, tiles.arch_of(k))
     block = min(d, 128)
     _transform[(triton.cdiv(n, tile["BM"] * tile["STEPS"]), b * h, d // block)](
-        k, root, shift, out, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, BN=block, **tile
+        k, root, shift, out, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, BN=block, **tile, **FP_FUSION
     )
     return out
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
@@ -225,7 +226,7 @@ def _work(offsets, sizes, n):
     items = torch.empty(bh * (extras + query_blocks), 8, device=offsets.device, dtype=torch.int32)
     log_sizes = torch.empty(bh, width, device=offsets.device, dtype=torch.float32)
     _list_work[(bh, triton.cdiv(query_blocks, 64))](offsets, sizes, log_sizes, items, bh, query_blocks, key_blocks, chunk, extras, width,
-                                                    BLOCKS=64, KEYS=256, num_warps=4)
+                                                    BLOCKS=64, KEYS=256, num_warps=4, **FP_FUSION)
     return items, log_sizes, torch.empty(bh * extras, key_blocks, device=offsets.device, dtype=torch.float32), chunk
 
 
@@ -245,7 +246,7 @@ def _prepare(q, offsets, centroids, sizes, scale, out):
 def _finish(out, partial, items, chunk):
     slots, key_blocks = partial.shape
     if slots:
-        _add_partials[(slots, triton.cdiv(key_blocks, 1024))](out, partial, items, key_blocks, chunk, BN=1024, num_warps=4)
+        _add_partials[(slots, triton.cdiv(key_blocks, 1024))](out, partial, items, key_blocks, chunk, BN=1024, num_warps=4, **FP_FUSION)
     return out
 
 
@@ -264,7 +265,7 @@ def pama_full_key(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
 
         launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, **tile)
     else:
-        _full_key[(items.shape[0],)](q, centroids, log_sizes, items, out, partial, n, key_blocks, log_sizes.shape[1], scale, D=d, BN=width, **tile)
+        _full_key[(items.shape[0],)](q, centroids, log_sizes, items, out, partial, n, key_blocks, log_sizes.shape[1], scale, D=d, BN=width, **tile, **FP_FUSION)
     return _finish(out, partial, items, chunk)
 
 
@@ -276,9 +277,9 @@ def pama_two_pass(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
     items, log_sizes, partial, chunk = _work(offsets, sizes, n)
     width = log_sizes.shape[1]
     lse = torch.empty(bh, n, device=q.device, dtype=torch.float32)
-    _row_lse[(triton.cdiv(n, one["BM"]), bh)](q, centroids, log_sizes, lse, n, key_blocks, width, scale, D=d, EVEN=key_blocks % one["BN"] == 0, **one)
+    _row_lse[(triton.cdiv(n, one["BM"]), bh)](q, centroids, log_sizes, lse, n, key_blocks, width, scale, D=d, EVEN=key_blocks % one["BN"] == 0, **one, **FP_FUSION)
     grid = (triton.cdiv(key_blocks, two["BN"]) * items.shape[0],)
-    _block_mass[grid](q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D=d, EVEN=key_blocks % two["BN"] == 0, **two)
+    _block_mass[grid](q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D=d, EVEN=key_blocks % two["BN"] == 0, **two, **FP_FUSION)
     return _finish(out, partial, items, chunk)
 
 

@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -20,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .meeting import meet
+from .triton_versions import FP_FUSION, copy_to_shared, thread_barrier
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
@@ -35,13 +35,13 @@ def _producer(q_desc, c_desc, q_row, c_row, tiles, buffers, bars, CHUNKS: gl.con
     for t in range(tiles):
         mbarrier.wait(q_empty, (t + 1) & 1)
         mbarrier.expect(q_full, 64 * 128 * 2)
-        tma.async_copy_global_to_shared(q_desc, [q_row + t * 64, 0], q_full, q_s)
+        copy_to_shared(q_desc, [q_row + t * 64, 0], q_full, q_s)
         for j in range(CHUNKS):
             g = t * CHUNKS + j
             stage = g % STAGES
             mbarrier.wait(c_empty.index(stage), (g // STAGES + 1) & 1)
             mbarrier.expect(c_full.index(stage), 128 * 128 * 2)
-            tma.async_copy_global_to_shared(c_desc, [c_row + j * 128, 0], c_full.index(stage), c_s.index(stage))
+            copy_to_shared(c_desc, [c_row + j * 128, 0], c_full.index(stage), c_s.index(stage))
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
                 mass = waited[1:]
                 # the column sums of the tile before are done in every warp: E and F may be overwritten, and so may the queries, which
                 # this product had in registers (a barrier right after their load would not wait for it: the copy engine wrote over them)
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(q_empty, count=1)
             else:
                 s = warpgroup_mma_wait(0, deps=(s, ))
@@ -115,7 +115,7 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
         for i in gl.static_range(OWN):
             f_s.index(2 * i + W).permute((1, 0)).store(_weights(gl.exp2(ms[i] - peak) * weight))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         grown = ()
         for i in gl.static_range(OWN):
             grown = grown + (warpgroup_mma(e_s.index(2 * i + W).permute((1, 0)), f_s.index(2 * i + W).permute((1, 0)), mass[i], is_async=True), )
@@ -168,7 +168,7 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
         mbarrier.init(c_empty.index(i), count=1)
     bars = (q_full, q_empty, c_full, c_empty)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize([
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 0)),
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 1)),
@@ -177,7 +177,7 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
 
 
 # 168 registers a thread at launch: the consumers then take 240 and the producer gives back all but 24
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
+OPTIONS = {"num_warps": 4, "maxnreg": 168, **FP_FUSION}
 
 
 def launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, *, stages: int) -> None:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
@@ -81,7 +82,7 @@ def gather_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None =
         out = torch.empty(b * h, n, d, device=x.device, dtype=x.dtype)
     tile = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
     grid = (triton.cdiv(n, tile["ROWS"]), b * h)
-    _gather_rows[grid](x, order, out, h, n, x.stride(0), x.stride(1), x.stride(2), D=d, **tile)
+    _gather_rows[grid](x, order, out, h, n, x.stride(0), x.stride(1), x.stride(2), D=d, **tile, **FP_FUSION)
     return out
 
 
@@ -96,7 +97,7 @@ def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, off
     means = tuple(torch.empty(b * h, count, d, device=k.device, dtype=k.dtype) for _ in range(2))
     tile = tiles.segment_tile(d, k.dtype, tiles.arch_of(k))
     _gather_with_means[(b * h * count,)](k, v, order, offsets, keys, values, *means, h, n, count, k.stride(0), k.stride(1), k.stride(2),
-                                         v.stride(0), v.stride(1), v.stride(2), D=d, **tile)
+                                         v.stride(0), v.stride(1), v.stride(2), D=d, **tile, **FP_FUSION)
     return keys, values, *means
 
 
@@ -109,5 +110,5 @@ def scatter_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None 
     tiles.check_rows(out, "out")
     tile = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
     grid = (triton.cdiv(n, tile["ROWS"]), b * h)
-    _scatter_rows[grid](x, order, out, h, n, out.stride(0), out.stride(1), out.stride(2), D=d, **tile)
+    _scatter_rows[grid](x, order, out, h, n, out.stride(0), out.stride(1), out.stride(2), D=d, **tile, **FP_FUSION)
     return out

@@ -6,6 +6,8 @@ bf16, d = 128, medians in milliseconds within one run; everything else is what c
 
 import torch
 
+from .triton_versions import why_no_gluon
+
 # formatted by hand: a table
 # fmt: off
 
@@ -70,6 +72,11 @@ def transform_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
     return {"BM": 32 if head_dim == 256 else 64, "STEPS": 8, "num_warps": 4, "num_stages": 1 if head_dim == 256 else 4 if arch == 90 else 2}
 
 
+def has_gluon_kernel(head_dim: int, arch: int) -> bool:
+    """Whether Full-K PAMA runs as the Hopper kernel."""
+    return arch == 90 and head_dim == 128 and why_no_gluon() is None
+
+
 def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> dict:
     """Full-K PAMA; width: key blocks rounded up to a power of two.
 
@@ -77,9 +84,9 @@ def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> d
     2.60 ms, at (40, 75,600, 1,024) 3.07, at (40, 75,600, 512) 1.56; earlier, each call waited for, there 2.02 (3 stages 2.26).
     Elsewhere plain Triton: BM * width fp32 logits live in the registers of 8 warps.
     """
-    if arch == 90 and head_dim == 128:
+    if has_gluon_kernel(head_dim, arch):
         return {"GLUON": True, "stages": 2 if width == 1024 else 4}
-    return {"BM": 16 if width >= 512 else 32, "BD": 32 if width == 1024 else 64, "num_warps": 8, "num_stages": 1 if width == 1024 else 2}
+    return {"BM": 16 if width >= 512 else 32, "BD": 32 if width == 1024 or (width == 256 and arch < 90) else 64, "num_warps": 8, "num_stages": 1 if width == 1024 else 2}
 
 
 def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, dict]:
@@ -92,4 +99,4 @@ def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, 
 
 def prefers_full_key(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> bool:
     """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (2.8 against 3.8).  Not measured elsewhere: short rows only."""
-    return width <= (1024 if arch == 90 and head_dim == 128 else 256)
+    return width <= (1024 if has_gluon_kernel(head_dim, arch) else 256)

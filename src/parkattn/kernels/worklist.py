@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_versions import FP_FUSION
+
 WIDE = 32
 FIELDS = 8  # int32 per query tile
 
@@ -218,9 +220,9 @@ def build_worklist(
     list_keys_kernel[(lists,)](
         key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, wide.view(torch.float32) if bias is None else bias,
         1.0 / scale, qb, kb, wide_width, tails_width, bias_width,
-        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(per_tile), TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)),
+        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(per_tile), TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)), **FP_FUSION,
     )  # fmt: skip
     list_queries_kernel[(bh,)](
-        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=triton.next_power_of_2(qb), CHUNK=1024, num_warps=4
+        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=triton.next_power_of_2(qb), CHUNK=1024, num_warps=4, **FP_FUSION
     )  # fmt: skip
     return WorkList(wide, tails, tiles, count, bias)
