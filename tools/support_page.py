@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 COLUMNS = ("torch", "triton", "diffusers", "transformers", "accelerate", "typer", "rich", "av", "safetensors", "numpy")
@@ -38,7 +39,7 @@ REFUSED = (
 )
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -91,15 +92,15 @@ Python 3.11 or newer; the environments above have the versions in the record. Te
 
 ## Refused, and why
 
-{table(("version", "why"), [tuple(row) for row in REFUSED])}
+{table(("version", "why"), REFUSED)}
 
 ## GPUs
 
-{table(("GPU", "how far"), [tuple(row) for row in GPUS])}
+{table(("GPU", "how far"), GPUS)}
 
 ## Models and hosts
 
-{table(("model", "how far"), [tuple(row) for row in MODELS])}
+{table(("model", "how far"), MODELS)}
 
 Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above. `docs/integrate.md` says how each is used.
 """
