@@ -1,13 +1,15 @@
 # make demo   set up, then dense attention against PARK with the small trained model on this CPU: videos, metrics, a page
 # make test   set up, then style, types, layout and every test
 # make bench  sparse against dense time on this machine's CPU
+# make extras each extra alone, from the built wheel in an empty environment, at its job (downloads several GB)
+# make matrix the lowest, the pinned and the newest versions, each in an environment of its own; writes docs/support.md (an hour or more)
 
 PYTHON ?= python3
 VENV ?= .venv
 INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench extras matrix lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/park compare --methods dense,park --height 176 --width 288 --out out/demo
@@ -18,6 +20,12 @@ test: lint
 bench: $(INSTALLED)
 	$(BIN)/park bench cpu
 
+extras:
+	$(PYTHON) tools/matrix.py extras
+
+matrix:
+	$(PYTHON) tools/matrix.py versions
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -27,6 +35,7 @@ lint: $(INSTALLED)
 # Debian's Python may come without ensurepip: then the machine's own pip furnishes the environment
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 

@@ -1,0 +1,130 @@
+"""What the package's metadata and the pins promise to an installer, by pip's own resolver and the packages' metadata: nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+CONSTRAINTS = ROOT / "constraints.txt"
+PINS = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+
+
+def requirements(*extras: str) -> set[str]:
+    """What the package and these extras ask for; an extra that names others of the package stands for them."""
+    asked = {*PROJECT["dependencies"]}
+    for requirement in (line for extra in extras for line in EXTRAS[extra]):
+        named = re.fullmatch(r"parkattn\[(.*)\]", requirement)
+        asked |= requirements(*named[1].split(",")) if named else {requirement}
+    return asked
+
+
+def pip(*arguments: str, seconds: int) -> subprocess.CompletedProcess[str]:
+    """A dry run that sees neither this machine's settings nor what is installed; fast-deps reads metadata out of wheels that lie elsewhere."""
+    dry = "install --dry-run --use-feature=fast-deps --ignore-installed --only-binary=:all: --no-input --disable-pip-version-check --quiet"
+    command = [sys.executable, "-m", "pip", "--isolated", *dry.split(), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+
+
+def no_answer() -> str | None:
+    """Why no resolver can be asked here, or None."""
+    if importlib.util.find_spec("pip") is None:
+        return "pip is not installed in this environment"
+    if int(version("pip").partition(".")[0]) < 25:
+        return f"pip {version('pip')} downloads whole packages to read what they require; 25 does not"
+    try:
+        probe = pip("--retries=0", "--timeout=5", "--no-deps", "typer", seconds=30)
+    except subprocess.TimeoutExpired:
+        return "no package index answers within 30 s"
+    return None if probe.returncode == 0 else f"pip finds no package index: {probe.stderr.strip().splitlines()[-1]}"
+
+
+def resolve(folder: Path, pins: str, *arguments: str) -> dict[str, str] | str:
+    """The set that pip would install, {name: version}, or its complaint."""
+    (folder / "pins.txt").write_text(pins)
+    report = folder / "report.json"
+    run = pip("--report", str(report), "-c", str(folder / "pins.txt"), *arguments, seconds=240)
+    if run.returncode:
+        return run.stderr
+    found = (package["metadata"] for package in json.loads(report.read_text())["install"])
+    return {re.sub(r"[-_.]+", "-", package["name"]).lower(): package["version"] for package in found}
+
+
+def cpu_build(folder: Path) -> Path:
+    """A folder that offers the pinned torch as a CPU build, which requires no triton: its metadata only."""
+    version = f"{PINS['torch']}+cpu"
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Three questions at once, since the resolver mostly waits for the index -> the answer to one of them."""
+    if reason := no_answer():
+        pytest.skip(reason)
+    pins, cpu = CONSTRAINTS.read_text(), cpu_build(tmp_path_factory.mktemp("cpu"))
+    questions = {
+        "every extra": (pins, *requirements(*EXTRAS)),
+        "CPU build": (pins, "--find-links", str(cpu), *requirements("diffusers", "triton"), "peft"),
+        "another torch's triton": ("torch==2.13.0\ntriton==3.6.0\n", "torch", "triton"),
+    }
+    with ThreadPoolExecutor(len(questions)) as pool:
+        asked = {name: pool.submit(resolve, tmp_path_factory.mktemp("pip"), *question) for name, question in questions.items()}
+
+        def answer(name: str) -> dict[str, str] | str:
+            try:
+                return asked[name].result()
+            except subprocess.TimeoutExpired:
+                pytest.skip("the package index answers too slowly: no set within 240 s")
+
+        yield answer
+
+
+def test_an_extra_that_names_others_stands_for_them():
+    assert {"diffusers", "av", "torch"} <= {re.split(r"[<>=;]", line)[0] for line in requirements("video")}
+
+
+def test_the_pins_and_all_extras_resolve_together_on_the_plain_index(answers):
+    """A set for all extras is one for each, since it meets every requirement of each."""
+    found = answers("every extra")
+    assert isinstance(found, dict), found
+    assert {name: found[name] for name in PINS} == PINS
+
+
+def test_the_pins_resolve_where_a_cpu_build_of_torch_is_offered(answers):
+    found = answers("CPU build")
+    assert isinstance(found, dict), found
+    assert {name: found[name] for name in PINS} == {**PINS, "torch": f"{PINS['torch']}+cpu"}
+    assert not [name for name in found if name.startswith("nvidia")]
+
+
+def test_pins_that_do_not_belong_together_are_noticed(answers):
+    """torch 2.13.0 comes with triton 3.7.1."""
+    assert "ResolutionImpossible" in answers("another torch's triton")
+
+
+def test_every_pin_is_within_the_bounds_of_the_metadata():
+    bounds = {re.split(r"[<>=;]", line)[0]: line for line in requirements(*EXTRAS)}
+    for name, pinned in PINS.items():
+        lowest = re.search(r">=([\d.]+)", bounds[name])
+        assert lowest and [int(part) for part in pinned.split(".")] >= [int(part) for part in lowest[1].split(".")], name
+
+
+def test_every_dependency_names_its_lowest_version():
+    assert not [line for line in requirements("video", "plots", "triton") if not re.search(r">=\d", line)]
