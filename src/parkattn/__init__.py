@@ -7,7 +7,7 @@ out = parkattn.park_attention(q, k, v)  # or one attention call: [batch, heads, 
 
 from parkattn.attention import Park, build_plan, park_attention
 from parkattn.config import ParkConfig
-from parkattn.integrations import disable, enable, sequence_parallel_plan, summary
+from parkattn.hosts.diffusers import disable, enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS, make_method
 from parkattn.plan import Plan
 from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite

@@ -144,6 +144,10 @@ class Park:
         stats = AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason, plan)
         return AttentionOutput(out, stats)
 
+    @property
+    def state_bytes(self) -> int:
+        return self.plans.nbytes
+
     def reset(self) -> None:
         self.plans.reset()
 

@@ -62,6 +62,11 @@ class AttentionOutput(NamedTuple):
 class AttentionMethod(Protocol):
     name: str
 
+    @property
+    def state_bytes(self) -> int:
+        """What is remembered between steps takes this much memory."""
+        ...
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput: ...
 
     def reset(self) -> None:

@@ -11,6 +11,7 @@ from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 class Dense:
     name = "dense"
+    state_bytes = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)

@@ -14,8 +14,8 @@ from parkattn.bench.e2e import SMALL_HUNYUAN, SMALL_WAN, WholeModel, forward_inp
 from parkattn.bench.e2e_run import generate, pipeline
 from parkattn.bench.problems import Case, verdict
 from parkattn.config import ParkConfig
-from parkattn.integrations import disable, enable, summary
-from parkattn.integrations.models import row_for
+from parkattn.hosts.diffusers import disable, enable, summary
+from parkattn.models import row_for
 
 TIMESTEPS = (999.0, 700.0, 400.0)  # dense, refresh, reuse
 STEPS = 5

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from parkattn.config import PRESETS, ParkConfig
-from parkattn.integrations import Session
-from parkattn.integrations.models import row_for
+from parkattn.hosts.diffusers import Session
 from parkattn.methods import make_method
+from parkattn.models import row_for
 from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.site import AttentionMethod

@@ -62,6 +62,10 @@ class Observer:
             self._on_call(call)
         return AttentionOutput(out, stats)
 
+    @property
+    def state_bytes(self) -> int:
+        return self.method.state_bytes
+
     def reset(self) -> None:
         """What was seen is kept: it is read after the pipeline has let go of the method."""
         self.method.reset()
