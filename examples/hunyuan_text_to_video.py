@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from diffusers import HunyuanVideoPipeline
 
-from parkattn.integrations import disable, enable, summary
+from parkattn import disable, enable, summary
 from parkattn.studio.video import as_bytes, write_mp4
 
 

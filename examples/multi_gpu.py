@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from diffusers import ContextParallelConfig, HunyuanVideoPipeline
 
-from parkattn.integrations import enable, sequence_parallel_plan, summary
+from parkattn import enable, sequence_parallel_plan, summary
 from parkattn.studio.video import as_bytes, write_mp4
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from diffusers import WanPipeline
 
-from parkattn.integrations import enable
+from parkattn import enable
 from parkattn.studio.video import as_bytes, write_mp4
 
 

@@ -12,7 +12,7 @@ import torch
 from diffusers import WanImageToVideoPipeline
 from diffusers.utils import load_image
 
-from parkattn.integrations import enable, summary
+from parkattn import enable, summary
 from parkattn.studio.video import as_bytes, write_mp4
 
 

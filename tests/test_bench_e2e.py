@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("diffusers")
 from parkattn.bench import e2e, e2e_run, e2e_turns
-from parkattn.integrations.session import session_of
+from parkattn.hosts.diffusers.session import session_of
 from parkattn.park import ParkConfig
 
 # numpy's complaint about schedulers of diffusers
@@ -72,7 +72,7 @@ def test_one_measurement_has_every_phase_at_the_density_asked_for(ready):
 
 def test_blocks_are_compiled_before_anything_is_timed(ready, monkeypatch):
     """Getting ready asks the question that the measurement will ask, for as many steps and blocks; else compiling would be timed."""
-    from parkattn.integrations.fused import Fusing
+    from parkattn.hosts.diffusers.fused import Fusing
 
     asked = []
 
@@ -241,7 +241,7 @@ def test_the_gate_can_fail(name, monkeypatch):
 def test_the_gate_sees_padding(monkeypatch):
     """Stock attention without its mask must not pass."""
     from parkattn.bench import e2e_gate
-    from parkattn.integrations import session
+    from parkattn.hosts.diffusers import session
 
     monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))
     monkeypatch.setattr(session, "_key_valid", lambda mask, q: (None, None))

@@ -5,7 +5,7 @@ parkattn.enable(pipe)                   # a diffusers pipeline: Wan, HunyuanVide
 out = parkattn.park_attention(q, k, v)  # or one attention call: [batch, heads, tokens, dim]
 """
 
-from parkattn.integrations import disable, enable, sequence_parallel_plan, summary
+from parkattn.hosts.diffusers import disable, enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS, make_method, register
 from parkattn.park import Park, ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan

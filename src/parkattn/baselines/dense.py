@@ -12,6 +12,7 @@ from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 class Dense:
     name = "dense"
+    state_bytes = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
@@ -19,10 +20,6 @@ class Dense:
             expect_key_valid(site.key_valid, k)
         out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
         return AttentionOutput(out, AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
-
-    @property
-    def state_bytes(self) -> int:
-        return 0
 
     def reset(self) -> None:
         """Dense attention remembers nothing."""

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from parkattn.bench.timing import bench_device, free_memory, gpu_environment
-from parkattn.integrations import enable, summary
-from parkattn.integrations.models import row_for
-from parkattn.integrations.summary import PHASES, Summary
+from parkattn.engine.summary import PHASES, Summary
+from parkattn.hosts.diffusers import enable, summary
 from parkattn.metrics.budget import solve_budget
+from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
 from parkattn.record import append_records
 from parkattn.reuse import History, Schedule
@@ -45,34 +45,39 @@ ROOM_FOR_ALL = 120e9  # bytes of GPU memory from which on all models get ready a
 
 @dataclass(frozen=True)
 class WholeModel:
-    transformer: str  # class in diffusers
-    preset: str
-    video: tuple[int, int, int] = (81, 720, 1280)  # frames, height, width in pixels
-    sizes: dict[str, Any] = field(default_factory=dict)  # where the model differs from its class's defaults
-    text_tokens: int = 512
-    valid_text: int = 512  # the rest is padding
+    name: str  # of the released size, and of its preset
+    video: tuple[int, int, int]  # frames, height, width in pixels
+    sizes: Mapping[str, Any]  # where the model differs from its class's defaults
+    text_tokens: int
+    valid_text: int  # the rest is padding
     settings: dict[str, Any] = field(default_factory=dict)  # for sizes that the preset was not made for
 
     @property
+    def transformer(self) -> str:
+        """Its class in diffusers."""
+        return SIZES[self.name].transformer
+
+    @property
     def latents(self) -> tuple[int, int, int]:
-        """Both autoencoders make one latent frame of four, after the first, and shrink 8 times."""
-        frames, height, width = self.video
-        return (frames - 1) // 4 + 1, height // 8, width // 8
+        return SIZES[self.name].latents(*self.video)
 
     @property
     def tokens(self) -> int:
-        frames, height, width = self.latents
-        return frames * (height // 2) * (width // 2)
+        return SIZES[self.name].tokens(*self.video)
 
     def config(self, **changes: Any) -> ParkConfig:
-        return ParkConfig.preset(self.preset, **{**self.settings, **changes})
+        return ParkConfig.preset(self.name, **{**self.settings, **changes})
+
+
+def released(name: str, valid_text: int | None = None) -> WholeModel:
+    size = SIZES[name]
+    return WholeModel(name, size.video, size.made_with, size.text, size.text if valid_text is None else valid_text)
 
 
 MODELS = {
-    "wan2.1-1.3b": WholeModel("WanTransformer3DModel", "wan2.1-1.3b", sizes={"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
-    "wan2.1-14b": WholeModel("WanTransformer3DModel", "wan2.1-14b"),
-    # 125 frames are 32 latent frames; a prompt of 60 words fills a part of its 256 places
-    "hunyuanvideo": WholeModel("HunyuanVideoTransformer3DModel", "hunyuanvideo", video=(125, 720, 1280), text_tokens=256, valid_text=80),
+    "wan2.1-1.3b": released("wan2.1-1.3b"),
+    "wan2.1-14b": released("wan2.1-14b"),
+    "hunyuanvideo": released("hunyuanvideo", valid_text=80),  # a prompt of 60 words
 }
 # for gates, and for rehearsals under Triton's interpreter, where every token costs seconds
 _SMALL: dict[str, Any] = {"video": (9, 64, 64), "text_tokens": 16}

@@ -13,8 +13,8 @@ from torch import Tensor
 from parkattn.bench.e2e import SMALL_HUNYUAN, SMALL_WAN, WholeModel, forward_inputs, random_transformer, run_forward
 from parkattn.bench.e2e_run import generate, pipeline
 from parkattn.bench.problems import Case, verdict
-from parkattn.integrations import disable, enable, summary
-from parkattn.integrations.models import row_for
+from parkattn.hosts.diffusers import disable, enable, summary
+from parkattn.models import row_for
 from parkattn.park import ParkConfig
 
 TIMESTEPS = (999.0, 700.0, 400.0)  # dense, refresh, reuse

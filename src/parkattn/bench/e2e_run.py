@@ -17,8 +17,8 @@ import torch
 
 from parkattn.bench.e2e import RUN_STEPS, Prepared, WholeModel, memory_record, phases_of_run, watched
 from parkattn.bench.timing import free_memory
-from parkattn.integrations import enable, summary
-from parkattn.integrations.summary import PHASES
+from parkattn.engine.summary import PHASES
+from parkattn.hosts.diffusers import enable, summary
 
 
 def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parkattn.config import ParkConfig
+from parkattn.models import SIZES
 from parkattn.plan import Blocks, Plan
 
 
@@ -19,9 +21,13 @@ class Shape(NamedTuple):
     dim: int = 128
 
 
-WAN_14B = Shape(40, 75_600, 128, 512)
-WAN_1_3B = Shape(12, 75_600, 128, 512)
-HUNYUAN = Shape(24, 115_200, 128, 1024)
+def paper_shape(model: str) -> Shape:
+    """One layer's attention over the video that the paper makes with the model, text aside."""
+    size, config = SIZES[model], ParkConfig.preset(model)
+    return Shape(size.heads, size.tokens(*size.video), config.query_clusters, config.key_clusters, size.head_dim)
+
+
+WAN_14B, WAN_1_3B, HUNYUAN = map(paper_shape, ("wan2.1-14b", "wan2.1-1.3b", "hunyuanvideo"))
 TINY = Shape(2, 96, 4, 8, 64)  # a rehearsal under the interpreter
 
 Case = dict[str, Any]

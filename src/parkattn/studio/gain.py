@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parkattn.checks import expect_choice
+from parkattn.models import SIZES, ModelSize
 from parkattn.park import ParkConfig
 from parkattn.sprites import CHECKPOINT
 
@@ -16,62 +16,40 @@ GPUS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362
 UTILISATION = 0.5  # of the peak, for a rough time per step
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """blocks: transformer blocks; width: model dimension; every/pixels: frames and pixels per token."""
-
-    blocks: int
-    width: int
-    ffn: int
-    text: int
-    cross_attention: bool
-    passes: int  # forwards per step: 2 with classifier-free guidance
-    every: int = 4
-    pixels: int = 16
-
-    def tokens(self, frames: int, height: int, width: int) -> int:
-        return ((frames - 1) // self.every + 1) * (height // self.pixels) * (width // self.pixels)
-
-
-MODELS = {
-    "wan2.1-1.3b": ModelShape(30, 1536, 8960, 512, True, 2),
-    "wan2.1-14b": ModelShape(40, 5120, 13824, 512, True, 2),
-    "wan2.2-14b": ModelShape(40, 5120, 13824, 512, True, 2),
-    "hunyuanvideo": ModelShape(60, 3072, 12288, 256, False, 1),
-}
-
-
-def shipped_shape() -> ModelShape | None:
+def shipped_size() -> ModelSize | None:
     paths = [Path(CHECKPOINT) / part / "config.json" for part in ("transformer", "vae")]
     if not all(path.exists() for path in paths):
         return None
     config, vae = (json.loads(path.read_text()) for path in paths)
-    width, pixels = config["num_attention_heads"] * config["attention_head_dim"], vae["scale_factor_spatial"] * config["patch_size"][1]
-    return ModelShape(config["num_layers"], width, config["ffn_dim"], 32, True, 1, vae["scale_factor_temporal"], pixels)
+    return ModelSize(
+        transformer=config["_class_name"], layers=config["num_layers"], heads=config["num_attention_heads"], ffn=config["ffn_dim"], text=32,
+        head_dim=config["attention_head_dim"], passes=1, frames=vae["scale_factor_temporal"], latent_pixels=vae["scale_factor_spatial"],
+        pixels=vae["scale_factor_spatial"] * config["patch_size"][1],
+    )  # fmt: skip
 
 
-def model_shape(name: str) -> ModelShape:
-    shipped = shipped_shape()
-    known = MODELS | ({"sprites": shipped} if shipped else {})
+def model_size(name: str) -> ModelSize:
+    shipped = shipped_size()
+    known = SIZES | ({"sprites": shipped} if shipped else {})
     expect_choice("model", name, known)
     return known[name]
 
 
 def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | None = None, density: float = 0.25) -> dict[str, Any]:
     """density: of the sparse steps. bound: the speed-up of denoising if sparse attention cost exactly its density."""
-    shape = model_shape(model)
-    n = shape.tokens(frames, height, width)
+    size = model_size(model)
+    n = size.tokens(frames, height, width)
     if n < 1:
-        raise ValueError(f"height, width: expected at least {shape.pixels} pixels each, got {height} x {width}; raise them.")
-    d = shape.width
-    in_attention = n if shape.cross_attention else n + shape.text
+        raise ValueError(f"height, width: expected at least {size.pixels} pixels each, got {height} x {width}; raise them.")
+    d = size.width
+    in_attention = n if size.cross_attention else n + size.text
     attention = 4 * in_attention**2 * d
-    cross = 4 * n * d**2 + 4 * shape.text * d**2 + 4 * n * shape.text * d if shape.cross_attention else 0
-    rest = 8 * in_attention * d**2 + cross + 4 * in_attention * d * shape.ffn
+    cross = 4 * n * d**2 + 4 * size.text * d**2 + 4 * n * size.text * d if size.cross_attention else 0
+    rest = 8 * in_attention * d**2 + cross + 4 * in_attention * d * size.ffn
     share = attention / (attention + rest)
     dense_steps = ParkConfig.for_model(model).dense_fraction
     computed = dense_steps + (1 - dense_steps) * density
-    flops = shape.blocks * shape.passes * (attention + rest)
+    flops = size.layers * size.passes * (attention + rest)
     peak = gpu_peak(gpu)
     return {
         "model": model,

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.integrations import Session
-from parkattn.integrations.models import row_for
+from parkattn.hosts.diffusers import Session
 from parkattn.methods import make_method
+from parkattn.models import row_for
 from parkattn.park import ParkConfig
 from parkattn.plan import write_atomically
 from parkattn.record import environment

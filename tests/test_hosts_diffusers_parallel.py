@@ -77,7 +77,7 @@ def test_padding_is_masked_in_the_right_places_where_text_is_spread_over_ranks(c
 
 @pytest.mark.parametrize("text", ["first", "last"])
 def test_pieces_of_ranks_come_together_in_the_order_of_one_process(text):
-    from parkattn.integrations.sequence_parallel import in_one_piece, in_rank_pieces
+    from parkattn.hosts.diffusers.sequence_parallel import in_one_piece, in_rank_pieces
 
     video, words = torch.arange(12.0), torch.arange(100.0, 104.0)
     whole = torch.cat([words, video] if text == "first" else [video, words])[None, :, None, None]
@@ -90,22 +90,22 @@ def test_pieces_of_ranks_come_together_in_the_order_of_one_process(text):
 def test_parallelism_that_is_not_understood_runs_dense_and_says_why():
     from types import SimpleNamespace
 
-    from parkattn.integrations.sequence_parallel import why_not_sparse
+    from parkattn.hosts.diffusers.sequence_parallel import why_not_ulysses
 
     def degrees(**fields):
         return SimpleNamespace(context_parallel_config=SimpleNamespace(**{"ulysses_degree": 2, "ring_degree": 1, **fields}))
 
-    assert why_not_sparse(degrees(), text_tokens=4) is None
-    assert why_not_sparse(degrees(ulysses_anything=True), text_tokens=0) is None
-    assert "hides how text was split" in why_not_sparse(degrees(ulysses_anything=True), text_tokens=4)
-    assert "part of the keys" in why_not_sparse(degrees(ring_degree=2), text_tokens=0)
-    assert "SimpleNamespace is not that of diffusers" in why_not_sparse(SimpleNamespace(), text_tokens=0)
+    assert why_not_ulysses(degrees(), text_tokens=4) is None
+    assert why_not_ulysses(degrees(ulysses_anything=True), text_tokens=0) is None
+    assert "hides how text was split" in why_not_ulysses(degrees(ulysses_anything=True), text_tokens=4)
+    assert "part of the keys" in why_not_ulysses(degrees(ring_degree=2), text_tokens=0)
+    assert "SimpleNamespace is not that of diffusers" in why_not_ulysses(SimpleNamespace(), text_tokens=0)
 
 
 def test_diffusers_brings_a_plan_for_wan_and_we_bring_one_for_hunyuan():
     pytest.importorskip("diffusers")
     import tiny_pipelines as tiny
-    from parkattn.integrations import sequence_parallel_plan
+    from parkattn.hosts.diffusers import sequence_parallel_plan
 
     assert sequence_parallel_plan(tiny.wan_transformer()) is None
     assert set(sequence_parallel_plan(tiny.hunyuan_transformer())) == {"rope", "transformer_blocks.0", "proj_out"}
@@ -130,8 +130,8 @@ def work() -> None:
     from diffusers.models import attention_dispatch
 
     import tiny_pipelines as tiny
-    from parkattn.integrations import disable, enable, fused, sequence_parallel_plan, summary
-    from test_integrations_examples import load
+    from parkattn.hosts.diffusers import disable, enable, fused, sequence_parallel_plan, summary
+    from test_hosts_diffusers_examples import load
 
     torch.set_num_threads(1)
     fused.COMPILER = "aot_eager"
@@ -181,7 +181,7 @@ def work() -> None:
                 "difference": (latents - sparse).abs().max().item(),
                 "dense difference": (latents - dense).abs().max().item(),
                 "sparse - dense": (sparse - dense).abs().max().item(),
-                # as in test_integrations: n eps per step, times 2 g - 1
+                # as in test_hosts_diffusers: n eps per step, times 2 g - 1
                 "tolerance": 112 * torch.finfo(torch.float32).eps * tiny.STEPS * 9 * dense.abs().max().item(),
                 "calls": made.calls,
                 "calls of one process": report.calls,

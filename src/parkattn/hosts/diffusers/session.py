@@ -8,15 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from parkattn.integrations.fused import Fusing
-from parkattn.integrations.models import row_for, without_compile_wrapper
-from parkattn.integrations.processor import AttentionCall, MethodProcessor, replace_processor, set_processor
-from parkattn.integrations.summary import RunLog, Summary, stopwatch
-from parkattn.integrations.tracker import StepTracker, put_on_instance
-from parkattn.site import AttentionMethod, AttentionStats, CallSite
+from parkattn.engine import Engine
+from parkattn.engine.summary import Summary
+from parkattn.hosts.diffusers.fused import Fusing
+from parkattn.hosts.diffusers.instances import put_on_instance
+from parkattn.hosts.diffusers.processor import MethodProcessor
+from parkattn.hosts.diffusers.stand_ins import replace_processor, set_processor
+from parkattn.hosts.diffusers.tracker import StepTracker
+from parkattn.models import row_for, without_compile_wrapper
+from parkattn.site import AttentionMethod
 
+_UNKNOWN_STEP = "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile_repeated_blocks"
+_LOST = "another processor was set after enable; call enable again"
 # which session a transformer belongs to; a deleted transformer takes its session along, which holds no transformer
 _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -28,12 +32,11 @@ class Session:
         transformers = transformers_of(target)
         rows = {name: row_for(transformer) for name, transformer in transformers.items()}
         # refuses a wrong fuse before anything is taken off
-        self.fusing = Fusing(fuse, lambda: self.tracker.total_steps)
+        self.engine = Engine(method, _UNKNOWN_STEP)
+        self.fusing = Fusing(fuse, lambda: self.engine.clock.total_steps)
         for transformer in transformers.values():
             close_session_of(transformer)
-        self.method = method
-        self.log = RunLog()
-        self.tracker = StepTracker(functools.partial(_scheduler, weakref.ref(target)), self.reset, total_steps)
+        self.tracker = StepTracker(self.engine.clock, functools.partial(_scheduler, weakref.ref(target)), self.reset, total_steps)
         self._undo: list[Callable[[], None]] = []
         self._transformers = [weakref.ref(transformer) for transformer in transformers.values()]
         # weak: a deleted pipeline frees its weights at once
@@ -42,12 +45,11 @@ class Session:
             for name, transformer in transformers.items():
                 row = rows[name]
                 for layer, attention in enumerate(row.attentions(transformer)):
-                    attend = functools.partial(self._attend, name, layer, row.text)
-                    made = replace_processor(attention, attend, row.text, row.pair_mask)
+                    made = replace_processor(attention, self.engine, row, name, layer, self.tracker.at_layer)
                     self._processors.append((name, layer, weakref.ref(attention), made))
                 blocks = row.all_blocks(transformer)
                 self._undo += [self.fusing.attach(block, len(blocks)) for block in blocks]
-                self.tracker.attach(transformer)
+                self.tracker.attach(transformer, row)
                 _SESSIONS[transformer] = self
             self._follow_end_of_run(target)
         except BaseException:
@@ -56,8 +58,7 @@ class Session:
 
     def reset(self) -> None:
         """Forget plans and statistics. Happens by itself when a run begins."""
-        self.method.reset()
-        self.log.clear()
+        self.engine.reset()
         self.fusing.outcomes.clear()
 
     def close(self) -> None:
@@ -77,12 +78,13 @@ class Session:
             self._undo.pop()()
 
     def summary(self) -> Summary:
-        lost = [
-            (name, layer)
-            for name, layer, attention, processor in self._processors
-            if getattr(attention(), "processor", None) is not processor
-        ]
-        return Summary.of(self.method.name, self.log, self._state_bytes(), dict(self.fusing.outcomes.most_common()), lost)
+        lost = sum(getattr(attention(), "processor", None) is not made for _, _, attention, made in self._processors)
+        missed, fused = ({_LOST: lost} if lost else {}), dict(self.fusing.outcomes.most_common())
+        return Summary.of(self.method.name, self.engine.log, self.method.state_bytes, fused, missed)
+
+    @property
+    def method(self) -> AttentionMethod:
+        return self.engine.method
 
     def __enter__(self) -> Session:
         return self
@@ -105,42 +107,8 @@ class Session:
         self._undo.append(put_on_instance(target, "maybe_free_model_hooks", maybe_free_model_hooks))
 
     def _end_run(self) -> None:
-        self.log.peak_state_bytes = self._state_bytes()
-        self.method.reset()
+        self.engine.end_run()
         self.tracker.forget_run()
-
-    def _state_bytes(self) -> int:
-        return self.method.state_bytes
-
-    def _attend(self, transformer: str, layer: int, text: str, call: AttentionCall) -> Tensor:
-        tracker = self.tracker
-        if call.compiled:
-            tracker.at_layer(transformer, layer)
-        key_valid, mask_reason = _key_valid(call.mask, call.q)
-        site = CallSite(
-            layer=layer,
-            step=tracker.step or 0,
-            total_steps=tracker.total_steps,
-            branch=tracker.branch if call.part == 0 else f"{tracker.branch}, part {call.part}",
-            transformer=transformer,
-            grid=tracker.grid,
-            text=_text_span(text, call.text_tokens, call.q.shape[1]),
-            scale=call.scale,
-            key_valid=key_valid,
-            dense=lambda: call.dense().transpose(1, 2),
-        )
-        reason = call.reason or mask_reason
-        if reason is None and tracker.step is None:
-            reason = "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile_repeated_blocks"
-        stop = stopwatch(call.q.device)
-        if reason is not None:
-            out = call.dense()
-            self.log.add(site, AttentionStats("dense", reason, call.q.new_ones(call.q.shape[0], call.q.shape[2])), stop())
-            return out
-        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-        out, stats = self.method(q, k, v, site)
-        self.log.add(site, stats, stop())
-        return out.transpose(1, 2)
 
 
 def session_of(target: Any) -> Session | None:
@@ -172,18 +140,3 @@ def transformers_of(target: Any) -> dict[str, torch.nn.Module]:
 
 def _scheduler(target: weakref.ref[Any]) -> Any:
     return getattr(target(), "scheduler", None)
-
-
-def _text_span(place: str, tokens: int, length: int) -> slice | None:
-    if place == "none" or tokens == 0:
-        return None
-    return slice(0, tokens) if place == "first" else slice(length - tokens, length)
-
-
-def _key_valid(mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, str | None]:
-    """A mask over keys alone becomes key_valid [b m]; any other mask is a reason to stay dense."""
-    if mask is None:
-        return None, None
-    if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1:
-        return mask[:, 0, 0].expand(q.shape[0], -1), None
-    return None, f"the mask {list(mask.shape)} of {mask.dtype} is more than key padding"

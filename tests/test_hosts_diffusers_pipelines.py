@@ -10,8 +10,9 @@ import torch
 diffusers = pytest.importorskip("diffusers")
 import tiny_families as families  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn.integrations import MODELS, disable, enable, summary  # noqa: E402
-from test_integrations import EVERY_BLOCK, SPARSE, everything_on, tolerance, trace  # noqa: E402
+from parkattn.hosts.diffusers import disable, enable, summary  # noqa: E402
+from parkattn.models import MODELS  # noqa: E402
+from test_hosts_diffusers import EVERY_BLOCK, SPARSE, everything_on, tolerance, trace  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # numpy's complaint about schedulers of diffusers
@@ -41,7 +42,7 @@ def left_on(pipe) -> dict:
 
 def test_every_row_of_the_table_runs_as_a_pipeline_somewhere():
     here = {type(built(name).transformer).__name__ for name in families.FAMILIES}
-    elsewhere = {"WanTransformer3DModel", "HunyuanVideoTransformer3DModel"}  # text to video, in test_integrations
+    elsewhere = {"WanTransformer3DModel", "HunyuanVideoTransformer3DModel"}  # text to video, in test_hosts_diffusers
     assert here | elsewhere == set(MODELS)
 
 

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.integrations import disable, enable, summary
-from test_integrations import SPARSE
+from parkattn.hosts.diffusers import disable, enable, summary
+from test_hosts_diffusers import SPARSE
 
 pytestmark = [
     # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
@@ -169,6 +169,6 @@ def test_the_operator_is_registered_as_torch_expects():
 
 
 def test_importing_the_integration_imports_neither_diffusers_nor_the_compiler():
-    code = "import sys, parkattn.integrations; print([m for m in ('diffusers', 'transformers', 'torch._inductor', 'triton') if m in sys.modules])"
+    code = "import sys, parkattn.hosts.diffusers; print([m for m in ('diffusers', 'transformers', 'torch._inductor', 'triton') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.integrations import disable, enable, fused, summary
-from parkattn.integrations.session import session_of
-from test_integrations import SPARSE
-from test_integrations_compile import apart_from_time, fresh_compiler, graphs, pytestmark  # noqa: F401 (a fixture and the warnings)
+from parkattn.hosts.diffusers import disable, enable, fused, summary
+from parkattn.hosts.diffusers.session import session_of
+from test_hosts_diffusers import SPARSE
+from test_hosts_diffusers_compile import apart_from_time, fresh_compiler, graphs, pytestmark  # noqa: F401 (a fixture and the warnings)
 
 CONFIG = SPARSE.replace(refresh_interval=2)
 EVERY_BLOCK = SPARSE.replace(top_p=None, top_k=1.0)

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from parkattn.engine import Clock
+from parkattn.hosts.diffusers.instances import put_on_instance
+from parkattn.models import ModelRow
+
 
 class StepTracker:
-    def __init__(self, scheduler_of: Callable[[], Any], on_new_run: Callable[[], None], total_steps: int | None = None) -> None:
+    """Sets a clock by what a pipeline does."""
+
+    def __init__(
+        self, clock: Clock, scheduler_of: Callable[[], Any], on_new_run: Callable[[], None], total_steps: int | None = None
+    ) -> None:
         """scheduler_of returns the pipeline's scheduler, which users may replace between runs; None for a bare transformer."""
-        self.step: int | None = None
-        self.total_steps = total_steps
-        self.branch = "forward 0"
-        self.grid: tuple[int, int, int] | None = None
+        self.clock = clock
+        clock.total_steps = total_steps
+        clock.branch = "forward 0"
         self._scheduler_of = scheduler_of
         self._on_new_run = on_new_run
         self._undo: list[Callable[[], Any]] = []
@@ -33,7 +38,7 @@ class StepTracker:
 
     def forget_run(self) -> None:
         """Whatever comes next begins a run."""
-        self.step = None
+        self.clock.step = None
         self._run: Any = None  # the scheduler's timesteps: a new tensor for every run
         self._begun = False
         self._uncounted: set[str | None] = set()  # branches of a compiled transformer seen before the scheduler began to count
@@ -42,9 +47,9 @@ class StepTracker:
         self._forwards_in_step = 0
         self._inside_forward = False
 
-    def attach(self, transformer: torch.nn.Module) -> None:
+    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> None:
         names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
-        hooks = _Hooks(self, names)
+        hooks = _Hooks(self, row, names)
         self._undo.append(transformer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
         self._undo.append(transformer.register_forward_hook(hooks.after).remove)
         if hasattr(transformer, "cache_context"):
@@ -69,14 +74,16 @@ class StepTracker:
         step = facts.get("step_index")
         step = _counter(scheduler) if step is None else step
         step = self._count(arguments, first, name) if step is None else int(step)
-        if first or (step is not None and self.step is not None and step < self.step):
+        if first or (step is not None and self.clock.step is not None and step < self.clock.step):
             self._on_new_run()
         # a pipeline that opens no context runs its branches one after the other
-        self._forwards_in_step = self._forwards_in_step + 1 if step == self.step and not first else 0
-        self.branch = name if name is not None else f"forward {self._forwards_in_step}"
-        self.step = step
+        self._forwards_in_step = self._forwards_in_step + 1 if step == self.clock.step and not first else 0
+        self.clock.branch = name if name is not None else f"forward {self._forwards_in_step}"
+        self.clock.step = step
         total = len(timesteps) if timesteps is not None else facts.get("num_inference_steps")
-        self.total_steps = total if total is not None else self.total_steps
+        self.clock.total_steps = total if total is not None else self.clock.total_steps
+        if first:
+            self.clock.noise_levels = _noise_levels(scheduler)
         self._layers_seen.clear()
 
     def end_forward(self) -> None:
@@ -107,15 +114,15 @@ class StepTracker:
         schedule = self._run.tolist() if isinstance(self._run, torch.Tensor) else []
         if value in schedule:
             return schedule.index(value)
-        if first or self.step is None or last is None:
+        if first or self.clock.step is None or last is None:
             return 0
         if value == last:
-            return self.step
+            return self.clock.step
         # most models denoise downwards, Mochi upwards: the first change says which, and a turn begins a new run
         rising = value > last
         turned = self._rising is not None and rising != self._rising
         self._rising = None if turned else rising
-        return 0 if turned else self.step + 1
+        return 0 if turned else self.clock.step + 1
 
     def _follow_contexts(self, transformer: Any) -> None:
         stock = transformer.cache_context
@@ -134,68 +141,26 @@ class StepTracker:
 
 
 class _Hooks:
-    """What the tracker hears of one transformer. A copied or pickled transformer takes hooks along that tell nobody."""
+    """What the tracker hears of one transformer. A copied or pickled transformer takes hooks along that do nothing."""
 
-    def __init__(self, tracker: StepTracker | None, names: list[str]) -> None:
+    def __init__(self, tracker: StepTracker | None, row: ModelRow | None, names: list[str]) -> None:
         self.tracker = tracker
+        self.row = row
         self.names = names  # of the arguments of forward
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
-        if not torch.compiler.is_compiling() and self.tracker is not None:
-            self.tracker.begin_forward({**dict(zip(self.names, args, strict=False)), **kwargs})
-            self.tracker.grid = _grid(module, args, kwargs)
+        if not torch.compiler.is_compiling() and self.tracker is not None and self.row is not None:
+            arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+            self.tracker.begin_forward(arguments)
+            self.tracker.clock.grid = self.row.grid(arguments, getattr(module, "config", None))
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self.tracker is not None:
             self.tracker.end_forward()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _Hooks, (None, [])
-
-
-class _Shadow:
-    """A method put on one instance. A copied or pickled instance has what was shadowed, as a method of its own."""
-
-    def __init__(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
-        self.owner = weakref.ref(owner)
-        self.name = name
-        self.value = value
-        self.shadowed = owner.__dict__.get(name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.value(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_method_of_class, (self.owner(), self.name)) if self.shadowed is None else (itself, (self.shadowed,))
-
-
-def _method_of_class(owner: Any, name: str) -> Any:
-    return types.MethodType(getattr(type(owner), name), owner)
-
-
-def itself(value: Any) -> Any:
-    """For __reduce_ex__ of what is to come back as something else."""
-    return value
-
-
-def put_on_instance(owner: Any, name: str, value: Callable[..., Any]) -> Callable[[], None]:
-    """Shadow a method on one instance; returns how to take it off, which does not keep the owner alive."""
-    shadow = _Shadow(owner, name, value)
-    setattr(owner, name, shadow)
-    of_owner, of_value = weakref.ref(owner), weakref.ref(shadow)
-
-    def undo() -> None:
-        alive, ours = of_owner(), of_value()
-        # somebody who shadowed it after us keeps their place
-        if alive is None or ours is None or alive.__dict__.get(name) is not ours:
-            return
-        if ours.shadowed is None:
-            del alive.__dict__[name]
-        else:
-            setattr(alive, name, ours.shadowed)
-
-    return undo
+        return _Hooks, (None, None, [])
 
 
 def _counter(scheduler: Any) -> int | None:
@@ -205,16 +170,9 @@ def _counter(scheduler: Any) -> int | None:
     return getattr(scheduler, "begin_index", None) if step is None else step
 
 
-def _grid(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, int] | None:
-    """(frames, height, width) in tokens, for transformers that take [b c f h w] and name their patch in the config."""
-    hidden = kwargs.get("hidden_states", args[0] if args else None)
-    config = getattr(module, "config", None)
-    patch = getattr(config, "patch_size", None)
-    if isinstance(patch, int):
-        patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
-    if not isinstance(hidden, torch.Tensor) or hidden.ndim != 5 or not isinstance(patch, (tuple, list)) or len(patch) != 3:
-        return None
-    if type(module).__name__.startswith("CogVideoX"):  # takes [b f c h w]
-        hidden = hidden.transpose(1, 2)
-    frames, height, width = (size // p for size, p in zip(hidden.shape[2:], patch, strict=True))
-    return frames, height, width
+def _noise_levels(scheduler: Any) -> tuple[float, ...] | None:
+    """One sigma per step. Read once per run: schedulers keep them on the CPU, as a tensor or an array."""
+    sigmas, timesteps = getattr(scheduler, "sigmas", None), getattr(scheduler, "timesteps", None)
+    if sigmas is None or timesteps is None or not 0 <= len(sigmas) - len(timesteps) <= 1:
+        return None  # before set_timesteps, sigmas are those of training
+    return tuple(float(sigma) for sigma in sigmas.tolist()[: len(timesteps)])  # after the last step comes where it ends, mostly 0

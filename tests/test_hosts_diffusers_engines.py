@@ -17,8 +17,8 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.integrations import disable, enable, summary
-from test_integrations import EVERY_BLOCK, SPARSE, tolerance
+from parkattn.hosts.diffusers import disable, enable, summary
+from test_hosts_diffusers import EVERY_BLOCK, SPARSE, tolerance
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

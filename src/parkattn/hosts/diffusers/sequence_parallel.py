@@ -15,8 +15,8 @@ from torch import Tensor
 RING = "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
 
 
-def why_not_sparse(parallel: Any, text_tokens: int) -> str | None:
-    """None where attend_ulysses applies."""
+def why_not_ulysses(parallel: Any, text_tokens: int) -> str | None:
+    """None where run_in_ulysses applies."""
     degrees = getattr(parallel, "context_parallel_config", None)
     if degrees is None:
         return f"the parallelism of {type(parallel).__name__} is not that of diffusers; use enable_parallelism"
@@ -27,8 +27,8 @@ def why_not_sparse(parallel: Any, text_tokens: int) -> str | None:
     return None
 
 
-def attend_ulysses(
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor],
+def run_in_ulysses(
+    with_all_tokens: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,7 +38,7 @@ def attend_ulysses(
     parallel: Any,
     scale: float | None,
 ) -> Tensor:
-    """attend(q, k, v, mask, text_tokens) sees every token of this rank's heads, in the order of one process.
+    """with_all_tokens(q, k, v, mask, text_tokens) sees every token of this rank's heads, in the order of one process.
 
     q, k, v [b s h d] and text_tokens are this rank's share; mask is that of the whole sequence.
     """
@@ -48,15 +48,23 @@ def attend_ulysses(
 
     def forward_op(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         if not text_tokens:
-            return attend(query, key, value, mask, 0).contiguous()
+            return with_all_tokens(query, key, value, mask, 0).contiguous()
         query, key, value = (in_one_piece(x, ranks, text_tokens, text) for x in (query, key, value))
-        out = attend(query, key, value, mask, text_tokens * ranks)
+        out = with_all_tokens(query, key, value, mask, text_tokens * ranks)
         return in_rank_pieces(out, ranks, text_tokens, text).contiguous()
 
     # the mask goes past diffusers, which cannot know its order, and in 0.36 refuses any
     return _templated_context_parallel_attention(
         q, k, v, None, 0.0, False, scale, False, False, forward_op=forward_op, backward_op=None, _parallel_config=parallel
     )
+
+
+def mask_in_one_piece(mask: Tensor | None, parallel: Any, text_tokens: int, text: str) -> Tensor | None:
+    """[b 1 1 n] in the order of the ranks -> in the order of one process."""
+    if mask is None or not text_tokens:
+        return mask
+    ranks = parallel.context_parallel_config.ulysses_degree or 1
+    return in_one_piece(mask.permute(0, 3, 1, 2), ranks, text_tokens, text).permute(0, 2, 3, 1)
 
 
 def in_one_piece(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor:
@@ -70,3 +78,12 @@ def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor
     """The inverse of in_one_piece."""
     cut = text_tokens * ranks if text == "first" else x.shape[1] - text_tokens * ranks
     return torch.cat([x[:, :cut].unflatten(1, (ranks, -1)), x[:, cut:].unflatten(1, (ranks, -1))], 2).flatten(1, 2)
+
+
+def hunyuan_sequence_parallel() -> dict[str, Any]:
+    """Split video and text at the first block, gather video at the last projection; every rank then holds [video_i, text_i]."""
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    rope = {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in (0, 1)}
+    tokens = {name: ContextParallelInput(split_dim=1, expected_dims=3) for name in ("hidden_states", "encoder_hidden_states")}
+    return {"rope": rope, "transformer_blocks.0": tokens, "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.integrations.sequence_parallel import RING, in_one_piece, in_rank_pieces
+from parkattn.hosts.diffusers.sequence_parallel import RING, in_one_piece, in_rank_pieces
 
 _BACKEND = "parkattn"  # its name among xDiT's backends
 # what that backend calls, with q, k, v [b n h d]: xDiT hands a backend nothing but tensors
-_ATTEND: contextvars.ContextVar[Callable[[Tensor, Tensor, Tensor], Tensor]] = contextvars.ContextVar("parkattn_xdit_attend")
+_BETWEEN: contextvars.ContextVar[Callable[[Tensor, Tensor, Tensor], Tensor]] = contextvars.ContextVar("parkattn_between_exchanges")
 
 
 def register_backend() -> None:
@@ -29,13 +29,13 @@ def register_backend() -> None:
             f"xfuser: expected 0.5 or newer, where attention backends can be registered, got {error}; upgrade it, or split the video "
             "with diffusers' enable_parallelism."
         ) from error
-    ATTENTION_FUNCTION_REGISTRY[_BACKEND] = _backend
+    ATTENTION_FUNCTION_REGISTRY[_BACKEND] = run_as_backend
 
 
-def _backend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
+def run_as_backend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
     """[b h n d] -> [b h n d]. The second value is the log-sum, which only ring attention reads."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return _ATTEND.get()(q, k, v).transpose(1, 2), None
+    return _BETWEEN.get()(q, k, v).transpose(1, 2), None
 
 
 class Exchange:
@@ -52,8 +52,8 @@ class Exchange:
         self.extras = extras
         self.options = {"dropout_p": dropout, "is_causal": causal}
 
-    def why_not_sparse(self) -> str | None:
-        """None where `attend` applies."""
+    def why_not_usp(self) -> str | None:
+        """None where `run_usp_around` applies."""
         from xfuser.core.distributed import get_ring_parallel_world_size
 
         if get_ring_parallel_world_size() > 1:
@@ -62,7 +62,7 @@ class Exchange:
             return "xDiT's attention_kwargs may mask text; make its transformer without them"
         return None
 
-    def stock(self, q: Tensor, k: Tensor, v: Tensor, backend: Any = None) -> Tensor:
+    def run_whole_usp(self, q: Tensor, k: Tensor, v: Tensor, backend: Any = None) -> Tensor:
         """USP as xDiT's processor would call it; backend None is the one that xDiT was told to use."""
         from xfuser.model_executor.layers.usp import USP
 
@@ -78,29 +78,29 @@ class Exchange:
         out: Tensor = USP(*given, **self.options, **joint, backend=backend, attention_kwargs=self.extras)
         return out.transpose(1, 2)
 
-    def attend(self, attend: Callable[[Tensor, Tensor, Tensor, int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """attend(q, k, v, text_tokens) sees every token of this rank's heads, in the order of one process."""
+    def run_usp_around(self, with_all_tokens: Callable[[Tensor, Tensor, Tensor, int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """with_all_tokens(q, k, v, text_tokens) sees every token of this rank's heads, in the order of one process."""
         from xfuser.core.distributed import get_ulysses_parallel_world_size
 
         ranks, text_tokens = get_ulysses_parallel_world_size(), self.text_tokens
 
         def between(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if not text_tokens:
-                return attend(q, k, v, 0)
+                return with_all_tokens(q, k, v, 0)
             if self.whole_text:  # keys come with one text at the end or the start, queries with one per rank
-                out = attend(without_copies(q, ranks, text_tokens, self.text), k, v, text_tokens)
+                out = with_all_tokens(without_copies(q, ranks, text_tokens, self.text), k, v, text_tokens)
                 return with_copies(out, ranks, text_tokens, self.text)
             q, k, v = (in_one_piece(x, ranks, text_tokens, self.text) for x in (q, k, v))
-            return in_rank_pieces(attend(q, k, v, text_tokens * ranks), ranks, text_tokens, self.text)
+            return in_rank_pieces(with_all_tokens(q, k, v, text_tokens * ranks), ranks, text_tokens, self.text)
 
-        token = _ATTEND.set(between)
+        token = _BETWEEN.set(between)
         try:
-            return self.stock(q, k, v, _BACKEND)
+            return self.run_whole_usp(q, k, v, _BACKEND)
         finally:
-            _ATTEND.reset(token)
+            _BETWEEN.reset(token)
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """xDiT's own attention of what `attend` was shown."""
+    def run_xdit_backend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """xDiT's own attention of what `with_all_tokens` was shown."""
         from xfuser.core.distributed import get_runtime_state
         from xfuser.core.distributed.attention_backend import ATTENTION_FUNCTION_REGISTRY
 

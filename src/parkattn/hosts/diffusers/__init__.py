@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from parkattn.integrations.models import MODELS, row_for
-from parkattn.integrations.session import Session, close_session_of, session_of, transformers_of
-from parkattn.integrations.summary import Summary
+from parkattn.engine.summary import Summary
+from parkattn.hosts.diffusers.sequence_parallel import hunyuan_sequence_parallel
+from parkattn.hosts.diffusers.session import Session, close_session_of, session_of, transformers_of
 from parkattn.methods import configured_method
+from parkattn.models import row_for
 from parkattn.planned import PlannedMethod
 from parkattn.reuse import dense_prefix
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
-__all__ = ["MODELS", "Session", "Summary", "disable", "enable", "sequence_parallel_plan", "summary"]
+__all__ = ["Session", "Summary", "disable", "enable", "sequence_parallel_plan", "summary"]
 
 
 def enable(
@@ -65,5 +66,5 @@ def summary(target: Any) -> Summary:
 
 def sequence_parallel_plan(target: Any) -> dict[str, Any] | None:
     """The cp_plan to pass to enable_parallelism: ours where diffusers has none (HunyuanVideo), None where it has its own."""
-    plan = row_for(next(iter(transformers_of(target).values()))).sequence_parallel
-    return plan() if plan is not None else None
+    row = row_for(next(iter(transformers_of(target).values())))
+    return hunyuan_sequence_parallel() if row.sequence_parallel else None

@@ -44,21 +44,21 @@ class Fusing:
             return lambda: None
         of_block = weakref.ref(block)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_block(*args: Any, **kwargs: Any) -> Any:
             alive: Any = of_block()
             if torch.compiler.is_compiling():  # by the user
                 return alive._call_impl(*args, **kwargs)
-            return self._call(alive, blocks, *args, **kwargs)
+            return self._run_block(alive, blocks, *args, **kwargs)
 
         def undo() -> None:
             alive: Any = of_block()
-            if alive is not None and alive._compiled_call_impl is call:
+            if alive is not None and alive._compiled_call_impl is call_block:
                 del alive._compiled_call_impl
 
-        block._compiled_call_impl = call
+        block._compiled_call_impl = call_block
         return undo
 
-    def _call(self, block: Any, blocks: int, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(self, block: Any, blocks: int, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.get("hidden_states")
         reason, refused = self._why_not(hidden, blocks) or _hooks_in(block), False
         if reason is None:

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.integrations import disable
-from test_integrations_steps import LowRank
+from parkattn.hosts.diffusers import disable
+from test_hosts_diffusers_tracker import LowRank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # numpy's complaint about schedulers of diffusers
@@ -100,7 +100,7 @@ def test_the_example_runs_and_reports_sparse_steps(name, tmp_path):
 
 
 def test_every_example_is_short_and_tried():
-    elsewhere = {"multi_gpu"}  # by two ranks, in test_integrations_parallel
+    elsewhere = {"multi_gpu"}  # by two ranks, in test_hosts_diffusers_parallel
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(TRIED) | elsewhere
     assert all(len(path.read_text().splitlines()) < 60 for path in EXAMPLES.glob("*.py"))
 
@@ -108,8 +108,8 @@ def test_every_example_is_short_and_tried():
 def test_image_to_video_equals_dense_with_every_block():
     from PIL import Image
 
-    from parkattn.integrations import enable, summary
-    from test_integrations import EVERY_BLOCK, tolerance
+    from parkattn.hosts.diffusers import enable, summary
+    from test_hosts_diffusers import EVERY_BLOCK, tolerance
 
     pipe, image = tiny.wan_image_to_video(), Image.new("RGB", (64, 64), "gray")
     dense = tiny.run_wan(pipe, image=image)

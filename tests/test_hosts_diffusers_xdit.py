@@ -21,10 +21,10 @@ import torch
 pytest.importorskip("diffusers")
 import tiny_families
 import tiny_pipelines as tiny
-from parkattn.integrations import disable, enable, row_for, summary, transformers_of
-from parkattn.integrations.xdit import with_copies, without_copies
-from test_integrations import EVERY_BLOCK, tolerance, trace
-from test_integrations_parallel import HEADS, SPARSE
+from parkattn.hosts.diffusers import disable, enable, row_for, summary, transformers_of
+from parkattn.hosts.diffusers.xdit import with_copies, without_copies
+from test_hosts_diffusers import EVERY_BLOCK, tolerance, trace
+from test_hosts_diffusers_parallel import HEADS, SPARSE
 
 ODD = {"height": 48, "width": 48}  # 27 tokens, of which xDiT makes 28
 # with its start and its end the first prompt has 26 tokens, the second 25, which two ranks cannot share

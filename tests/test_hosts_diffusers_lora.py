@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn.integrations import disable, enable, fused, summary  # noqa: E402
-from test_integrations import EVERY_BLOCK, SPARSE, everything_on, tolerance  # noqa: E402
+from parkattn.hosts.diffusers import disable, enable, fused, summary  # noqa: E402
+from test_hosts_diffusers import EVERY_BLOCK, SPARSE, everything_on, tolerance  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = [pytest.mark.filterwarnings("ignore:__array__ implementation"), pytest.mark.filterwarnings("ignore::FutureWarning")]

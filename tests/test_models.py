@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.integrations import MODELS, disable, enable, summary
-from test_integrations import EVERY_BLOCK, SPARSE, trace
+from parkattn.hosts.diffusers import disable, enable, summary
+from parkattn.models import MODELS
+from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
 
 # autocast, asked for by Mochi, does nothing in float32 on a CPU and says so
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -91,7 +92,7 @@ def test_gradients_flow_through_kept_blocks_and_survive_checkpointing(name, chec
         transformer.train()
     with enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0) as session:
         found = gradients()
-        assert not any(mass.requires_grad for entry in session.log.layers.values() for mass in entry.mass)
+        assert not any(mass.requires_grad for entry in session.engine.log.layers.values() for mass in entry.mass)
     for ours, theirs in zip(found, dense, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance(theirs))
         assert theirs.abs().max() > 0

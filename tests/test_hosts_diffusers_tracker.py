@@ -7,8 +7,8 @@ import torch
 
 diffusers = pytest.importorskip("diffusers")
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn.integrations import disable, enable, summary  # noqa: E402
-from test_integrations import EVERY_BLOCK, SPARSE, built, tolerance, trace  # noqa: E402
+from parkattn.hosts.diffusers import disable, enable, summary  # noqa: E402
+from test_hosts_diffusers import EVERY_BLOCK, SPARSE, built, tolerance, trace  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -109,7 +109,7 @@ def test_conditional_and_unconditional_plans_are_kept_apart(wan):
     enable(wan, SPARSE)
     seen = trace(wan)
     guided = {}
-    from parkattn.integrations.session import session_of
+    from parkattn.hosts.diffusers.session import session_of
 
     def keep(pipe, step, t, tensors):
         if step == 0:

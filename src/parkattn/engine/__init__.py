@@ -1,0 +1,171 @@
+"""What every host shares: the clock of a run, the engine that puts a method into one attention call, and the log of the calls.
+
+A host says where a run stands and hands its attention calls over; it needs nothing else of this package:
+
+    engine = Engine(method)
+    engine.begin_run(total_steps=50, noise_levels=sigmas)     # state of an earlier run is gone
+    engine.clock.step, engine.clock.branch, engine.clock.grid = 0, "cond", (21, 45, 80)
+    out = engine.attend(q, k, v, layer=3, dense=lambda: stock(q, k, v))     # [b h n d], in every layer of every step
+    engine.end_run()                                          # plans are released, the log stays
+    print(engine.summary())
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parkattn.engine.summary import Summary
+from parkattn.site import AttentionMethod, AttentionStats, CallSite
+
+
+@dataclass
+class Clock:
+    """Where a run stands. step None: the host does not know, and calls run dense."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    branch: str = "cond"
+    grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
+    noise_levels: tuple[float, ...] | None = None  # one per step
+
+
+class Engine:
+    """One method in the attention calls of one model. unknown_step: what the log says of calls at a step that is not known."""
+
+    def __init__(self, method: AttentionMethod, unknown_step: str = "the step is unknown: the host has not set engine.clock.step") -> None:
+        self.method = method
+        self.clock = Clock()
+        self.log = RunLog()
+        self._unknown_step = unknown_step
+
+    def begin_run(self, total_steps: int | None = None, noise_levels: tuple[float, ...] | None = None) -> None:
+        self.reset()
+        self.clock.step, self.clock.total_steps, self.clock.noise_levels = 0, total_steps, noise_levels
+
+    def end_run(self) -> None:
+        """Plans, which may be a gigabyte, are not kept until the next run."""
+        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.method.state_bytes)
+        self.method.reset()
+
+    def reset(self) -> None:
+        """Forget plans and statistics; the clock stays where it is."""
+        self.method.reset()
+        self.log.clear()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int,
+        dense: Callable[[], Tensor],
+        transformer: str = "transformer",
+        text: slice | None = None,
+        key_valid: Tensor | None = None,
+        scale: float | None = None,
+        part: int = 0,
+        reason: str | None = None,
+    ) -> Tensor:
+        """One attention call of the host: [b h n d].
+
+        dense: the host's own attention of this call. part: which call of the same layer, where a host attends to one batch element
+        after the other. reason: why the call must be dense; None leaves that to the method.
+        """
+        clock = self.clock
+        site = CallSite(
+            layer=layer,
+            step=clock.step or 0,
+            total_steps=clock.total_steps,
+            branch=clock.branch if part == 0 else f"{clock.branch}, part {part}",
+            transformer=transformer,
+            grid=clock.grid,
+            text=text,
+            scale=scale,
+            key_valid=key_valid,
+            noise_levels=clock.noise_levels,
+            dense=dense,
+        )
+        if reason is None and clock.step is None:
+            reason = self._unknown_step
+        stop = stopwatch(q.device)
+        if reason is not None:
+            out, stats = dense(), AttentionStats("dense", reason, q.new_ones(q.shape[:2]))
+        else:
+            out, stats = self.method(q, k, v, site)
+        self.log.add(site, stats, stop())
+        return out
+
+    def summary(self) -> Summary:
+        return Summary.of(self.method.name, self.log, self.method.state_bytes)
+
+
+@dataclass
+class LayerLog:
+    """Tensors are kept on their device and read when somebody asks."""
+
+    phases: collections.Counter[str] = field(default_factory=collections.Counter)
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
+    density: list[Tensor] = field(default_factory=list)
+    mass: list[Tensor] = field(default_factory=list)
+    seconds: dict[str, list[Callable[[], float]]] = field(default_factory=dict)  # phase -> one per call
+
+
+class RunLog:
+    """Statistics of every attention call since the run began."""
+
+    def __init__(self) -> None:
+        self.layers: dict[tuple[str, int], LayerLog] = {}
+        self.steps: dict[int, set[str]] = {}
+        self.backends: set[str] = set()
+        self.peak_state_bytes = 0
+
+    def add(self, site: CallSite, stats: AttentionStats, seconds: Callable[[], float]) -> None:
+        log = self.layers.setdefault((site.transformer, site.layer), LayerLog())
+        log.phases[stats.phase] += 1
+        log.seconds.setdefault(stats.phase, []).append(seconds)
+        if stats.phase == "dense":
+            log.reasons[stats.reason] += 1
+        log.density.append(stats.density.mean())
+        if stats.estimated_mass is not None:
+            log.mass.append(stats.estimated_mass.mean())
+        self.steps.setdefault(site.step, set()).add(stats.phase)
+        if stats.backend:
+            self.backends.add(stats.backend)
+
+    def clear(self) -> None:
+        self.layers.clear()
+        self.steps.clear()
+        self.backends.clear()
+        self.peak_state_bytes = 0
+
+
+def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Starts; calling the result stops; calling what that returns reads the seconds, which is where a GPU is waited for."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+
+        def stop_on_gpu() -> Callable[[], float]:
+            end.record(stream)
+            return seconds_on_gpu
+
+        def seconds_on_gpu() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1000
+
+        return stop_on_gpu
+    start = time.perf_counter()
+
+    def stop() -> Callable[[], float]:
+        seconds = time.perf_counter() - start
+        return lambda: seconds
+
+    return stop

@@ -1,0 +1,115 @@
+"""What happened in the last generation, per layer and in all."""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from parkattn.engine import RunLog
+
+PHASES = ("dense", "refresh", "reuse")  # always reported, in this order; what else a method reports comes after them
+
+
+@dataclass(frozen=True)
+class Summary:
+    """to_dict() for programs (plain JSON types), str() for people."""
+
+    method: str
+    steps: dict[str, list[int]]  # phase -> steps in which some layer was in it
+    calls: dict[str, int]  # phase -> attention calls
+    density: float | None  # mean over all calls
+    dense_because: dict[str, int]  # reason -> calls
+    backends: list[str]  # what computed the sparse calls, and why
+    fused: dict[str, int]  # whether blocks ran compiled by us, and why or why not -> calls of blocks
+    attention_seconds: dict[str, float]  # phase -> time in attention, plans included
+    seconds_saved: float | None  # against the layer's own dense calls (median); None where none ran dense
+    state_bytes: int  # held now
+    peak_state_bytes: int  # held during the run
+    layers: list[dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls, method: str, log: RunLog, state_bytes: int, fused: Mapping[str, int] | None = None, missed: Mapping[str, int] | None = None
+    ) -> Summary:
+        """missed: reason -> layers whose calls did not reach the engine, where a host knows of some."""
+        names = tuple(dict.fromkeys((*PHASES, *(phase for entry in log.layers.values() for phase in entry.phases))))
+        rows: list[dict[str, Any]] = []
+        for (transformer, layer), entry in sorted(log.layers.items()):
+            rows.append({
+                "transformer": transformer,
+                "layer": layer,
+                **{phase: entry.phases[phase] for phase in names},
+                "density": _mean(entry.density),
+                "estimated_mass": _mean(entry.mass),
+                "dense_because": dict(entry.reasons),
+            })  # fmt: skip
+        reasons = collections.Counter[str]()
+        for row in rows:
+            reasons.update(row["dense_because"])
+        reasons.update(missed or {})
+        times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in log.layers.values()]
+        return cls(
+            method=method,
+            steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names},
+            calls={phase: sum(row[phase] for row in rows) for phase in names},
+            density=_mean([value for entry in log.layers.values() for value in entry.density]),
+            dense_because=dict(reasons.most_common()),
+            backends=sorted(log.backends),
+            fused=dict(fused or {}),
+            attention_seconds={phase: sum(sum(layer[phase]) for layer in times) for phase in names},
+            seconds_saved=_saved(times),
+            state_bytes=state_bytes,
+            peak_state_bytes=max(state_bytes, log.peak_state_bytes),
+            layers=rows,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "\n".join([f"{self.method}: nothing has run yet", *self._reasons()])
+        saved = "" if self.seconds_saved is None else f", about {self.seconds_saved:.1f} s saved"
+        widths = {phase: max(6, len(phase) + 1) for phase in self.calls}
+        lines = [
+            f"{self.method}: "
+            + ", ".join(f"{len(self.steps[phase])} steps {phase}" for phase in self.steps if self.steps[phase])
+            + f"; mean density {self.density:.2f}; plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
+            f"attention took {sum(self.attention_seconds.values()):.1f} s{saved}",
+            *(f"sparse calls: {reason}" for reason in self.backends),
+            *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
+            " ".join(
+                [
+                    f"{'transformer':14} {'layer':>5}",
+                    *(f"{phase:>{width}}" for phase, width in widths.items()),
+                    f"{'density':>8} {'mass':>6}",
+                ]
+            ),
+        ]
+        for row in self.layers:
+            mass = "" if row["estimated_mass"] is None else f"{row['estimated_mass']:.2f}"
+            counts = " ".join(f"{row[phase]:{width}}" for phase, width in widths.items())
+            lines.append(f"{row['transformer']:14} {row['layer']:5} {counts} {row['density']:8.2f} {mass:>6}")
+        return "\n".join(lines + self._reasons())
+
+    def _reasons(self) -> list[str]:
+        return [f"dense {count}x: {reason}" for reason, count in self.dense_because.items()]
+
+
+def _mean(values: list[Tensor]) -> float | None:
+    """None also where there is no finite one (tokens with NaN have no mass): JSON has no word for it."""
+    mean = sum(value.item() for value in values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _saved(times: list[dict[str, list[float]]]) -> float | None:
+    sparse = [[s for phase, seconds in layer.items() if phase != "dense" for s in seconds] for layer in times]
+    measured = [(statistics.median(layer["dense"]), own) for layer, own in zip(times, sparse, strict=True) if layer["dense"]]
+    return sum(dense * len(own) - sum(own) for dense, own in measured) if measured else None

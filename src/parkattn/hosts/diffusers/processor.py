@@ -1,0 +1,177 @@
+"""What stands in for the attention processor of one layer: it runs the stock code and answers its attention call.
+
+The stock `__call__` is kept as it is, projections, norms, RoPE and LoRA included (`stand_ins.py`). Its attention call comes
+here, finds all tokens of its heads (`sequence_parallel.py` and `xdit.py` where they are spread over ranks), and goes to the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parkattn.engine import Engine
+from parkattn.hosts.diffusers import xdit
+from parkattn.hosts.diffusers.instances import itself
+from parkattn.hosts.diffusers.sequence_parallel import mask_in_one_piece, run_in_ulysses, why_not_ulysses
+from parkattn.models import ModelRow
+
+_SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffusers sets on processors, and cache-dit
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How the stock code asked for attention."""
+
+    scale: float | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    parallel: bool = False
+    by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
+    part: int = 0
+    usp: str = ""  # the stock code calls xDiT's USP: with each rank's "share" of the text, or the "whole text" on every rank
+
+    def why_dense(self) -> str | None:
+        if self.causal:
+            return "the call is causal"
+        return "the call has dropout" if self.dropout else None
+
+
+class Tokens(NamedTuple):
+    """What one attention call is about: q, k, v [b s h d], of which text_tokens are text, at the end the model's row names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    text_tokens: int
+
+
+class MethodProcessor:
+    """Stands in for one attention module's processor. Made by `stand_ins.replace_processor`.
+
+    on_compiled_call(transformer, layer) is told of calls out of compiled graphs, which may be all that is seen of a forward.
+    """
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+    _cp_config: Any = None
+
+    def __init__(
+        self, stock: Any, engine: Engine, row: ModelRow, transformer: str, layer: int, on_compiled_call: Callable[[str, int], None]
+    ) -> None:
+        self.stock = stock
+        self.engine = engine
+        self.row = row
+        self.transformer = transformer
+        self.layer = layer
+        self.handle = torch.tensor(-1, dtype=torch.int64, device="cpu")  # set where a graph can find this processor
+        self._on_compiled_call = on_compiled_call
+        for name in _SHARED:
+            setattr(self, name, getattr(stock, name, None))
+
+    def give_back(self) -> Any:
+        """The stock processor, with the backend and the parallelism that were chosen in the meantime."""
+        return self._share(self.stock)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copied or pickled transformer is a stock one: it is in no session, which alone could take us off again."""
+        return itself, (self._share(copy.copy(self.stock)),)
+
+    def _share(self, stock: Any) -> Any:
+        for name in _SHARED:
+            if getattr(self, name) is not getattr(self.stock, name, None):
+                setattr(stock, name, getattr(self, name))
+        return stock
+
+    def choose_route(self, tokens: Tokens, options: CallOptions, compiled: bool = False) -> Tensor:
+        """Where the tokens of a sequence are spread over ranks, they are brought together first: [b s h d] -> [b s h d]."""
+        if compiled:
+            self._on_compiled_call(self.transformer, self.layer)
+        if options.usp:
+            extras = getattr(self.stock, "attention_kwargs", None)
+            exchange = xdit.Exchange(
+                tokens.text_tokens, self.row.text, options.usp == "whole text", extras, options.dropout, options.causal
+            )
+            return self._route_usp(tokens, options, exchange)
+        parallel = self._parallel_config if options.parallel else None
+        # tensor parallelism spreads heads, not tokens
+        if parallel is None or getattr(parallel, "context_parallel_config", parallel) is None:
+            return self._ask_engine(tokens, options, options.why_dense(), functools.partial(self._stock_attention, tokens, options, None))
+        return self._route_ulysses(tokens, options, parallel)
+
+    def _route_ulysses(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
+        if self._cp_config is not None:
+            # cache-dit has put the mask into the order of the ranks already
+            tokens = tokens._replace(mask=mask_in_one_piece(tokens.mask, parallel, tokens.text_tokens, self.row.text))
+        refusal = why_not_ulysses(parallel, tokens.text_tokens)
+        if refusal is not None:
+            return self._ask_engine(tokens, options, refusal, functools.partial(self._stock_attention, tokens, options, parallel))
+
+        def with_all_tokens(*found: Any) -> Tensor:
+            whole = Tokens(*found)
+            return self._ask_engine(whole, options, options.why_dense(), functools.partial(self._stock_attention, whole, options, None))
+
+        return run_in_ulysses(with_all_tokens, *tokens, self.row.text, parallel, options.scale)
+
+    def _route_usp(self, tokens: Tokens, options: CallOptions, exchange: xdit.Exchange) -> Tensor:
+        q, k, v, _, _ = tokens
+        refusal = exchange.why_not_usp()
+        if refusal is not None:
+            return self._ask_engine(tokens, options, refusal, functools.partial(exchange.run_whole_usp, q, k, v))
+
+        def between_exchanges(q: Tensor, k: Tensor, v: Tensor, text_tokens: int) -> Tensor:
+            whole = Tokens(q, k, v, None, text_tokens)
+            return self._ask_engine(whole, options, options.why_dense(), functools.partial(exchange.run_xdit_backend, q, k, v))
+
+        return exchange.run_usp_around(between_exchanges, q, k, v)
+
+    def _ask_engine(self, tokens: Tokens, options: CallOptions, reason: str | None, stock: Callable[[], Tensor]) -> Tensor:
+        """stock: the stock attention of these tokens -> [b s h d]."""
+        key_valid, mask_reason = _key_valid(tokens.mask, tokens.q)
+        out = self.engine.attend(
+            *(x.transpose(1, 2) for x in tokens[:3]),
+            layer=self.layer,
+            transformer=self.transformer,
+            text=_text_span(self.row.text, tokens.text_tokens, tokens.q.shape[1]),
+            key_valid=key_valid,
+            scale=options.scale,
+            dense=lambda: stock().transpose(1, 2),
+            part=options.part,
+            reason=reason or mask_reason,
+        )
+        return out.transpose(1, 2)
+
+    def _stock_attention(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
+        given: dict[str, Any] = {
+            "attn_mask": tokens.mask,
+            "dropout_p": options.dropout,
+            "is_causal": options.causal,
+            "scale": options.scale,
+        }
+        if options.by_head:
+            q, k, v = (x.transpose(1, 2) for x in tokens[:3])
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given).transpose(1, 2)
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        return dispatch_attention_fn(*tokens[:3], **given, backend=self._attention_backend, parallel_config=parallel)
+
+
+def _text_span(place: str, tokens: int, length: int) -> slice | None:
+    if place == "none" or tokens == 0:
+        return None
+    return slice(0, tokens) if place == "first" else slice(length - tokens, length)
+
+
+def _key_valid(mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, str | None]:
+    """A mask over keys alone becomes key_valid [b m]; any other mask is a reason to stay dense."""
+    if mask is None:
+        return None, None
+    if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1:
+        return mask[:, 0, 0].expand(q.shape[0], -1), None
+    return None, f"the mask {list(mask.shape)} of {mask.dtype} is more than key padding"

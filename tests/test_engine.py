@@ -1,0 +1,133 @@
+"""The engine under a host that is no diffusers: clock, calls, log and summary."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from parkattn import Park, ParkConfig
+from parkattn.engine import Engine, RunLog
+from parkattn.engine.summary import Summary
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
+
+SPARSE = ParkConfig(
+    query_clusters=3, key_clusters=4, kmeans_iterations=2, top_p=None, top_k=0.5, dense_steps=1, refresh_interval=2, reference_steps=5
+)
+LAYERS, STEPS = 2, 5
+
+
+def qkv(seed: int, tokens: int = 40) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, tokens, 8, generator=generator) for _ in range(3)]
+
+
+def stock(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def generate(engine: Engine, seed: int = 0, steps: int = STEPS) -> list[torch.Tensor]:
+    """All that a host has to say."""
+    engine.begin_run(total_steps=steps, noise_levels=tuple(1 - step / steps for step in range(steps)))
+    outputs = []
+    for step in range(steps):
+        for branch in ("cond", "uncond"):
+            engine.clock.step, engine.clock.branch, engine.clock.grid = step, branch, (2, 4, 5)
+            for layer in range(LAYERS):
+                given = qkv(100 * seed + 10 * layer + (branch == "cond"))
+                outputs.append(engine.attend(*given, layer=layer, dense=lambda given=given: stock(*given)))
+    engine.end_run()
+    return outputs
+
+
+class Recording:
+    """Notes the sites of its calls and reports a phase that nobody else knows."""
+
+    name = "recording"
+    state_bytes = 7
+
+    def __init__(self) -> None:
+        self.sites: list[CallSite] = []
+        self.resets = 0
+
+    def __call__(self, q, k, v, site):
+        self.sites.append(site)
+        phase = "dense" if site.step == 0 else "drafted"
+        return AttentionOutput(site.dense(), AttentionStats(phase, "as told", q.new_ones(q.shape[:2])))
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_a_host_says_where_a_run_stands_and_the_method_is_told():
+    method = Recording()
+    generate(Engine(method))
+    assert [(site.step, site.branch, site.layer) for site in method.sites] == [
+        (step, branch, layer) for step in range(STEPS) for branch in ("cond", "uncond") for layer in range(LAYERS)
+    ]
+    assert {(site.total_steps, site.grid, site.transformer) for site in method.sites} == {(STEPS, (2, 4, 5), "transformer")}
+    assert {site.noise_levels for site in method.sites} == {tuple(1 - step / STEPS for step in range(STEPS))}
+
+
+def test_the_summary_takes_any_phase_a_method_reports_after_the_three_known_ones():
+    engine = Engine(Recording())
+    generate(engine)
+    report = engine.summary()
+    each = 2 * LAYERS
+    assert list(report.calls.items()) == [("dense", each), ("refresh", 0), ("reuse", 0), ("drafted", (STEPS - 1) * each)]
+    assert report.steps == {"dense": [0], "refresh": [], "reuse": [], "drafted": [1, 2, 3, 4]}
+    assert report.state_bytes == 7
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    heading, *rows = (line.split() for line in str(report).splitlines()[2 : 3 + LAYERS])
+    assert heading == ["transformer", "layer", "dense", "refresh", "reuse", "drafted", "density", "mass"]
+    assert [row[1:6] for row in rows] == [[str(layer), "2", "0", "0", "8"] for layer in range(LAYERS)]
+
+
+def test_a_second_run_never_sees_the_plans_of_the_first():
+    engine = Engine(Park(SPARSE))
+    generate(engine, seed=1)
+    other = Engine(Park(SPARSE))
+    assert all(map(torch.equal, generate(engine), generate(other)))
+    assert engine.summary().calls == other.summary().calls == {"dense": 4, "refresh": 8, "reuse": 8}
+
+
+def test_the_end_of_a_run_releases_plans_and_keeps_the_log():
+    engine = Engine(Park(SPARSE))
+    generate(engine)
+    report = engine.summary()
+    assert report.state_bytes == 0 < report.peak_state_bytes
+    assert sum(report.calls.values()) == 2 * LAYERS * STEPS
+
+
+@pytest.mark.parametrize("reason", ["the call is causal", None])
+def test_a_call_that_must_be_dense_or_whose_step_is_unknown_is_the_hosts_own_attention(reason):
+    method = Recording()
+    engine = Engine(method)
+    given = qkv(0)
+    if reason is not None:
+        engine.begin_run(total_steps=STEPS)
+    out = engine.attend(*given, layer=0, dense=lambda: stock(*given), reason=reason)
+    assert torch.equal(out, stock(*given)) and not method.sites
+    assert engine.summary().dense_because == {reason or "the step is unknown: the host has not set engine.clock.step": 1}
+
+
+def test_calls_of_one_layer_that_come_in_parts_have_branches_of_their_own():
+    method = Recording()
+    engine = Engine(method)
+    engine.begin_run(total_steps=STEPS)
+    for part in range(2):
+        engine.attend(*qkv(part), layer=0, dense=lambda part=part: stock(*qkv(part)), part=part)
+    assert [site.branch for site in method.sites] == ["cond", "cond, part 1"]
+
+
+def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their_layer():
+    log = RunLog()
+    calls = [(0, "dense", 3.0), (0, "dense", 2.0), (0, "dense", 9.0), (0, "refresh", 2.5), (0, "reuse", 1.0), (1, "reuse", 4.0)]
+    for layer, phase, seconds in calls:
+        log.add(CallSite(layer=layer), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
+    report = Summary.of("park", log, 0)
+    assert report.attention_seconds == {"dense": 14.0, "refresh": 2.5, "reuse": 5.0}
+    # layer 0: two sparse calls instead of 3 s each; layer 1 has nothing to be compared with
+    assert report.seconds_saved == 2 * 3.0 - 3.5
+    assert "attention took 21.5 s, about 2.5 s saved" in str(report)
