@@ -16,9 +16,9 @@ from parkattn.attend import dense_attention
 from parkattn.attention import build_plan, park_attention
 from parkattn.config import ParkConfig
 from parkattn.extras import pyplot
+from parkattn.files import write_atomically
 from parkattn.importance import ESTIMATORS, exact
 from parkattn.metrics.retrieval import recall_summary
-from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.scene import Scene, clustered_scene
 from parkattn.selection import kept_mass, select_top_k

@@ -6,9 +6,7 @@ kb key blocks. A plan is a value: it can be saved, moved to another device and r
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice
+from parkattn.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -115,18 +114,3 @@ class Plan:
         sides = [Blocks(*(tensors[f"{side}.{part}"] for part in ("labels", "order", "offsets"))) for side in ("queries", "keys")]
         counts = int(facts["query_clusters"]), int(facts["key_clusters"]), facts["padding"] == "1"
         return cls(sides[0], sides[1], tensors["mask"], *counts, tensors["estimated_mass"])
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file appears whole or not at all, also when the disk is full or the process is killed."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files for the owner alone; a result is for whoever may read the folder
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
-        raise
