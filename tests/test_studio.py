@@ -15,6 +15,7 @@ from parkattn.metrics.retrieval import attention_recall
 from parkattn.park import Park, ParkConfig
 from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
+from parkattn.store import Cell, Making, Store
 from parkattn.studio import ablation, checkpoints, compare, generate, video
 from parkattn.studio.generate import Request
 from parkattn.studio.observe import Observer, sampled_recall
@@ -65,9 +66,11 @@ def test_a_second_run_is_done_already_and_other_settings_are_refused(model, tmp_
         generate.generate_video(asked(model, seed=1), path)
     assert path.stat().st_mtime_ns == before
     assert generate.generate_video(asked(model, seed=1), path, overwrite=True)[1] is True
+    made, said = path.read_bytes(), []
     path.write_bytes(b"cut short")
-    with pytest.raises(ValueError, match="changed since"):
-        generate.generate_video(asked(model, seed=1), path)
+    assert generate.generate_video(asked(model, seed=1), path, say=said.append)[1] is True
+    assert path.read_bytes() == made and (tmp_path / "a.aside-1.mp4").read_bytes() == b"cut short"
+    assert "a.mp4 is not the file that a.json describes; it is made again" in said[0] and "kept as a.aside-1.mp4" in said[1]
 
 
 def test_a_record_holds_what_was_left_to_the_pipeline_and_a_missing_video_is_made_again(model, tmp_path):
@@ -144,8 +147,8 @@ def test_an_interruption_while_encoding_leaves_nothing_behind(tmp_path, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(video.video_library().VideoFrame, "from_ndarray", interrupt, raising=True)
-    with pytest.raises(KeyboardInterrupt):
-        video.write_mp4(tmp_path / "a.mp4", np.zeros((2, 32, 32, 3), np.uint8), 8)
+    with pytest.raises(KeyboardInterrupt), Making(Store(tmp_path), Cell(name="a", format="test", files=("a.mp4",))) as making:
+        making.write("a.mp4", lambda path: video.write_mp4(path, np.zeros((2, 32, 32, 3), np.uint8), 8))
     assert not list(tmp_path.iterdir())
 
 
@@ -277,9 +280,9 @@ def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeyp
     assert "| dense again | 2 | 100.00 |" in (tmp_path / "table.md").read_text()
     said = []
     kept = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["environment"]["torch"] == torch.__version__ for line in kept)
-    (tmp_path / "results.jsonl").write_text("\n".join(kept[:-1]) + "\n")
+    assert len(kept) == 6 and all(json.loads(line)["environment"]["torch"] == torch.__version__ for line in kept)
+    next((tmp_path / "rows").glob("*-centroid-*.json")).unlink()
     assert ablation.run_ablation(request, settings, tmp_path, say=said.append)["lines"] == table["lines"]
     assert len(said) == 1  # the one run that was missing
-    with pytest.raises(ValueError, match="made with others"):
+    with pytest.raises(ValueError, match=r"made with other settings \(settings.density = 0.6, asked 0.5\)"):
         ablation.run_ablation(request, dataclasses.replace(settings, density=0.5), tmp_path)

@@ -17,6 +17,7 @@ pytest.importorskip("av")
 from parkattn import cli
 from parkattn.park import ParkConfig
 from parkattn.sprites import CHECKPOINT
+from parkattn.store import Cell, Making, Store
 from parkattn.studio import checkpoints, commands, doctor, gain, generate, video
 
 SENTENCE = "a red circle moves right over blue waves"
@@ -183,8 +184,9 @@ def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # files of this process end here, as on a full disk
     try:
-        with pytest.raises(OSError, match=r"out: expected room for .*a\.mp4, got a full disk"):
-            video.write_mp4(tmp_path / "a.mp4", frames, 8)
+        cell = Cell(name="a", format="test", files=("a.mp4",))
+        with pytest.raises(OSError, match=r"out: expected room for .*a\.mp4, got a full disk"), Making(Store(tmp_path), cell) as making:
+            making.write("a.mp4", lambda path: video.write_mp4(path, frames, 8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parkattn.attend import dense_attention
 from parkattn.extras import pyplot
+from parkattn.files import write_atomically
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.park import ParkConfig, build_plan, park_attention
-from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.retrieval import ESTIMATORS, exact, kept_mass, select_top_k
 from parkattn.scene import Scene, clustered_scene

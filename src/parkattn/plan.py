@@ -6,10 +6,8 @@ kb key blocks. A plan is a value: it can be saved, moved to another device and r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_key_valid, expect_text
+from parkattn.files import write_atomically
 from parkattn.segments import segment_sizes
 
 
@@ -242,18 +241,3 @@ def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | N
             )
     only_clusters = n != m and text is None
     return Roles(None if only_clusters else queries, keys, key_valid, has_text=text is not None)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file appears whole or not at all, also when the disk is full or the process is killed."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files for the owner alone; a result is for whoever may read the folder
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
-        raise

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from parkattn.files import explained, make_folder
+
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and commit: what a figure needs beside it to be believed."""
@@ -31,9 +33,17 @@ def environment() -> dict[str, Any]:
 
 
 def append_records(path: Path, records: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in records)
+    """One JSON line each, all in one write; a line that a stopped process tore is ended first. A dangling link is not followed."""
+    if path.is_symlink() and not path.exists():
+        raise OSError(f"{path}: expected a file or a free name, got a link to nothing; remove it.")
+    with explained(path):
+        make_folder(path.parent)
+        with path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            torn = file.read(1) not in (b"", b"\n")
+            file.write((b"\n" if torn else b"") + b"".join(json.dumps(record, sort_keys=True).encode() + b"\n" for record in records))
+            os.fsync(file.fileno())
 
 
 def _version() -> str:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parkattn.config import ParkConfig
 from parkattn.models import SIZES
+from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, Plan
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from parkattn.files import write_atomically
+
 BAR = 0.8  # of held-out prompts, colour and shape both right
 
 
@@ -20,7 +22,7 @@ def loss_plot(path: Path, histories: dict[str, list[list[float]]]) -> None:
     ]
     for row, (name, history) in enumerate(histories.items()):
         parts += _panel(name, history, 240 * row)
-    _replace(path, "\n".join([*parts, "</svg>"]).encode())
+    write_atomically(path, "\n".join([*parts, "</svg>"]).encode())
 
 
 def _panel(
@@ -64,13 +66,7 @@ def sample_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int
             sheet.paste(image.resize((width, height)), (column * (width + 4), row * (height + 22) + 20))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", optimize=True)
-    _replace(path, buffer.getvalue())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_atomically(path, buffer.getvalue())
 
 
 def _percent(share: float) -> str:
@@ -167,7 +163,7 @@ def write_card(folder: Path) -> Path:
             raise FileNotFoundError(f"folder: {folder / name} is missing; run python -m parkattn.sprites.train or .following first")
     training, following = (json.loads((folder / name).read_text()) for name in ("training.json", "following.json"))
     weights = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != "MODEL_CARD.md")
-    _replace(folder / "MODEL_CARD.md", card_text(training, following, weights).encode())
+    write_atomically(folder / "MODEL_CARD.md", card_text(training, following, weights).encode())
     return folder / "MODEL_CARD.md"
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from parkattn.files import write_atomically
+
 from .card import sample_sheet, write_card
 from .data import ClipSize, render
 from .following import check_the_rule, generate, look, score
@@ -86,7 +88,7 @@ def evaluate(folder: Path, sheet: Path, config: TrainConfig, device: torch.devic
     for measure in measures:
         if time.monotonic() - began < config.evaluation_seconds:
             measure()
-            path.write_text(json.dumps(found, indent=1))
+            write_atomically(path, json.dumps(found, indent=1).encode())
 
 
 def main() -> None:

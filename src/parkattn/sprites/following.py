@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from parkattn.files import write_atomically
+
 from .data import SPRITE_RGB, ClipSize, render, shape_tables
 from .grammar import COLOURS, SHAPES, Scene, held_out_scenes
 
@@ -192,9 +194,7 @@ def main() -> None:
     }  # fmt: skip
     sys.stdout.write("\n" + json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1) + "\n")
     if asked.out:
-        partial = asked.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1))
-        partial.replace(asked.out)
+        write_atomically(asked.out, json.dumps(result, indent=1).encode())
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
+
+from parkattn.files import write_atomically
 
 
 def say(line: str) -> None:
@@ -73,9 +75,8 @@ class Stage:
 
 
 def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:
-    partial = path.with_suffix(".partial")
-    save_file({k: v.detach().contiguous().cpu().clone() for k, v in tensors.items()}, partial, {"record": json.dumps(record)})
-    partial.replace(path)
+    plain = {k: v.detach().contiguous().cpu().clone() for k, v in tensors.items()}
+    write_atomically(path, save(plain, {"record": json.dumps(record)}))
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict]:

@@ -8,10 +8,10 @@ the table beside the PSNR. The floor is dense attention against itself: what PSN
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,14 @@ from parkattn.methods import make_method, method_entry
 from parkattn.metrics import fidelity
 from parkattn.metrics.budget import solve_budget
 from parkattn.park import ParkConfig
-from parkattn.plan import write_atomically
 from parkattn.planned import PlannedMethod, make_plan
-from parkattn.record import append_records, environment
+from parkattn.record import environment
 from parkattn.reuse import dense_prefix
 from parkattn.site import AttentionOutput, CallSite
 from parkattn.sprites.grammar import held_out_scenes
+from parkattn.store import Cell, Content, Making, Record, Say, Store, content_hash
 from parkattn.studio import checkpoints
 from parkattn.studio.generate import Request, config_for, fit_to_pipeline, generate_frames, prepare
-from parkattn.studio.video import expect_writable_folder
 
 METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
 BUDGETS = ("top_k", "top_p")
@@ -40,8 +39,7 @@ FLOOR = "dense again"
 # at the default size of 1,920 tokens; blocks of the paper's size would be 3 and 13
 BLOCKS = {"query_clusters": 8, "key_clusters": 32}
 CALIBRATION_STEPS, CALIBRATION_LAYERS = 3, 6
-
-Say = Callable[[str], None]
+SETTINGS, ROW, TABLE = "parkattn.ablation.settings.1", "parkattn.ablation.row.1", "parkattn.ablation.table.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ class CallRecorder(Dense):
 def run_ablation(
     request: Request, settings: AblationSettings, out: Path, *, overwrite: bool = False, say: Say = lambda line: None
 ) -> dict[str, Any]:
-    """results.jsonl (one line per run, which is how it resumes), table.json and table.md in `out`."""
+    """settings.json with the budgets, a record per run in rows/, and from them results.jsonl, table.json and table.md in `out`."""
     scenes = held_out_scenes(settings.prompts)
     spare = next(scene for scene in held_out_scenes(4, seed=1) if scene not in scenes)
     request, folder = prepare(dataclasses.replace(request, prompt=spare.sentence))
@@ -88,36 +86,75 @@ def run_ablation(
         raise ValueError(
             f"model: expected the shipped model, whose held-out prompts are known, got {request.model}; use park compare for others."
         )
-    expect_writable_folder(out)
-    facts = {"request": request.to_dict(), "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
-    before = _before(out, facts, overwrite)
-    pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
-    request = fit_to_pipeline(request, pipe)
-    config = config_for(request, pipe)
-    if before.get("budgets") is None:
-        before["budgets"] = calibrate(pipe, request, config, settings, say)
-        write_atomically(out / "settings.json", json.dumps({**facts, "budgets": before["budgets"]}, indent=1).encode())
-    rows, made_with = _rows(out), environment()
+    facts = {"request": request.to_dict(), "settings": dataclasses.asdict(settings)}
+    model = _Model(request, folder)
+
+    def budget(making: Making) -> None:
+        found = calibrate(model.pipe, model.request, model.config, settings, say)
+        making.commit({"format": SETTINGS, "request": facts, "budgets": found, "environment": environment()})
+
+    calibrated = Store(out, say).fill([Cell(name="settings", format=SETTINGS, request=facts)], budget, overwrite=overwrite)
+    budgets = calibrated["settings"]["budgets"]
+    cells = []
     for scene in scenes:
         for seed in settings.seeds:
-            asked = dataclasses.replace(request, prompt=scene.sentence, seed=seed)
-            wanted = [*([FLOOR] if seed == settings.seeds[0] else []), *settings.methods]
-            done = {row["method"] for row in rows if (row["prompt"], row["seed"]) == (scene.sentence, seed)}
-            missing = [name for name in wanted if name not in done]
-            if not missing:
-                continue
-            reference = generate_frames(pipe, dataclasses.replace(asked, method="dense"), config, recall_rows=0)
-            for name in missing:
-                budgeted = config if name == FLOOR else _with_budget(config, settings.budget, before["budgets"][name]["value"])
-                made = generate_frames(pipe, dataclasses.replace(asked, method="dense" if name == FLOOR else name), budgeted)
-                row = _row(scene.sentence, seed, name, made, reference)
-                append_records(out / "results.jsonl", [row | {"environment": made_with}])
-                rows.append(row)
-                say(f"{scene.sentence}, seed {seed}, {name}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
-    table = tabulate(rows, settings) | {"settings": facts, "budgets": before["budgets"], "environment": made_with}
-    write_atomically(out / "table.json", json.dumps(table, indent=1).encode())
-    write_atomically(out / "table.md", to_markdown(table).encode())
-    return table
+            for name in [*([FLOOR] if seed == settings.seeds[0] else []), *settings.methods]:
+                value = None if name == FLOOR else budgets[name]["value"]
+                cells.append(_row_cell(facts, scene.sentence, seed, name, value))
+    references: dict[tuple[str, int], Any] = {}
+
+    def measure(making: Making) -> None:
+        prompt, seed, name, value = (making.cell.request[part] for part in ("prompt", "seed", "method", "budget"))
+        asked = dataclasses.replace(model.request, prompt=prompt, seed=seed)
+        if (prompt, seed) not in references:
+            references.clear()
+            references[prompt, seed] = generate_frames(model.pipe, dataclasses.replace(asked, method="dense"), model.config, recall_rows=0)
+        budgeted = model.config if name == FLOOR else _with_budget(model.config, settings.budget, value)
+        made = generate_frames(model.pipe, dataclasses.replace(asked, method="dense" if name == FLOOR else name), budgeted)
+        row = _row(prompt, seed, name, made, references[prompt, seed])
+        making.commit({"format": ROW, "request": dict(making.cell.request), "row": row, "environment": environment()})
+        say(f"{prompt}, seed {seed}, {name}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
+
+    rows = Store(out / "rows", say).fill(cells, measure, overwrite=overwrite)
+    return _write_table(list(rows.values()), settings, facts, budgets, Store(out, say))
+
+
+class _Model:
+    """The pipeline, loaded when the first run needs it: a finished ablation loads nothing."""
+
+    def __init__(self, request: Request, folder: Path) -> None:
+        self.asked, self.folder = request, folder
+
+    @functools.cached_property
+    def pipe(self) -> Any:
+        return checkpoints.load_pipeline(self.folder, device=self.asked.device, dtype=self.asked.dtype, offload=self.asked.offload)
+
+    @functools.cached_property
+    def request(self) -> Request:
+        return fit_to_pipeline(self.asked, self.pipe)
+
+    @functools.cached_property
+    def config(self) -> ParkConfig:
+        return config_for(self.request, self.pipe)
+
+
+def _row_cell(facts: dict[str, Any], prompt: str, seed: int, method: str, budget: float | None) -> Cell:
+    """One run. Its name holds its hash: rows of other settings in the same folder are other files."""
+    asked = facts["request"] | {"prompt": prompt, "seed": seed, "method": method, "budget": budget, "by": facts["settings"]["budget"]}
+    words = "-".join(f"{prompt} {seed}".split())
+    name = f"{words}-{method.replace(' ', '-')}-{content_hash(asked)[:12]}"
+    # a group shares its dense reference
+    return Cell(name=name, format=ROW, request=asked, group=f"{prompt} {seed}")
+
+
+def _write_table(
+    records: list[Record], settings: AblationSettings, facts: dict[str, Any], budgets: dict[str, Any], store: Store
+) -> dict[str, Any]:
+    """Without what each row was made with, which stays in its line: a resumed run may have seen two machines."""
+    lines = b"".join(json.dumps(r["row"] | {"environment": r["environment"]}, sort_keys=True).encode() + b"\n" for r in records)
+    table = tabulate([r["row"] for r in records], settings) | {"settings": facts, "budgets": budgets, "environment": environment()}
+    contents: dict[str, Content] = {"results.jsonl": lines, "table.md": to_markdown(table).encode()}
+    return store.put(Cell(name="table", format=TABLE, files=tuple(contents)), {"format": TABLE, **table}, contents)
 
 
 def calibrate(pipe: Any, request: Request, config: ParkConfig, settings: AblationSettings, say: Say) -> dict[str, dict[str, float]]:
@@ -210,30 +247,6 @@ def _row(prompt: str, seed: int, name: str, made: Any, reference: Any) -> dict[s
         "denoise_seconds": found["seconds"]["denoise"],
         "dense_denoise_seconds": reference.measured["seconds"]["denoise"],
     }
-
-
-def _before(out: Path, facts: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    path, results = out / "settings.json", out / "results.jsonl"
-    if overwrite:
-        for old in (path, results):
-            old.unlink(missing_ok=True)
-    if not path.exists():
-        if results.exists():
-            raise ValueError(f"out: expected settings.json beside {results}, got none; pass --overwrite, or another --out.")
-        return {}
-    found = json.loads(path.read_text())
-    if {name: found.get(name) for name in facts} != json.loads(json.dumps(facts)):
-        raise ValueError(
-            f"out: expected a free folder or one with these settings, got {out} made with others; pass --overwrite, or another --out."
-        )
-    return dict(found)
-
-
-def _rows(out: Path) -> list[dict[str, Any]]:
-    """Without what each was made with, which stays in its line: a resumed run may have seen two machines."""
-    path = out / "results.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{name: value for name, value in line.items() if name != "environment"} for line in lines]
 
 
 def _with_budget(config: ParkConfig, budget: str, value: float) -> ParkConfig:

@@ -78,7 +78,7 @@ def generate(
         return
     out = out if out is not None else Path("out/video.mp4")
     with _interruptible("nothing was written"), _step_bar() as bar:
-        record, made = generate_video(request, out, overwrite=overwrite, progress=bar(method))
+        record, made = generate_video(request, out, overwrite=overwrite, progress=bar(method), say=_say)
     found = record["measured"]
     if not made:
         console.print(
@@ -107,7 +107,7 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
     with _interruptible(f"finished videos are kept in {out}; run again to go on"), _step_bar() as bar:
         # the bars of several processes would write over each other
         steps = (lambda item, place, of: bar(f"{place}/{of}")) if shard.ranks == 1 else None
-        outcome = generate_videos(request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished)
+        outcome = generate_videos(request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, say=_say)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
     console.print(f"{who}{outcome.made} made, {outcome.kept} done already{index}", markup=False, highlight=False, soft_wrap=True)
 
@@ -156,8 +156,9 @@ def compare(
                 current["show"] = bar(method)
 
         report = run(
-            request, names, out, overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce
-        )
+            request, names, out, overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce,
+            say=_say,
+        )  # fmt: skip
     table = Table(
         "method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {request.prompt}"
     )
@@ -217,9 +218,6 @@ def ablation(
     except ValueError:
         raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
 
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     names = tuple(methods.split(",")) if methods else METHODS
     asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
     request = Request(
@@ -227,8 +225,8 @@ def ablation(
         device=device, dtype=dtype,
     )  # fmt: skip
     with _interruptible(f"finished runs are kept in {out}; run again to go on"):
-        table = run_ablation(request, asked, out, overwrite=overwrite, say=say)
-    say(to_markdown(table))
+        table = run_ablation(request, asked, out, overwrite=overwrite, say=_say)
+    _say(to_markdown(table))
 
 
 @app.command()
@@ -318,6 +316,10 @@ def _step_bar() -> Iterator[Callable[[str], Callable[[StepReport], None]]]:
     finally:
         if progress.tasks:
             progress.stop()
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -5,25 +5,26 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 
 from parkattn.methods import METHODS
 from parkattn.metrics import fidelity
 from parkattn.park import ParkConfig
-from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.sprites.grammar import EXAMPLE
+from parkattn.store import Cell, Content, Making, Record, Say, Store
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Progress, Request, config_for, find_done, fit_to_pipeline, generate_frames, prepare, write_record
+from parkattn.studio.generate import FORMAT as GENERATION
+from parkattn.studio.generate import Progress, Request, config_for, fit_to_pipeline, generate_frames, prepare, write_video
 from parkattn.studio.observe import RECALL_ROWS
 from parkattn.studio.page import render_page
 from parkattn.studio.steadiness import steadiness, timing_warning
-from parkattn.studio.video import Frames, expect_writable_folder, side_by_side, video_library, write_mp4
+from parkattn.studio.video import Frames, side_by_side, video_library, write_mp4
 
 DEFAULT_PROMPT = EXAMPLE
 DEFAULT_METHODS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
@@ -55,35 +56,41 @@ def compare(
     recall_rows: int = RECALL_ROWS,
     progress: Progress | None = None,
     announce: Announce = lambda method, event: None,
+    say: Say = lambda line: None,
 ) -> dict[str, Any]:
     """Everything under `out`; methods that are finished there are kept."""
     video_library()
     requests = {}
     for method in methods:
         requests[method], folder = prepare(dataclasses.replace(request, method=method))
-    kept = {} if overwrite else {m: r for m in methods if (r := _kept(requests[m], out, m)) is not None}
-    expect_writable_folder(out)
-    pipe = None
-    records: dict[str, dict[str, Any]] = {}
-    for method, asked in requests.items():
-        if method in kept:
-            records[method] = kept[method]
-            announce(method, "kept")
-            continue
+    store, pipe = Store(out, say), None
+
+    def make(making: Making) -> None:
+        nonlocal pipe
+        method = making.cell.name
+        asked = requests[method]
         announce(method, "start")
         if pipe is None:
             pipe = checkpoints.load_pipeline(folder, device=asked.device, dtype=asked.dtype, offload=asked.offload)
-            fit_to_pipeline(asked, pipe)
-        records[method] = _run(pipe, asked, out, recall_rows, progress)
+        _run(pipe, asked, making, recall_rows, progress)
         announce(method, "done")
-    return write_report(records, out)
+
+    cells = [method_cell(asked) for asked in requests.values()]
+    records = store.fill(cells, make, overwrite=overwrite, kept=lambda cell: announce(cell.name, "kept"))
+    return write_report(records, out, say)
 
 
-def write_report(records: dict[str, dict[str, Any]], out: Path) -> dict[str, Any]:
+def method_cell(request: Request) -> Cell:
+    """A prepared request under the name of its method; raw frames are a part of it, so that they are never another request's."""
+    method = request.method
+    return Cell(name=method, format=GENERATION, request=request.to_dict(), files=(f"{method}.mp4", raw_name(method)))
+
+
+def write_report(records: dict[str, Record], out: Path, say: Say = lambda line: None) -> dict[str, Any]:
     """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished methods in `out`."""
-    clips = {method: _load_raw(out, method) for method in records}
+    store = Store(out, say)
+    clips = {method: _load_raw(store, records[method], method) for method in records}
     resolved = records[REFERENCE]["resolved"]
-    write_mp4(out / "side_by_side.mp4", side_by_side(clips, REFERENCE), resolved["fps"])
     rows = [_row(method, records, clips) for method in records]
     report = {
         "format": FORMAT,
@@ -95,14 +102,16 @@ def write_report(records: dict[str, dict[str, Any]], out: Path) -> dict[str, Any
         "methods": rows,
         "environment": environment(),
     }
-    write_atomically(out / "metrics.json", json.dumps(report, indent=1).encode())
-    write_atomically(out / "metrics.csv", _csv([_flat(row) for row in rows]))
-    write_atomically(
-        out / "heads.csv", _csv([line for row in rows for line in _head_lines(row)] or [{"method": "", "layer": "", "head": ""}])
-    )
-    videos = {method: (out / f"{method}.mp4").read_bytes() for method in records}
-    write_atomically(out / "index.html", render_page(report, videos).encode())
-    return report
+    heads = [line for row in rows for line in _head_lines(row)] or [{"method": "", "layer": "", "head": ""}]
+    videos = {method: store.load(records[method], f"{method}.mp4") for method in records}
+    sheet = side_by_side(clips, REFERENCE)
+    contents: dict[str, Content] = {
+        "side_by_side.mp4": lambda path: write_mp4(path, sheet, resolved["fps"]),
+        "metrics.csv": _csv([_flat(row) for row in rows]),
+        "heads.csv": _csv(heads),
+        "index.html": render_page(report, videos).encode(),
+    }
+    return store.put(Cell(name="metrics", format=FORMAT, files=tuple(contents)), report, contents)
 
 
 def warm_up(pipe: Any, request: Request, config: ParkConfig) -> None:
@@ -112,22 +121,15 @@ def warm_up(pipe: Any, request: Request, config: ParkConfig) -> None:
     generate_frames(pipe, short, config.replace(dense_steps=1, dense_fraction=0.0), recall_rows=0)
 
 
-def _run(pipe: Any, request: Request, out: Path, recall_rows: int, progress: Progress | None) -> dict[str, Any]:
+def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None) -> dict[str, Any]:
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     warm_up(pipe, fitted, config)
     made = generate_frames(pipe, fitted, config, recall_rows=recall_rows, progress=progress)
     assert fitted.frames and fitted.height and fitted.width
     tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
-    _save_raw(out, request.method, made.frames)
-    video = out / f"{request.method}.mp4"
-    write_mp4(video, made.frames, request.fps)
-    return write_record(request, fitted, config, made.measured, video, tokens)
-
-
-def _kept(request: Request, out: Path, method: str) -> dict[str, Any] | None:
-    found = find_done(request, out / f"{method}.mp4")
-    return found if found is not None and _raw_path(out, method).exists() else None
+    making.write(raw_name(request.method), safetensors.numpy.save({"frames": np.ascontiguousarray(made.frames)}))
+    return write_video(making, made, request, fitted, config, tokens)
 
 
 def _row(method: str, records: dict[str, dict[str, Any]], clips: dict[str, Frames]) -> dict[str, Any]:
@@ -181,18 +183,10 @@ def _csv(rows: list[dict[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _raw_path(out: Path, method: str) -> Path:
-    return out / "raw" / f"{method}.safetensors"
+def raw_name(method: str) -> str:
+    return f"raw/{method}.safetensors"
 
 
-def _save_raw(out: Path, method: str, frames: Frames) -> None:
-    from safetensors.numpy import save
-
-    _raw_path(out, method).parent.mkdir(exist_ok=True)
-    write_atomically(_raw_path(out, method), save({"frames": np.ascontiguousarray(frames)}))
-
-
-def _load_raw(out: Path, method: str) -> Frames:
-    from safetensors.numpy import load_file
-
-    return load_file(_raw_path(out, method))["frames"]
+def _load_raw(store: Store, record: Record, method: str) -> Frames:
+    """The very frames of the record: hashes of both are compared, names prove nothing."""
+    return safetensors.numpy.load(store.load(record, raw_name(method)))["frames"]

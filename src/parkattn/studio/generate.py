@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import json
 import math
@@ -20,13 +19,13 @@ from parkattn.hosts.diffusers import Session
 from parkattn.methods import make_method
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
-from parkattn.plan import write_atomically
 from parkattn.record import environment
 from parkattn.site import AttentionMethod
 from parkattn.sprites import grammar
+from parkattn.store import Cell, Making, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.observe import RECALL_ROWS, Call, Observer, measured, synchronise
-from parkattn.studio.video import Frames, as_bytes, expect_writable_folder, video_library, write_mp4
+from parkattn.studio.video import Frames, as_bytes, video_library, write_mp4
 
 FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
@@ -205,68 +204,52 @@ def generate_frames(
 
 
 def generate_video(
-    request: Request, out: Path, *, overwrite: bool = False, progress: Progress | None = None
+    request: Request, out: Path, *, overwrite: bool = False, progress: Progress | None = None, say: Say = lambda line: None
 ) -> tuple[dict[str, Any], bool]:
     """out and out.with_suffix(".json"); the record, and whether it was made now (False: it was there already)."""
     if out.suffix != ".mp4":
         raise ValueError(f"out: expected a file name ending in .mp4, got {out}; rename it.")
     video_library()
     request, folder = prepare(request)
-    existing = None if overwrite else find_done(request, out)
-    if existing is not None:
-        return existing, False
-    expect_writable_folder(out.parent)
-    pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
-    return make_video(pipe, request, out, progress=progress), True
+    cell, made = video_cell(request, out.name), []
+
+    def make(making: Making) -> None:
+        pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        made.append(make_video(pipe, request, making, progress=progress))
+
+    records = Store(out.parent, say).fill([cell], make, overwrite=overwrite)
+    return records[cell.name], bool(made)
 
 
-def make_video(pipe: Any, request: Request, out: Path, *, progress: Progress | None = None) -> dict[str, Any]:
+def video_cell(request: Request, video: str) -> Cell:
+    """A prepared request under the name of its mp4."""
+    return Cell(name=video.removesuffix(".mp4"), format=FORMAT, request=request.to_dict(), files=(video,))
+
+
+def make_video(pipe: Any, request: Request, making: Making, *, progress: Progress | None = None) -> dict[str, Any]:
     """The video and its record, of a prepared request on its loaded pipeline."""
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     made = generate_frames(pipe, fitted, config, recall_rows=0, progress=progress)
-    write_mp4(out, made.frames, request.fps)
     assert fitted.frames and fitted.height and fitted.width
     tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
-    return write_record(request, fitted, config, made.measured, out, tokens)
+    return write_video(making, made, request, fitted, config, tokens)
 
 
-def write_record(request: Request, fitted: Request, config: ParkConfig, found: dict[str, Any], video: Path, tokens: int) -> dict[str, Any]:
-    record = {
+def write_video(making: Making, made: Generation, request: Request, fitted: Request, config: ParkConfig, tokens: int) -> dict[str, Any]:
+    """The cell's first file is the mp4; its record ends the cell."""
+    video = making.cell.files[0]
+    making.write(video, lambda path: write_mp4(path, made.frames, request.fps))
+    return making.commit({
         "format": FORMAT,
         "request": request.to_dict(),
         "resolved": fitted.to_dict() | {"config": config.to_dict()},
         "tokens": tokens,
-        "command": repeat_command(fitted, video),
-        "video": {"file": video.name, "sha256": _sha256(video)},
-        "measured": found,
+        "command": repeat_command(fitted, making.store.folder / video),
+        "video": {"file": video, "sha256": making.hashes[video]},
+        "measured": made.measured,
         "environment": environment(),
-    }
-    write_atomically(video.with_suffix(".json"), json.dumps(record, indent=1).encode())
-    return record
-
-
-def find_done(request: Request, video: Path) -> dict[str, Any] | None:
-    """The record of a finished equal request; None where nothing is there; an error where something else is."""
-    path = video.with_suffix(".json")
-    if not video.exists():  # a record alone is of a video that was taken away, or of a run that was cut off
-        return None
-    advice = "pass --overwrite, or another --out"
-    try:
-        record = json.loads(path.read_text())
-        before = record["request"]
-        whole = _sha256(video) == record["video"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"out: expected a free name or a finished run, got {video} without its whole record; {advice}.") from None
-    asked = json.loads(json.dumps(request.to_dict()))
-    different = [f"{name} = {before.get(name)!r}, asked {value!r}" for name, value in asked.items() if before.get(name) != value]
-    if different:
-        raise ValueError(f"out: expected a free name, got {video} made with other settings ({'; '.join(different)}); {advice}.")
-    if not whole:
-        raise ValueError(
-            f"out: expected the video its record describes, got {video} changed since; delete it to have it made again, {advice}."
-        )
-    return dict(record)
+    })  # fmt: skip
 
 
 def repeat_command(request: Request, video: Path) -> str:
@@ -293,7 +276,3 @@ def _call_options(request: Request) -> dict[str, Any]:
     if request.text_tokens is not None:
         options["max_sequence_length"] = request.text_tokens
     return options
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

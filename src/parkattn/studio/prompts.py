@@ -7,7 +7,6 @@ from its place: the files are the same for any number of ranks, and a line added
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from typing import Any
 
 import torch
 
-from parkattn.plan import write_atomically
+from parkattn.store import FINISHED, Cell, Making, Record, Say, Store
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Progress, Request, find_done, fit_to_pipeline, make_video, prepare, understood
-from parkattn.studio.video import expect_writable_folder, video_library
+from parkattn.studio.generate import Progress, Request, fit_to_pipeline, make_video, prepare, understood, video_cell
+from parkattn.studio.video import video_library
 
 FORMAT = "parkattn.prompts.1"
 INDEX = "index.json"
@@ -108,10 +107,12 @@ def generate_videos(
     overwrite: bool = False,
     progress: Callable[[Item, int, int], Progress | None] | None = None,
     finished: Callable[[Item, int, int, dict[str, Any]], None] | None = None,
+    say: Say = lambda line: None,
 ) -> Outcome:
     """This rank's videos and records in `out`, and the index once every rank's are there. request.prompt is not used.
 
     Every item of the file is checked before the first video is made. progress(item, place, of) gives what follows its steps.
+    Processes that are no ranks of each other may share a folder too: what one of them is making, the others leave to it.
     """
     shard = shard_from_environment() if shard is None else shard
     video_library()
@@ -130,23 +131,33 @@ def generate_videos(
                 f"prompts: expected every prompt once, got lines {lines[prompt]} and {item.line} of {prompts} with the same; remove one."
             )
         asked[item] = replace(request, prompt=prompt)
-    expect_writable_folder(out)
-    done = {item for item in items if not overwrite and is_done(asked[item], out / item.video)}
+    store = Store(out, say)
+    cells = {item: video_cell(asked[item], item.video) for item in items}
+    store.tidy()
+    done = {item for item in items if not overwrite and store.find(cells[item]) is not None}
+    store.expect_place([cells[item] for item in items if item not in done])
     mine = [item for place, item in enumerate(items) if shard.takes(place)]
-    todo = [item for item in mine if item not in done]
+    todo = {cells[item].name: item for item in mine if item not in done}
+    made: list[Item] = []
     if todo:
         pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
         expect_whole_prompts(request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts)
-    for item in todo if overwrite else ():
-        (out / item.video).with_suffix(".json").unlink(missing_ok=True)  # not done any more, in the eyes of every rank
-    for place, item in enumerate(todo, 1):
-        follow = progress(item, place, len(todo)) if progress is not None else None
-        record = make_video(pipe, asked[item], out / item.video, progress=follow)
+
+    def make(making: Making) -> None:
+        item = todo[making.cell.name]
+        made.append(item)
+        follow = progress(item, len(made), len(todo)) if progress is not None else None
+        record = make_video(pipe, asked[item], making, progress=follow)
         if finished is not None:
-            finished(item, place, len(todo), record)
+            finished(item, len(made), len(todo), record)
+
+    store.fill([cells[item] for item in todo.values()], make, overwrite=overwrite)
     # whoever ends last finds everything there; ranks that end together write the same bytes
-    index = write_index(items, request.seed, out) if all_done(asked, out) else None
-    return Outcome(len(todo), len(mine) - len(todo), index)
+    records = [store.look(cells[item]) for item in items]
+    index = None
+    if all(found.state == FINISHED for found in records):
+        index = write_index(store, items, request.seed, [found.record or {} for found in records])
+    return Outcome(len(made), len(mine) - len(made), index)
 
 
 def expect_whole_prompts(request: Request, lines: dict[int, str], pipe: Any, prompts: Path) -> None:
@@ -158,20 +169,6 @@ def expect_whole_prompts(request: Request, lines: dict[int, str], pipe: Any, pro
                 checkpoints.expect_whole_text(pipe, "prompt", prompt, room)
         except ValueError as error:
             raise ValueError(f"{prompts} line {line}: {error}") from None
-
-
-def is_done(request: Request, video: Path) -> bool:
-    """A video without its record, or the other way round, was interrupted and is made again; other settings are an error."""
-    if not video.exists() or not video.with_suffix(".json").exists():
-        return False
-    return find_done(request, video) is not None
-
-
-def all_done(asked: dict[Item, Request], out: Path) -> bool:
-    try:
-        return all(is_done(request, out / item.video) for item, request in asked.items())
-    except ValueError:  # with --overwrite: another rank has not yet come to what it will replace
-        return False
 
 
 def take_device(device: str, shard: Shard) -> None:
@@ -190,11 +187,11 @@ def take_device(device: str, shard: Shard) -> None:
     torch.cuda.set_device(shard.local_rank)
 
 
-def write_index(items: list[Item], seed: int, out: Path) -> Path:
+def write_index(store: Store, items: list[Item], seed: int, records: list[Record]) -> Path:
     """The whole folder in one file, the same bytes whoever writes it."""
-    rows = []
-    for item in items:
-        record = json.loads((out / item.video).with_suffix(".json").read_text())
-        rows.append({"prompt": item.prompt, "seed": seed, "video": item.video, "sha256": record["video"]["sha256"]})
-    write_atomically(out / INDEX, json.dumps({"format": FORMAT, "videos": rows}, indent=1).encode())
-    return out / INDEX
+    rows = [
+        {"prompt": item.prompt, "seed": seed, "video": item.video, "sha256": record["files"][item.video]}
+        for item, record in zip(items, records, strict=True)
+    ]
+    store.put(Cell(name=INDEX.removesuffix(".json"), format=FORMAT), {"format": FORMAT, "videos": rows}, {})
+    return store.folder / INDEX

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import tempfile
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,43 +33,29 @@ def as_bytes(frames: NDArray[np.floating]) -> Frames:
 
 
 def write_mp4(path: Path, frames: Frames, fps: int) -> None:
-    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column. Whole or absent."""
+    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column.
+
+    The muxer goes back to put its index first, so this is no atomic write: path is a temporary name of the store.
+    """
     av = video_library()
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    # the muxer rewrites the file to put its index first, so it needs a real file beside the final one
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".mp4")
-    os.close(handle)
-    try:
-        with av.open(temporary, "w", options={"movflags": "+faststart"}) as container:
-            stream = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "14", "preset": "medium", "bf": "0"})
-            stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-            for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
-            container.mux(stream.encode())
-        Path(temporary).chmod(0o644)  # mkstemp makes files for their owner alone
-        Path(temporary).replace(path)
-    except BaseException as failure:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
-        if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise OSError(f"out: expected room for {path}, got a full disk or quota; free some space and run again.") from None
-        raise
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        stream = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "14", "preset": "medium", "bf": "0"})
+        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        container.mux(stream.encode())
 
 
 def read_mp4(path: Path) -> Frames:
+    """[frames height width 3]; whatever else the file is, one line says so."""
     av = video_library()
-    with av.open(str(path)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-
-
-def expect_writable_folder(folder: Path) -> None:
-    """Fails before minutes are spent on a video that could not be saved."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(f"out: expected a folder that can be written, got {folder} ({error.strerror}); choose another place.") from None
+        with av.open(str(path)) as container:
+            shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return np.stack(shown)
+    except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
+        raise ValueError(f"{path}: expected a whole video, got {error}; make it again.") from None
 
 
 def side_by_side(clips: dict[str, Frames], reference: str) -> Frames:

@@ -1,0 +1,204 @@
+"""Files that are whole or absent: durable atomic writes, advisory locks, and the names that temporary files go by.
+
+Temporary files, journals and locks are called .park-MARK..., where MARK is a hash of what they belong to, so that a name of any
+length can have them. Whoever writes under a mark holds its lock: what lies there while the lock is free is of a stopped process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
+LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.tmp)")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The file appears whole or not at all, also when the disk is full or the machine stops, and stays once this has returned."""
+    folder, mark = path.parent, mark_of(f"file {path.name}")
+    with explained(path), locked(folder, mark) as state:
+        if state == HELD:
+            remove_temporaries(folder, mark)
+        temporary = temporary_path(folder, mark)
+        try:
+            write_new(temporary, data)
+            os.replace(temporary, path)  # noqa: PTH105 (the operations of this file all go through os)
+        except BaseException:
+            remove(temporary)
+            raise
+        sync_folder(folder)
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What the operating system refuses, as one line about the file that was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # explained further in
+            raise
+        if error.errno in FULL:
+            raise OSError(f"out: expected room for {path}, got a full disk or quota; free some space and run again.") from None
+        raise OSError(f"out: expected to write {path}, got {error.strerror}; check its folder, or choose another place.") from None
+
+
+@contextlib.contextmanager
+def locked(folder: Path, mark: str, *, wait: bool = True, waiting: Callable[[], None] = lambda: None) -> Iterator[str]:
+    """HELD; BUSY where another process has it and wait is False; UNSUPPORTED on file systems without locks.
+
+    The kernel lets go of the lock of a process that ends in any way. waiting() is called once before a wait.
+    """
+    path = folder / f".park-{mark}.lock"
+    while True:
+        handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            state = _lock(handle, wait, waiting)
+            # the holder before may have removed the file that was just locked
+            if state != HELD or _is_open_file(handle, path):
+                break
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+    try:
+        yield state
+    finally:
+        try:
+            if state != BUSY:
+                remove(path)
+        finally:
+            os.close(handle)
+
+
+def mark_of(name: str) -> str:
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+
+
+def temporary_path(folder: Path, mark: str) -> Path:
+    return folder / f".park-{mark}-{os.urandom(4).hex()}.tmp"
+
+
+def journal_path(folder: Path, mark: str) -> Path:
+    return folder / f".park-{mark}.journal"
+
+
+def leftovers(folder: Path) -> set[str]:
+    """The marks of temporary files, journals and locks in a folder, those of living processes among them."""
+    return {found[1] for entry in os.scandir(folder) if (found := LEFTOVER.fullmatch(entry.name))}
+
+
+def remove_temporaries(folder: Path, mark: str) -> int:
+    """Of a stopped process: the caller holds the lock."""
+    names = [entry.name for entry in os.scandir(folder) if entry.name.startswith(f".park-{mark}-")]
+    for name in names:
+        remove(folder / name)
+    return len(names)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Durable once it returns; what is there already is an error, a link is not followed."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def move(source: Path, target: Path) -> None:
+    """By one rename; durable after sync_folder of the target's folder."""
+    os.replace(source, target)  # noqa: PTH105
+
+
+def remove(path: Path) -> None:
+    """Whatever stands in the way of it (a read-only folder) may leave the file: nothing relies on its absence."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)  # noqa: PTH108
+
+
+def make_folder(folder: Path) -> None:
+    """With its parents, durably."""
+    if not folder.is_dir():
+        if folder.parent != folder:
+            make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)  # noqa: PTH102
+            sync_folder(folder.parent)
+        if not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+
+
+def sync_file(path: Path) -> None:
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was renamed into it stays there after a power cut."""
+    with contextlib.suppress(PermissionError):  # a folder may be writable and not readable
+        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def read_regular(path: Path, limit: int | None = None) -> bytes | None:
+    """The bytes of an ordinary file, links followed; None for anything else, larger than the limit or unreadable."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or (limit is not None and found.st_size > limit):
+            return None
+        return path.read_bytes()
+    except (OSError, ValueError):
+        return None
+
+
+def sha256_of(path: Path) -> str | None:
+    """Of an ordinary file's bytes, links followed; None for anything else."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):
+        return None
+
+
+def _lock(handle: int, wait: bool, waiting: Callable[[], None]) -> str:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            return BUSY
+        waiting()
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return UNSUPPORTED
+        raise
+    return HELD
+
+
+def _is_open_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that cannot sync a folder
+            raise
+    finally:
+        os.close(handle)

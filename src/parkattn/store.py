@@ -1,0 +1,373 @@
+"""One store for results: a folder of cells, each finished or absent.
+
+A cell is what was asked (a request with a content hash) under a name. It is finished when its record NAME.json is there, sealed by a
+hash of itself, and every file the record names has the hash it says. All files of a cell are written under temporary names; a
+journal then lists the renames that put them in place. The journal's own rename is the moment at which the cell is finished:
+
+    temporary files, durable  ->  journal, durable  ->  renames, record last, durable  ->  journal removed
+
+A stop before it leaves what was there; a stop after it is completed from the journal by the next process. Several processes may
+work on one folder: a cell is made under an advisory lock, and cells that another process holds are taken last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from parkattn import files
+
+Record = dict[str, Any]
+Say = Callable[[str], None]
+Content = bytes | Callable[[Path], None]  # the bytes, or what writes them to a path
+
+FINISHED, OTHER, ABSENT = "finished", "other", "absent"
+RECORD_LIMIT = 2**28  # bytes; no record comes near it
+JOURNAL = "parkattn.journal.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is asked for, and the names of what answers it: NAME.json and files, relative to the store's folder."""
+
+    name: str
+    format: str
+    request: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    group: str | None = None  # cells of one group are made by one process, one after the other
+
+    @property
+    def mark(self) -> str:
+        return files.mark_of(f"cell {self.group or self.name}")
+
+    @property
+    def hash(self) -> str:
+        return content_hash(self.request)
+
+
+@dataclass(frozen=True)
+class Found:
+    state: str  # FINISHED; OTHER: a finished cell of another request; ABSENT
+    record: Record | None = None
+    reason: str = ""  # for people: what is there instead, nothing where nothing is
+
+
+class Store:
+    """The cells under one folder. `say` is told what was repaired, moved or waited for."""
+
+    def __init__(self, folder: Path, say: Say = lambda line: None) -> None:
+        self.folder, self.say = folder, say
+
+    def find(self, cell: Cell) -> Record | None:
+        """The record of a finished cell; None where it is absent; an error where the name belongs to another request."""
+        return self._free_or_finished(cell, self.look(cell))
+
+    def look(self, cell: Cell) -> Found:
+        """Reads and changes nothing. Every file is hashed: a cell is never finished by its names alone."""
+        path = self._record_path(cell)
+        record = read_record(path)
+        if record is None:
+            there = [name for name in (path.name, *cell.files) if os.path.lexists(self.folder / name)]
+            return Found(ABSENT, reason=f"{there[0]} is not part of a finished result" if there else "")
+        for name, expected in record["files"].items():
+            if files.sha256_of(self.folder / name) != expected:
+                return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
+        asked = flatten({"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))})
+        before = flatten({"format": record.get("format"), "request": record.get("request", {})})
+        different = [
+            f"{name.removeprefix('request.')} = {before.get(name)!r}, asked {asked.get(name)!r}"
+            for name in dict.fromkeys((*asked, *before))
+            if before.get(name) != asked.get(name)
+        ]
+        if different:
+            return Found(OTHER, record, f"made with other settings ({'; '.join(different)})")
+        lacking = [name for name in cell.files if name not in record["files"]]
+        return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}") if lacking else Found(FINISHED, record)
+
+    def fill(
+        self,
+        cells: Sequence[Cell],
+        make: Callable[[Making], None],
+        *,
+        overwrite: bool = False,
+        kept: Callable[[Cell], None] = lambda cell: None,
+    ) -> dict[str, Record]:
+        """The record of every cell by name: found (kept is told) or made now: make(making) writes its files and commits.
+
+        What another process is making comes last and is waited for. overwrite makes again what was finished when this began.
+        """
+        self.tidy()
+        before = {cell.name: self.look(cell) for cell in cells}
+        done: dict[str, Record] = {}
+        for cell in () if overwrite else cells:  # a name that is taken is found before any work
+            if (record := self._free_or_finished(cell, before[cell.name])) is not None:
+                done[cell.name] = record
+        self.expect_place([cell for cell in cells if cell.name not in done])
+        records: dict[str, Record] = {}
+        waiting = [list(group) for _, group in itertools.groupby(cells, key=lambda cell: cell.mark)]
+        for wait in (False, True):
+            busy = []
+            for group in waiting:
+                if all(cell.name in done for cell in group):
+                    for cell in group:
+                        records[cell.name] = done[cell.name]
+                        kept(cell)
+                    continue
+                with self._locked(group[0], wait=wait) as state:
+                    if state == files.BUSY:
+                        busy.append(group)
+                        continue
+                    for cell in group:
+                        records[cell.name] = self._fill_one(cell, make, before[cell.name] if overwrite else None, kept)
+            waiting = busy
+        return {cell.name: records[cell.name] for cell in cells}
+
+    def put(self, cell: Cell, record: Record, contents: Mapping[str, Content]) -> Record:
+        """What is derived from other cells, in the place of what this store wrote there before."""
+        self.expect_place([cell])
+        with self._locked(cell), Making(self, cell) as making:
+            for name, content in contents.items():
+                making.write(name, content)
+            return making.commit(record)
+
+    def load(self, record: Record, name: str) -> bytes:
+        """A file of a finished cell, the very bytes its record describes."""
+        data = files.read_regular(self.folder / name)
+        if data is None or hashlib.sha256(data).hexdigest() != record.get("files", {}).get(name):
+            raise ValueError(
+                f"out: expected {self.folder / name} as its record describes it, got another file; run again to have it made again."
+            )
+        return data
+
+    def tidy(self) -> None:
+        """Completes what stopped processes had decided and removes what they had begun; living ones are left alone."""
+        removed = 0
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            for mark in sorted(files.leftovers(self.folder)):
+                try:
+                    with files.locked(self.folder, mark, wait=False) as state:
+                        if state == files.HELD:
+                            removed += self._recover(mark)
+                except OSError as error:
+                    if error.errno not in (errno.EROFS, errno.EACCES):
+                        raise
+        if removed:
+            self.say(f"{self.folder}: removed {removed} temporary file{'s' * (removed > 1)} of a stopped run")
+
+    def expect_place(self, cells: Sequence[Cell]) -> None:
+        """Fails before minutes are spent on a result that could not be saved."""
+        if not cells:
+            return
+        paths = [self.folder / name for cell in cells for name in (self._record_path(cell).name, *cell.files)]
+        for path in paths:
+            try:
+                path.lstat()
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    size = len(os.fsencode(path.name))
+                    raise ValueError(f"out: expected a name that fits here, got {path.name} of {size} bytes; shorten it.") from None
+        folder = self.folder
+        try:
+            files.make_folder(folder)
+            with files.locked(folder, files.mark_of("can this folder be written")):
+                pass
+            for folder in {path.parent for path in paths if os.path.lexists(path.parent)}:
+                if (folder / ".").stat().st_dev != self.folder.stat().st_dev:  # a rename would not be atomic
+                    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        except OSError as error:
+            if error.errno in files.FULL:
+                raise OSError(f"out: expected room in {folder}, got a full disk or quota; free some space and run again.") from None
+            raise OSError(f"out: expected a folder that can be written, got {folder} ({error.strerror}); choose another place.") from None
+
+    def _free_or_finished(self, cell: Cell, found: Found) -> Record | None:
+        if found.state == OTHER:
+            raise ValueError(f"out: expected a free name, got {self._shown(cell)} {found.reason}; pass --overwrite, or another --out.")
+        return found.record if found.state == FINISHED else None
+
+    def _fill_one(self, cell: Cell, make: Callable[[Making], None], before: Found | None, kept: Callable[[Cell], None]) -> Record:
+        found = self.look(cell)
+        if before is None:
+            record = self._free_or_finished(cell, found)
+        else:  # overwriting: another process may have made it again already
+            fresh = found.state == FINISHED and found.record is not None
+            record = found.record if fresh and found.record != before.record else None
+        if record is not None:
+            kept(cell)
+            return record
+        if found.reason and before is None:
+            self.say(f"{self._shown(cell)}: {found.reason}; it is made again")
+        with Making(self, cell, overwrite=before is not None) as making:
+            make(making)
+            assert making.committed is not None, f"{cell.name} was not committed"
+            return making.committed
+
+    @contextlib.contextmanager
+    def _locked(self, cell: Cell, *, wait: bool = True) -> Iterator[str]:
+        waiting = lambda: self.say(f"{self._shown(cell)}: another process is making it; waiting for it")  # noqa: E731
+        with contextlib.ExitStack() as stack:
+            with files.explained(self._record_path(cell)):
+                state = stack.enter_context(files.locked(self.folder, cell.mark, wait=wait, waiting=waiting))
+                if state == files.HELD:
+                    self._recover(cell.mark)
+            yield state
+
+    def _recover(self, mark: str) -> int:
+        """Under the mark's lock: its journal is carried out, other temporary files are removed; how many."""
+        path = files.journal_path(self.folder, mark)
+        journal = read_record(path)
+        if journal is not None and journal.get("format") == JOURNAL:
+            moves = [Move(self.folder / source, self.folder / target, sha256) for source, target, sha256 in journal["moves"]]
+            if all(sha256 in (files.sha256_of(source), files.sha256_of(target)) for source, target, sha256 in moves):
+                _carry_out(moves)
+                self.say(f"{moves[-1].target}: completed from what a stopped run had left")
+        if os.path.lexists(path):
+            files.remove(path)
+        return files.remove_temporaries(self.folder, mark)
+
+    def _record_path(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def _shown(self, cell: Cell) -> Path:
+        return self.folder / cell.files[0] if cell.files else self._record_path(cell)
+
+
+class Making:
+    """One cell while it is made: files under temporary names until commit, nothing of them left without it."""
+
+    def __init__(self, store: Store, cell: Cell, *, overwrite: bool = False) -> None:
+        self.store, self.cell, self.overwrite = store, cell, overwrite
+        self.hashes: dict[str, str] = {}
+        self.committed: Record | None = None
+        self._temporary: dict[str, Path] = {}
+
+    def __enter__(self) -> Making:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self.committed is None:
+            for path in self._temporary.values():
+                files.remove(path)
+
+    def write(self, name: str, content: Content) -> None:
+        """One of the cell's files, durable under a temporary name."""
+        assert name in self.cell.files, name
+        with files.explained(self.store.folder / name):
+            path = self._temporary[name] = files.temporary_path(self.store.folder, self.cell.mark)
+            if isinstance(content, bytes):
+                files.write_new(path, content)
+                self.hashes[name] = hashlib.sha256(content).hexdigest()
+            else:
+                content(path)
+                files.sync_file(path)
+                self.hashes[name] = files.sha256_of(path) or ""
+
+    def commit(self, record: Record) -> Record:
+        """The cell is finished once this has returned; the record as it was written."""
+        assert set(self.hashes) == set(self.cell.files), f"{self.cell.name} has {set(self.hashes)}"
+        folder, mark = self.store.folder, self.cell.mark
+        record = sealed(record | {"cell": self.cell.hash, "files": self.hashes})
+        target = folder / f"{self.cell.name}.json"
+        with files.explained(target):
+            data = json.dumps(record, indent=1).encode()
+            source = self._temporary[target.name] = files.temporary_path(folder, mark)
+            files.write_new(source, data)
+            moves = [Move(self._temporary[name], folder / name, self.hashes[name]) for name in self.cell.files]
+            moves.append(Move(source, target, hashlib.sha256(data).hexdigest()))
+            for parent in {move.target.parent for move in moves}:
+                files.make_folder(parent)
+            self._set_aside(moves)
+            journal = files.journal_path(folder, mark)
+            if len(moves) > 1:  # one rename is whole by itself
+                listed = [[move.source.name, str(move.target.relative_to(folder)), move.sha256] for move in moves]
+                path = self._temporary["journal"] = files.temporary_path(folder, mark)
+                files.write_new(path, json.dumps(sealed({"format": JOURNAL, "files": {}, "moves": listed})).encode())
+                files.move(path, journal)
+                self.committed = record
+                files.sync_folder(folder)
+            _carry_out(moves)
+            self.committed = record
+            files.remove(journal)
+        return record
+
+    def _set_aside(self, moves: list[Move]) -> None:
+        """What stands under a name of this cell and was not written by the store is kept under another name."""
+        before = read_record(moves[-1].target)
+        ours = before is not None and before.get("format") == self.cell.format
+        for _, target, sha256 in moves:
+            if not os.path.lexists(target):
+                continue
+            name = str(target.relative_to(self.store.folder))
+            known = (before or {}).get("files", {}).get(name) if target != moves[-1].target else ours and files.sha256_of(target)
+            replaceable = self.overwrite or files.sha256_of(target) in {known or None, sha256} - {None}
+            if replaceable and not target.is_dir():
+                continue
+            other = free_name_beside(target)
+            files.move(target, other)
+            self.store.say(f"{target}: not written by this store, or changed since; it is kept as {other.name}")
+
+
+class Move(NamedTuple):
+    source: Path
+    target: Path
+    sha256: str
+
+
+def _carry_out(moves: Sequence[Move]) -> None:
+    """Can be repeated after a stop anywhere in it."""
+    for source, target, _ in moves:
+        if os.path.lexists(source):
+            files.move(source, target)
+    for folder in {move.target.parent for move in moves}:
+        files.sync_folder(folder)
+
+
+def content_hash(value: Any) -> str:
+    """Equal for equal JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict).encode()).hexdigest()
+
+
+def sealed(record: Mapping[str, Any]) -> Record:
+    """The record as JSON holds it, with the hash of all the rest of it."""
+    plain = json.loads(json.dumps({name: value for name, value in record.items() if name != "hash"}))
+    return {**plain, "hash": content_hash(plain)}
+
+
+def read_record(path: Path) -> Record | None:
+    """A record that this store sealed and nobody has changed; None for anything else."""
+    data = files.read_regular(path, RECORD_LIMIT)
+    try:
+        record = json.loads(data) if data is not None else None
+        if not isinstance(record, dict) or sealed(record)["hash"] != record.get("hash"):
+            return None
+    except (ValueError, RecursionError):
+        return None
+    names = record.get("files")
+    if not isinstance(names, dict) or any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in names):
+        return None
+    return record
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by points: {"a": {"b": 1}} is {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, part in value.items():
+        flat |= flatten(part, f"{prefix}{name}.") if isinstance(part, Mapping) else {f"{prefix}{name}": part}
+    return flat
+
+
+def free_name_beside(path: Path) -> Path:
+    """a.mp4: a.aside-1.mp4, or the next number that is free; long names are cut."""
+    for number in itertools.count(1):
+        ending = f".aside-{number}{path.suffix}"
+        stem = os.fsencode(path.stem)[: 255 - len(os.fsencode(ending))].decode(errors="ignore")
+        if not os.path.lexists(path.with_name(stem + ending)):
+            break
+    return path.with_name(stem + ending)
