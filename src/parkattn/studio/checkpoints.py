@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import re
+import traceback
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import torch
 from parkattn.checks import expect_choice
 from parkattn.extras import package
 from parkattn.sprites import CHECKPOINT
-from parkattn.studio.model_folder import INDEX, Component, judge_folder, judge_index
+from parkattn.studio.model_folder import INDEX, LARGEST_CONFIG, Component, judge_folder, judge_index, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("none", "model", "sequential")
@@ -111,14 +112,14 @@ def load_pipeline(folder: Path, *, device: str = "cpu", dtype: str = "float32", 
             raise ValueError(f"offload: expected none on {device}, got {offload!r}; offloading moves weights between CPU and GPU.")
         package("accelerate", "offloading")
     with _one_line(folder), _quiet():
+        for part in judged.components:
+            _expect_kinds(part, _public_class(part.role.library, part.class_name, *BASES[part.role.library]))
         parts = {
             part.name: _load_weights(part, torch.float32 if part.name == "vae" else DTYPES[dtype])
             for part in judged.components
             if part.role.weights is not None
         }
         cls = _public_class("diffusers", judged.pipeline, "DiffusionPipeline")
-        for part in judged.components:
-            _public_class(part.role.library, part.class_name, *BASES[part.role.library])
         pipe = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True, **parts)
         pipe.set_progress_bar_config(disable=True)
         if offload == "none":
@@ -143,6 +144,25 @@ def _one_line(folder: Path) -> Iterator[None]:
         raise ValueError(f"model: expected {folder} to load as a diffusers pipeline, got: {first}; download or save it again.") from error
 
 
+@contextlib.contextmanager
+def stock_failures_in_one_line(pipe: Any) -> Iterator[None]:
+    """Configs and vocabularies that load and yet do not fit end a run in stock code; a failure through our code stays as it is."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][
+            2:
+        ]  # below this and its caller
+        if any(name.partition(".")[0] == "parkattn" for name in frames):
+            raise
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"model: expected {type(pipe).__name__} to make a video of this request, got {type(error).__name__} ({first}); check its configs."
+        ) from error
+
+
 def _public_class(library: str, name: str, *bases: str) -> Any:
     """A class of the library's own public namespace."""
     module = package(library, "video pipelines")
@@ -151,6 +171,23 @@ def _public_class(library: str, name: str, *bases: str) -> Any:
     if not (isinstance(found, type) and found.__module__.startswith(f"{library}.") and issubclass(found, kinds)):
         raise ValueError(f"model: expected a class that {library} {module.__version__} has, got {name}; install a newer {library}.")
     return found
+
+
+def _expect_kinds(part: Component, cls: Any) -> None:
+    """No text and no object in a config where diffusers' class takes numbers: it would fail in the middle of a run."""
+    if part.role.library != "diffusers" or part.role.config is None:
+        return
+    config = read_json(part.folder / part.role.config, LARGEST_CONFIG, "it was there")
+    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+        value, kind = config.get(name), str(parameter.annotation).lower()
+        if parameter.annotation is inspect.Parameter.empty:
+            continue
+        if (isinstance(value, str) and not re.search("str|literal|any", kind)) or (
+            isinstance(value, dict) and not re.search("dict|any", kind)
+        ):
+            raise ValueError(
+                f"model: expected {name} in {part.folder / part.role.config} as {cls.__name__} takes it, got {value!r}; correct it."
+            )
 
 
 def _load_weights(part: Component, dtype: torch.dtype) -> Any:

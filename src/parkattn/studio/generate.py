@@ -190,7 +190,8 @@ def generate_frames(
     with Session(pipe, observer) as session:
         options = _call_options(request) | ({} if decode else {"output_type": "latent"})
         try:
-            frames = pipe(**options, callback_on_step_end=ended).frames[0]
+            with checkpoints.stock_failures_in_one_line(pipe):
+                frames = pipe(**options, callback_on_step_end=ended).frames[0]
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "

@@ -5,6 +5,7 @@ A loader sees a folder only after this file has passed it, so that what is refus
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ INDEX = "model_index.json"
 MIB, GIB = 2**20, 2**30
 # the largest known: 35 MiB of tokenizer.json, 57 GiB of weights in one file; headers hold about 100 bytes per tensor
 LARGEST_CONFIG, LARGEST_VOCABULARY, LARGEST_WEIGHTS, LARGEST_HEADER = 8 * MIB, 128 * MIB, 96 * GIB, 16 * MIB
-MOST_FILES, DEEPEST, LONGEST_NAME, MOST_TENSORS = 4096, 4, 200, 100_000
+MOST_FILES, DEEPEST, LONGEST_NAME, MOST_TENSORS = 2000, 4, 200, 100_000
 LARGEST_NUMBER = 2**20  # in a model's or scheduler's config: vocabularies and position tables of known models stay below
 LARGEST_BASE = 1e9  # of rotary frequencies, which no memory depends on
 
@@ -71,6 +72,7 @@ ROLES = {
     "feature_extractor": Role("transformers", r"(CLIP|Siglip)(Image)?Processor(Fast|Pil)?"),
 }
 PIPELINES = r"(Wan|SkyReelsV2|HunyuanVideo|HunyuanSkyreels|CogVideoX|LTX|Mochi)\w*Pipeline"
+NOTES = ("_class_name", "_diffusers_version", "_name_or_path")
 NEEDED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # a prompt becomes a video through these
 
 
@@ -110,7 +112,7 @@ def judge_index(root: Path) -> dict[str, tuple[Role, str]]:
         )
     found = {}
     for name, entry in index.items():
-        if name.startswith("_") or entry is None or isinstance(entry, (bool, int, float)) or entry == [None, None]:
+        if entry is None or isinstance(entry, (bool, int, float)) or entry == [None, None] or (name in NOTES and isinstance(entry, str)):
             continue  # a setting of the pipeline, or a component it can do without
         role = ROLES.get(re.sub(r"_\d$", "", name))
         if role is None:
@@ -152,7 +154,9 @@ def _entries(root: Path) -> Iterator[Path]:
     folders, seen = [root], 0
     while folders:
         folder = folders.pop()
-        for entry in os.scandir(folder):
+        with os.scandir(folder) as listing:
+            here = sorted(itertools.islice(listing, MOST_FILES + 1), key=lambda entry: entry.name)
+        for entry in here:
             path, seen = Path(entry.path), seen + 1
             inner = str(path.relative_to(root))
             if folder == root and entry.name.startswith("."):
@@ -270,7 +274,7 @@ def _judge_weights(root: Path, name: str, role: Role, own: dict[str, Path]) -> d
     if listing not in own:
         return headers[single]
     whole = read_json(own[listing], LARGEST_CONFIG, "it lists the shards").get("weight_map")
-    if not isinstance(whole, dict) or not all(isinstance(shard, str) for shard in whole.values()):
+    if not isinstance(whole, dict) or not whole or not all(isinstance(shard, str) for shard in whole.values()):
         raise _refusal(f"weight_map in {own[listing]} to give each tensor its file", whole, "download the model again")
     for tensor, shard in whole.items():
         if shard not in headers:
