@@ -122,7 +122,7 @@ def wrong_shape(folder):
         (drop_index, "model_index.json, got no such file"),
         (drop_component, "expected component vae in"),
         (cut_weights, "expected whole weights in"),
-        (only_pickle, "got pickle only (pytorch_model.bin)"),
+        (only_pickle, "got text_encoder/pytorch_model.bin (a pickle can run code)"),
         (drop_weights, "expected a .safetensors file in"),
         (wrong_shape, "to load as a diffusers pipeline, got:"),
     ],

@@ -90,7 +90,7 @@ def prepare(request: Request) -> tuple[Request, Path]:
     filled["prompt"] = understood(request.prompt, folder)
     if checkpoints.is_shipped(folder):
         filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
-    for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("text_tokens", 1), ("seed", 0)):
+    for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("height", 1), ("width", 1), ("text_tokens", 1), ("seed", 0)):
         value = filled.get(name, getattr(request, name))
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
@@ -174,6 +174,7 @@ def generate_frames(
     def ended(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         synchronise(request.device)
         ends.append(time.perf_counter())
+        expect_finite_video("latents", tensors.get("latents"), step)
         return tensors
 
     observer = Observer(method or make_method(request.method, config), recall_rows=recall_rows, on_call=begun)
@@ -181,13 +182,15 @@ def generate_frames(
     with Session(pipe, observer) as session:
         options = _call_options(request) | ({} if decode else {"output_type": "latent"})
         try:
-            frames = pipe(**options, callback_on_step_end=ended).frames[0]
+            with checkpoints.stock_failures_in_one_line(pipe):
+                frames = pipe(**options, callback_on_step_end=ended).frames[0]
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
                 "memory; pass --offload model, or a smaller size."
             ) from None
         summary = session.summary().to_dict()
+    expect_finite_video("frames", frames, len(ends))
     done = time.perf_counter()
     if progress is not None:
         progress(StepReport(total, total, "done", 1.0))
@@ -201,6 +204,13 @@ def generate_frames(
     found["seconds"]["total"] = sum(found["seconds"][name] for name in ("text", "denoise", "decode"))
     found["summary"] = summary
     return Generation(as_bytes(frames) if decode else np.empty((0, 0, 0, 3), np.uint8), found)
+
+
+def expect_finite_video(name: str, values: Any, step: int) -> None:
+    """No video is better than a black one: NaN would be clipped to some colour without a word."""
+    if values is None or bool(torch.isfinite(torch.as_tensor(values)).all()):
+        return
+    raise ValueError(f"{name}: expected finite numbers, got NaN or Inf at step {step}; try --dtype float32, or another model.")
 
 
 def generate_video(

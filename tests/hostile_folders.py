@@ -1,0 +1,379 @@
+"""Model folders made to run code, to hang, to fill memory or to pass for whole: one small function of a good folder each.
+
+JUDGED are refused from names, sizes, JSON and headers alone; LOADED only when the weights meet the model.
+Code that runs leaves the file `ran` beside the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+Damage = Callable[[Path], None]
+
+INDEX = "model_index.json"
+WEIGHTS = {
+    "transformer": "transformer/diffusion_pytorch_model.safetensors",
+    "vae": "vae/diffusion_pytorch_model.safetensors",
+    "text_encoder": "text_encoder/model.safetensors",
+}
+CONFIGS = (
+    "transformer/config.json",
+    "vae/config.json",
+    "text_encoder/config.json",
+    "scheduler/scheduler_config.json",
+    "tokenizer/tokenizer_config.json",
+)
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+class Marker:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def ran(folder: Path) -> Path:
+    return folder.parent / "ran"
+
+
+def put_code(folder: Path, name: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = "Pipeline = X = WanPipeline = type('X', (), {'from_pretrained': classmethod(lambda *a, **o: None)})\n"
+    path.write_text(f"import pathlib\npathlib.Path({str(ran(folder))!r}).touch()\n{source}")
+
+
+def put_pickle(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(pickle.dumps(Marker(ran(folder))))
+
+
+def put(folder: Path, name: str, content: str | bytes) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def change(folder: Path, name: str, **values: Any) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def name_component(folder: Path, part: str, entry: Any, code: str | None = None) -> None:
+    change(folder, INDEX, **{part: entry})
+    if code is not None:
+        put_code(folder, code)
+
+
+def drop(folder: Path, name: str) -> None:
+    path = folder / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def replace_by_fifo(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+
+
+def put_socket(folder: Path, name: str) -> None:
+    here = Path.cwd()
+    os.chdir(folder)  # a socket's path has 108 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(name)
+    finally:
+        os.chdir(here)
+
+
+def link(folder: Path, name: str, target: str) -> None:
+    path = folder / name
+    if path.is_dir() and not path.is_symlink():
+        shutil.move(path, folder.parent / "outside")
+    else:
+        path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def move_out(folder: Path, name: str) -> None:
+    """The good file, behind a link that leaves the folder."""
+    outside = folder.parent / "outside.file"
+    shutil.move(folder / name, outside)
+    (folder / name).symlink_to(outside)
+
+
+def link_to_fifo(folder: Path, name: str) -> None:
+    os.mkfifo(folder / "pipe")
+    link(folder, name, str(folder / "pipe"))
+
+
+def many_files(folder: Path) -> None:
+    for i in range(2001):
+        (folder / f"{i}.txt").touch()
+
+
+def nest(folder: Path, depth: int) -> None:
+    (folder / "/".join("d" * depth)).mkdir(parents=True)
+
+
+def read_weights(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write_weights(path: Path, header: Any, body: bytes, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + body)
+
+
+def edit_header(folder: Path, edit: Callable[[dict[str, Any]], Any], part: str = "transformer") -> None:
+    header, body = read_weights(folder / WEIGHTS[part])
+    made = edit(header)
+    write_weights(folder / WEIGHTS[part], header if made is None else made, body)
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    return header[min(name for name in header if name != "__metadata__")]
+
+
+def set_entry(**values: Any) -> Damage:
+    return partial(edit_header, edit=lambda header: first(header).update(values))
+
+
+def raw_header(folder: Path, text: bytes, length: int | None = None) -> None:
+    write_weights(folder / WEIGHTS["transformer"], text, b"", length)
+
+
+def twice(header: dict[str, Any]) -> bytes:
+    return json.dumps(header).encode()[:-1] + b"," + json.dumps(header).encode()[1:]
+
+
+def shard(folder: Path, weight_map: Any = None, part: str = "transformer", **extra: Any) -> None:
+    """The single file under a shard's name, with a list of it; `weight_map` maps the good list to the one that is written."""
+    path = folder / WEIGHTS[part]
+    header, _ = read_weights(path)
+    name = "diffusion_pytorch_model-00001-of-00001.safetensors"
+    path.rename(path.with_name(name))
+    good = {tensor: name for tensor in header if tensor != "__metadata__"}
+    made = {"metadata": {}, "weight_map": weight_map(good) if callable(weight_map) else weight_map} | extra
+    path.with_name(f"{path.name}.index.json").write_text(json.dumps(made))
+
+
+def edit_tensors(folder: Path, part: str, edit: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / WEIGHTS[part]
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def remove_three(tensors: dict[str, Any]) -> None:
+    for name in sorted(tensors)[:3]:
+        del tensors[name]
+
+
+def fill(value: float) -> Callable[[dict[str, Any]], None]:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors[max(tensors)].view(-1)[-1] = value
+
+    return edit
+
+
+def _judged() -> dict[str, Damage]:
+    found: dict[str, Damage] = {}
+    for name in (
+        "None.py", "pipeline.py", "WanPipeline.py", "x/y/z.py", "vae/evilmod.py", "vae/modeling.PY", "scheduler/scheduler.pyc",
+        "text_encoder/native.so", "tokenizer/native.pyd", "vae/__pycache__/vae.txt", "transformer/code.py.txt", "custom_generate/generate.py",
+        "transformer/lib.so.1", "vae/wheel.whl",
+    ):  # fmt: skip
+        found[f"code {name}"] = partial(put_code, name=name)
+    for suffix in ("bin", "pt", "pth", "ckpt", "pkl", "pickle", "npy", "npz", "h5", "msgpack", "joblib", "BIN"):
+        found[f"pickle .{suffix} in vae"] = partial(put_pickle, name=f"vae/diffusion_pytorch_model.{suffix}")
+    found["pickle alone"] = lambda f: (drop(f, WEIGHTS["text_encoder"]), put_pickle(f, "text_encoder/pytorch_model.bin"))  # type: ignore[func-returns-value]
+    for part, entry, code in (
+        ("vae", ["evilmod", "X"], "vae/evilmod.py"), ("scheduler", ["evilmod", "X"], "scheduler/evilmod.py"),
+        ("tokenizer", ["evilmod", "X"], "evilmod.py"), ("transformer", ["evilmod", "X"], "transformer/evilmod.py"),
+    ):  # fmt: skip
+        found[f"{part} from a module in the folder"] = partial(name_component, part=part, entry=entry, code=code)
+    for entry in (
+        ["os", "system"], ["builtins", "eval"], ["subprocess", "Popen"], ["antigravity", "fly"], ["diffusers.utils", "logging"],
+        ["diffusers", "DiffusionPipeline"], ["diffusers", "OnnxRuntimeModel"], ["onnxruntime.training", "ORTModule"],
+        ["diffusers", "AutoModel"], ["diffusers", "UNet2DConditionModel"], ["transformers", "T5EncoderModel"], ["diffusers", "__class__"],
+        ["diffusers", "AutoencoderKLWan.__init__"], ["diffusers", "AutoencoderKLWan\n"], ["", ""], [None, "X"], ["diffusers", None],
+        ["diffusers"], ["diffusers", "AutoencoderKLWan", "x"], [1, 2], "AutoencoderKLWan", {}, {"a": 1}, None, [None, None], [],
+        [["diffusers"], ["AutoencoderKLWan"]],
+    ):  # fmt: skip
+        found[f"vae is {entry!r}"] = partial(name_component, part="vae", entry=entry)
+    for entry in (
+        ["transformers", "pipeline"],
+        ["transformers", "AutoModel"],
+        ["transformers", "Trainer"],
+        ["diffusers", "UMT5EncoderModel"],
+    ):
+        found[f"text_encoder is {entry!r}"] = partial(name_component, part="text_encoder", entry=entry)
+    for entry in (["transformers", "AutoConfig"], ["transformers", "UMT5EncoderModel"]):
+        found[f"tokenizer is {entry!r}"] = partial(name_component, part="tokenizer", entry=entry)
+    for name in ("__init__", "../vae", "evil", "vae_22", "unet", "tokenizer/../vae"):
+        found[f"component {name}"] = partial(name_component, part=name, entry=["diffusers", "AutoencoderKLWan"])
+    found["a string as a setting"] = partial(change, name=INDEX, boundary_ratio="half")
+    for value in (["None", "X"], ["pipeline", "WanPipeline"], None, 5, "DiffusionPipeline", "StableDiffusionPipeline", "os.system", "../x"):
+        found[f"_class_name {value!r}"] = partial(change, name=INDEX, _class_name=value)
+    for label, text in {
+        "empty": "", "list": "[]", "null": "null", "number": "5", "cut": '{"a"', "NaN": '{"a": NaN}', "deep": DEEP, "twice": '{"a":1,"a":2}',
+        "binary": b"\xff\xfe\x00", "utf-16": "{}".encode("utf-16"), "BOM": b"\xef\xbb\xbf{}", "digits": '{"a":' + "9" * 5000 + "}",
+        "9 MB": '{"a":"' + "x" * 9_000_000 + '"}',
+    }.items():  # fmt: skip
+        found[f"{INDEX} {label}"] = partial(put, name=INDEX, content=text)
+    for name in CONFIGS:
+        found[f"{name} a list"] = partial(put, name=name, content="[1]")
+        found[f"{name} cut"] = partial(put, name=name, content='{"a"')
+        found[f"{name} auto_map"] = partial(change, name=name, auto_map={"AutoModel": "evil.X", "AutoTokenizer": ["evil.X", None]})
+    found["auto_map inside"] = partial(change, name="text_encoder/config.json", text_config={"x": [{"auto_map": {"AutoConfig": "e.X"}}]})
+    found["quantised"] = partial(change, name="transformer/config.json", quantization_config={"quant_method": "torchao"})
+    found["attention from a hub"] = partial(change, name="text_encoder/config.json", _attn_implementation="evil/kernels")
+    found["another class"] = partial(change, name="vae/config.json", _class_name="AutoencoderKLMochi")
+    found["adapter"] = partial(put, name="text_encoder/adapter_config.json", content='{"base_model_name_or_path": "evil/model"}')
+    found["modular"] = partial(put, name="modular_model_index.json", content="{}")
+    for key, value in (
+        ("vocab_file", "/etc/passwd"),
+        ("tokenizer_file", "../x.json"),
+        ("init_inputs", ["/etc/passwd"]),
+        ("gguf_file", "x"),
+    ):
+        found[f"tokenizer's {key}"] = partial(change, name="tokenizer/tokenizer_config.json", **{key: value})
+    for name, key, number in (
+        ("transformer/config.json", "num_layers", 10**9), ("transformer/config.json", "rope_max_seq_len", 10**12),
+        ("transformer/config.json", "ffn_dim", 1e30), ("vae/config.json", "dim_mult", [10**9] * 4),
+        ("text_encoder/config.json", "vocab_size", 10**12), ("scheduler/scheduler_config.json", "num_train_timesteps", 10**10),
+    ):  # fmt: skip
+        found[f"{key} {number}"] = partial(change, name=name, **{key: number})
+    for name in (INDEX, WEIGHTS["vae"], "vae/config.json", "tokenizer/tokenizer.json", "pipe", "vae/pipe"):
+        found[f"FIFO {name}"] = partial(replace_by_fifo, name=name)
+    found["socket"] = partial(put_socket, name="vae/s")
+    for name, target in (
+        ("vae/config.json", "/etc/passwd"), ("README.md", "/etc/passwd"), (INDEX, "../outside.json"), (WEIGHTS["vae"], "/dev/zero"),
+        ("x.txt", "/dev/stdin"), ("x.txt", "nowhere"), ("x.txt", "x.txt"), ("vae/up", ".."), ("vae", "../outside"), ("loop", "."),
+    ):  # fmt: skip
+        found[f"link {name} to {target}"] = partial(link, name=name, target=target)
+    found["weights behind a link that leaves"] = partial(move_out, name=WEIGHTS["transformer"])
+    found["link to a FIFO"] = partial(link_to_fifo, name="vae/config.json")
+    found["long name"] = partial(put, name="vae/" + "n" * 240, content="")
+    found["line end in a name"] = partial(put, name="vae/a\nmodel: all is well", content="")
+    found["escape in a name"] = partial(put, name="vae/\x1b[2Ja.json", content="")
+    found["name that is no text"] = lambda f: (Path(os.fsdecode(os.fsencode(f) + b"/vae/\xff\xfe.json")).touch(), None)[1]
+    found["many files"], found["deep folders"] = many_files, partial(nest, depth=40)
+    for part in ("vae", "tokenizer", "scheduler/scheduler_config.json", *WEIGHTS.values(), INDEX, "transformer/config.json"):
+        found[f"without {part}"] = partial(drop, name=part)
+    found["a variant alone"] = lambda f: (
+        (f / WEIGHTS["vae"]).rename(f / "vae/diffusion_pytorch_model.fp16.safetensors"),
+        None,
+    )[1]
+    found["weights of a tokenizer"] = partial(put, name="tokenizer/model.safetensors", content="x")
+    return found | _headers() | _shards()
+
+
+def _headers() -> dict[str, Damage]:
+    path = WEIGHTS["transformer"]
+    found: dict[str, Damage] = {
+        "weights empty": partial(put, name=path, content=b""),
+        "weights 7 bytes": partial(put, name=path, content=b"1234567"),
+        "weights cut": lambda f: os.truncate(f / path, 10_000),
+        "weights with a tail": lambda f: put(f, path, (f / path).read_bytes() + b"x"),
+        "header past the end": partial(raw_header, text=b"{}", length=2**40),
+        "header length 2**64-1": partial(raw_header, text=b"{}", length=2**64 - 1),
+        "header too long": partial(raw_header, text=b"{" + b" " * 17_000_000 + b"}"),
+        "header deep": partial(raw_header, text=DEEP.encode()),
+        "header a pickle": lambda f: raw_header(f, pickle.dumps(Marker(ran(f)))),
+        "header names twice": partial(edit_header, edit=twice),
+        "header dtype object": set_entry(dtype="O"),
+        "header dtype list": set_entry(dtype=["F32"]),
+        "header negative offset": set_entry(data_offsets=[-4, 0]),
+        "header offsets swapped": set_entry(data_offsets=[8, 0]),
+        "header offsets past the end": set_entry(data_offsets=[0, 2**60]),
+        "header offsets of one": set_entry(data_offsets=[0]),
+        "header offsets text": set_entry(data_offsets="ab"),
+        "header offsets fractions": set_entry(data_offsets=[0.0, 4.0]),
+        "header shape huge": set_entry(shape=[2**40, 2**40]),
+        "header shape negative": set_entry(shape=[-1]),
+        "header shape text": set_entry(shape="12"),
+        "header shape true": set_entry(shape=[True]),
+        "header shape of 100 axes": set_entry(shape=[1] * 100),
+        "header extra field": set_entry(code="import os"),
+        "header tensors overlap": partial(
+            edit_header, edit=lambda h: [e.update(data_offsets=[0, 8], shape=[2]) for e in h.values()] and None
+        ),
+        "header metadata a list": partial(edit_header, edit=lambda h: h.update(__metadata__=[1])),
+        "header of another framework": partial(edit_header, edit=lambda h: h.update(__metadata__={"format": "tf"})),
+        "header long tensor name": partial(edit_header, edit=lambda h: h.update({"n" * 10_000: first(h)})),
+        "header entry a list": partial(edit_header, edit=lambda h: h.update(x=[1, 2])),
+    }
+    for text in (b"", b"[]", b"null", b"{}", b'{"a":', b"\xff\xfe", b'{"a": {"dtype": "F32"}}', b'{"__metadata__": {"format": "pt"}}'):
+        found[f"header {text!r}"] = partial(raw_header, text=text)
+    return found
+
+
+def _shards() -> dict[str, Damage]:
+    maps: dict[str, Any] = {
+        "list": [1, 2], "null": None, "text": "a", "number": 5, "files are numbers": {"a": 1}, "files are lists": {"a": ["b"]}, "empty": {},
+        "leaves the folder": lambda good: dict.fromkeys(good, "../vae/diffusion_pytorch_model.safetensors"),
+        "absolute": lambda good: dict.fromkeys(good, "/etc/passwd"),
+        "missing shard": lambda good: good | {min(good): "diffusion_pytorch_model-00002-of-00002.safetensors"},
+        "missing tensor": lambda good: good | {"evil.weight": next(iter(good.values()))},
+        "lists too few": lambda good: dict(list(good.items())[1:]),
+        "a pickle": lambda good: dict.fromkeys(good, "evil.bin"),
+    }  # fmt: skip
+    found: dict[str, Damage] = {f"weight_map {name}": partial(shard, weight_map=value) for name, value in maps.items()}
+    found["list of shards a list"] = partial(put, name=f"{WEIGHTS['vae']}.index.json", content="[1]")
+    return found
+
+
+def _loaded() -> dict[str, Damage]:
+    found: dict[str, Damage] = {}
+    for part in WEIGHTS:
+        found[f"{part} without three tensors"] = partial(edit_tensors, part=part, edit=remove_three)
+        found[f"{part} with one too many"] = partial(edit_tensors, part=part, edit=lambda t: t.update({"evil.weight": t[min(t)].clone()}))
+        found[f"{part} with NaN"] = partial(edit_tensors, part=part, edit=fill(float("nan")))
+        found[f"{part} with Inf"] = partial(edit_tensors, part=part, edit=fill(float("-inf")))
+        found[f"{part} of another shape"] = partial(edit_tensors, part=part, edit=lambda t: t.update({max(t): t[max(t)].new_zeros(3, 5)}))
+    for name, changes in {
+        "more layers than weights": {"num_layers": 3}, "100,000 layers": {"num_layers": 100_000}, "a million channels": {"ffn_dim": 10**6},
+        "wide heads": {"num_attention_heads": 4096, "attention_head_dim": 4096}, "no heads": {"num_attention_heads": 0},
+        "layers are text": {"num_layers": "two"}, "no layers": {"num_layers": 0}, "negative layers": {"num_layers": -1},
+        "patch of nothing": {"patch_size": [0, 0, 0]}, "patch is text": {"patch_size": "abc"},
+    }.items():  # fmt: skip
+        found[f"transformer: {name}"] = partial(change, name="transformer/config.json", **changes)
+    for name, changes in {
+        "layers are text": {"num_layers": "x"}, "100,000 layers": {"num_layers": 100_000}, "no width": {"d_model": 0},
+        "vocabulary of a million": {"vocab_size": 10**6},
+    }.items():  # fmt: skip
+        found[f"text_encoder: {name}"] = partial(change, name="text_encoder/config.json", **changes)
+    found["vae: mult is text"] = partial(change, name="vae/config.json", dim_mult="abcd")
+    found["vae: 1000 levels"] = partial(change, name="vae/config.json", dim_mult=[1] * 1000)
+    found["vae: 10,000 blocks"] = partial(change, name="vae/config.json", num_res_blocks=10_000)
+    for name, key in (("scheduler/scheduler_config.json", "flow_shift"), ("vae/config.json", "scale_factor_spatial")):
+        found[f"{key} is text"] = partial(change, name=name, **{key: "x"})
+        found[f"{key} is an object"] = partial(change, name=name, **{key: {"a": 1}})
+    found["scheduler: unknown betas"] = partial(change, name="scheduler/scheduler_config.json", beta_schedule="evil")
+    found["scheduler: negative steps"] = partial(change, name="scheduler/scheduler_config.json", num_train_timesteps=-5)
+    found["scheduler: a class nobody has"] = partial(name_component, part="scheduler", entry=["diffusers", "EvilScheduler"])
+    found["tokenizer: a class nobody has"] = partial(name_component, part="tokenizer", entry=["transformers", "EvilTokenizer"])
+    for name, text in {"empty": "", "a list": "[]", "deep": DEEP, "cut": '{"model"', "no model": "{}", "binary": b"\xff\x00"}.items():
+        found[f"tokenizer.json {name}"] = partial(put, name="tokenizer/tokenizer.json", content=text)
+    return found
+
+
+JUDGED = _judged()
+LOADED = _loaded()
