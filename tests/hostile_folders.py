@@ -60,6 +60,11 @@ def put_pickle(folder: Path, name: str) -> None:
     (folder / name).write_bytes(pickle.dumps(Marker(ran(folder))))
 
 
+def only_pickle(folder: Path) -> None:
+    drop(folder, WEIGHTS["text_encoder"])
+    put_pickle(folder, "text_encoder/pytorch_model.bin")
+
+
 def put(folder: Path, name: str, content: str | bytes) -> None:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +207,7 @@ def _judged() -> dict[str, Damage]:
         found[f"code {name}"] = partial(put_code, name=name)
     for suffix in ("bin", "pt", "pth", "ckpt", "pkl", "pickle", "npy", "npz", "h5", "msgpack", "joblib", "BIN"):
         found[f"pickle .{suffix} in vae"] = partial(put_pickle, name=f"vae/diffusion_pytorch_model.{suffix}")
-    found["pickle alone"] = lambda f: (drop(f, WEIGHTS["text_encoder"]), put_pickle(f, "text_encoder/pytorch_model.bin"))  # type: ignore[func-returns-value]
+    found["pickle alone"] = only_pickle
     for part, entry, code in (
         ("vae", ["evilmod", "X"], "vae/evilmod.py"), ("scheduler", ["evilmod", "X"], "scheduler/evilmod.py"),
         ("tokenizer", ["evilmod", "X"], "evilmod.py"), ("transformer", ["evilmod", "X"], "transformer/evilmod.py"),

@@ -62,7 +62,8 @@ ROLES = {
     "guider": Role("diffusers", r"\w+Guidance", "guider_config.json"),
     "text_encoder": Role(
         "transformers",
-        r"U?M?T5EncoderModel|LlamaModel|CLIPTextModel(WithProjection)?|LlavaForConditionalGeneration|Qwen2_5_VL(TextModel|Model|ForConditionalGeneration)",
+        r"(UM)?T5EncoderModel|LlamaModel|CLIPTextModel(WithProjection)?|LlavaForConditionalGeneration"
+        r"|Qwen2_5_VL(TextModel|Model|ForConditionalGeneration)",
         "config.json",
         _ENCODER,
     ),
