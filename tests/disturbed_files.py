@@ -21,9 +21,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from parkattn.config import ParkConfig
 
 from parkattn import files, store
+from parkattn.park import ParkConfig
 from parkattn.store import Cell, Making, Store
 from parkattn.studio import ablation, checkpoints, compare, generate, prompts, video
 from parkattn.studio.generate import Generation, Request

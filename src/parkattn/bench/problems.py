@@ -24,6 +24,7 @@ class Shape(NamedTuple):
 def paper_shape(model: str) -> Shape:
     """One layer's attention over the video that the paper makes with the model, text aside."""
     size, config = SIZES[model], ParkConfig.preset(model)
+    assert config.query_clusters and config.key_clusters
     return Shape(size.heads, size.tokens(*size.video), config.query_clusters, config.key_clusters, size.head_dim)
 
 
