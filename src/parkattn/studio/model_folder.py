@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parkattn.hosts.diffusers.models import MODELS
+from parkattn.models import MODELS
 
 INDEX = "model_index.json"
 MIB, GIB = 2**20, 2**30
