@@ -14,6 +14,7 @@ from rich.table import Table
 
 import parkattn
 from parkattn.bench import commands as bench
+from parkattn.methods import METHODS, register_installed
 from parkattn.studio import commands as studio
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
@@ -46,6 +47,29 @@ def demo(
     console.print(table)
     for path in save_report(results, scene, out):
         console.print(f"wrote {path}")
+
+
+@app.command()
+def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings and presets, for programs.")] = False) -> None:
+    """Every method: PARK, what it is compared with, and what installed packages bring along."""
+    register_installed()
+    if as_json:
+        known = {
+            name: {
+                "line": e.line,
+                "paper": e.paper,
+                "budgets": e.budgets,
+                "settings": e.config().to_dict(),
+                "presets": sorted(e.config.PRESETS),
+            }
+            for name, e in METHODS.items()
+        }
+        console.print_json(json.dumps(known))
+        return
+    table = Table("method", "what it is", "density set by", "described in")
+    for name, entry in METHODS.items():
+        table.add_row(name, entry.line, ", ".join(entry.budgets), entry.paper)
+    console.print(table)
 
 
 @app.command()

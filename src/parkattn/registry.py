@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from parkattn.checks import expect_choice
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
@@ -20,3 +22,9 @@ class MethodEntry:
     config: type[MethodConfig] = MethodConfig
     budgets: tuple[str, ...] = ()  # fields in (0, 1] that set its density, the usual one first
     paper: str = ""  # where it is described
+
+    def with_budget(self, config: MethodConfig, field: str, value: float) -> MethodConfig:
+        """The config with one of its budgets set, and those off that would compete with it."""
+        expect_choice("budget", field, self.budgets)
+        optional = {f.name for f in dataclasses.fields(config) if "None" in str(f.type)}
+        return config.replace(**{other: None for other in self.budgets if other != field and other in optional}, **{field: value})

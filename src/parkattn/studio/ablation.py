@@ -23,15 +23,15 @@ from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.methods import make_method, method_entry
 from parkattn.metrics import fidelity
 from parkattn.metrics.budget import solve_budget
-from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
+from parkattn.settings import MethodConfig, When
 from parkattn.site import AttentionOutput, CallSite
 from parkattn.sprites.grammar import held_out_scenes
 from parkattn.store import Cell, Content, Making, Record, Say, Store, content_hash
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Request, config_for, fit_to_pipeline, generate_frames, prepare
+from parkattn.studio.generate import Request, config_for, expect_settings_used, fit_to_pipeline, for_method, generate_frames, prepare
 
 METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
 BUDGETS = ("top_k", "top_p")
@@ -55,10 +55,8 @@ class AblationSettings:
         expect_fraction("density", self.density, zero=False)
         expect_choice("budget", self.budget, BUDGETS)
         for name in self.methods:
-            if self.budget not in method_entry(name).budgets:
-                raise ValueError(
-                    f"methods: expected methods with a {self.budget} budget, got {name!r}, whose density cannot be set; leave it out."
-                )
+            if not method_entry(name).budgets:
+                raise ValueError(f"methods: expected methods with a budget, got {name!r}, whose density cannot be set; leave it out.")
 
 
 class CallRecorder(Dense):
@@ -81,6 +79,7 @@ def run_ablation(
     """settings.json with the budgets, a record per run in rows/, and from them results.jsonl, table.json and table.md in `out`."""
     scenes = held_out_scenes(settings.prompts)
     spare = next(scene for scene in held_out_scenes(4, seed=1) if scene not in scenes)
+    expect_settings_used(request, settings.methods)
     request, folder = prepare(dataclasses.replace(request, prompt=spare.sentence))
     if not checkpoints.is_shipped(folder):
         raise ValueError(
@@ -90,7 +89,7 @@ def run_ablation(
     model = _Model(request, folder)
 
     def budget(making: Making) -> None:
-        found = calibrate(model.pipe, model.request, model.config, settings, say)
+        found = calibrate(model.pipe, model.request, settings, say)
         making.commit({"format": SETTINGS, "request": facts, "budgets": found, "environment": environment()})
 
     calibrated = Store(out, say).fill([Cell(name="settings", format=SETTINGS, request=facts)], budget, overwrite=overwrite)
@@ -108,9 +107,11 @@ def run_ablation(
         asked = dataclasses.replace(model.request, prompt=prompt, seed=seed)
         if (prompt, seed) not in references:
             references.clear()
-            references[prompt, seed] = generate_frames(model.pipe, dataclasses.replace(asked, method="dense"), model.config, recall_rows=0)
-        budgeted = model.config if name == FLOOR else _with_budget(model.config, settings.budget, value)
-        made = generate_frames(model.pipe, dataclasses.replace(asked, method="dense" if name == FLOOR else name), budgeted)
+            references[prompt, seed] = generate_frames(model.pipe, for_method(asked, "dense"), MethodConfig(), recall_rows=0)
+        asked = for_method(asked, "dense" if name == FLOOR else name)
+        config = config_for(asked, model.pipe)
+        budgeted = config if name == FLOOR else _with_budget(name, config, settings.budget, value)
+        made = generate_frames(model.pipe, asked, budgeted)
         row = _row(prompt, seed, name, made, references[prompt, seed])
         making.commit({"format": ROW, "request": dict(making.cell.request), "row": row, "environment": environment()})
         say(f"{prompt}, seed {seed}, {name}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
@@ -133,10 +134,6 @@ class _Model:
     def request(self) -> Request:
         return fit_to_pipeline(self.asked, self.pipe)
 
-    @functools.cached_property
-    def config(self) -> ParkConfig:
-        return config_for(self.request, self.pipe)
-
 
 def _row_cell(facts: dict[str, Any], prompt: str, seed: int, method: str, budget: float | None) -> Cell:
     """One run. Its name holds its hash: rows of other settings in the same folder are other files."""
@@ -157,27 +154,30 @@ def _write_table(
     return store.put(Cell(name="table", format=TABLE, files=tuple(contents)), {"format": TABLE, **table}, contents)
 
 
-def calibrate(pipe: Any, request: Request, config: ParkConfig, settings: AblationSettings, say: Say) -> dict[str, dict[str, float]]:
+def calibrate(pipe: Any, request: Request, settings: AblationSettings, say: Say) -> dict[str, dict[str, float]]:
     """The budget of each method at which the recorded calls have the asked density."""
     assert request.steps
-    begin = dense_prefix(config, request.steps)
+    park = config_for(for_method(request, "park"), pipe)
+    assert isinstance(park, When)
+    begin = dense_prefix(park, request.steps)
     steps = {round(begin + i * (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)) for i in range(CALIBRATION_STEPS)}
     count = len(pipe.transformer.blocks)
     layers = {round(i * (count - 1) / max(1, min(count, CALIBRATION_LAYERS) - 1)) for i in range(min(count, CALIBRATION_LAYERS))}
     recorder = CallRecorder(steps, layers)
-    generate_frames(pipe, request, config, method=recorder, recall_rows=0, decode=False)
+    generate_frames(pipe, request, MethodConfig(), method=recorder, recall_rows=0, decode=False)
     found = {}
     for name in settings.methods:
+        config = config_for(for_method(request, name), pipe)
 
-        def density(value: float, name: str = name) -> float:
-            method = make_method(name, _with_budget(config, settings.budget, value))
+        def density(value: float, name: str = name, config: MethodConfig = config) -> float:
+            method = make_method(name, _with_budget(name, config, settings.budget, value))
             assert isinstance(method, PlannedMethod)
             plans = (make_plan(q, k, method.planner, site, None) for q, k, site in recorder.kept.values())
             return statistics.fmean(plan.density().mean().item() for plan in plans)
 
         value, reached = solve_budget(density, settings.density)
         found[name] = {"value": value, "density": reached}
-        say(f"{name}: {settings.budget} = {value:.4f} gives density {reached:.3f} on the calibration calls")
+        say(f"{name}: {_budget_of(name, settings.budget)} = {value:.4f} gives density {reached:.3f} on the calibration calls")
     return found
 
 
@@ -249,8 +249,14 @@ def _row(prompt: str, seed: int, name: str, made: Any, reference: Any) -> dict[s
     }
 
 
-def _with_budget(config: ParkConfig, budget: str, value: float) -> ParkConfig:
-    return config.replace(**{"top_p": None, "top_k": None, budget: value})
+def _budget_of(name: str, asked: str) -> str:
+    """The field that sets a method's density: the one asked for where it has it."""
+    budgets = method_entry(name).budgets
+    return asked if asked in budgets else budgets[0]
+
+
+def _with_budget(name: str, config: MethodConfig, asked: str, value: float) -> MethodConfig:
+    return method_entry(name).with_budget(config, _budget_of(name, asked), value)
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -12,15 +12,25 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from parkattn.methods import METHODS
+from parkattn.methods import METHODS, register_installed
 from parkattn.metrics import fidelity
-from parkattn.park import ParkConfig
 from parkattn.record import environment
+from parkattn.settings import MethodConfig, When
 from parkattn.sprites.grammar import EXAMPLE
 from parkattn.store import Cell, Content, Making, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.generate import FORMAT as GENERATION
-from parkattn.studio.generate import Progress, Request, config_for, fit_to_pipeline, generate_frames, prepare, write_video
+from parkattn.studio.generate import (
+    Progress,
+    Request,
+    config_for,
+    expect_settings_used,
+    fit_to_pipeline,
+    for_method,
+    generate_frames,
+    prepare,
+    write_video,
+)
 from parkattn.studio.observe import RECALL_ROWS
 from parkattn.studio.page import render_page
 from parkattn.studio.steadiness import steadiness, timing_warning
@@ -36,9 +46,8 @@ Announce = Callable[[str, str], None]  # (method, "start" | "done" | "kept")
 
 def choose_methods(asked: str | None) -> list[str]:
     """Names out of "a,b" or "all"; dense comes first, because the others are measured against it."""
-    names = (
-        list(DEFAULT_METHODS) if asked is None else list(METHODS) if asked == "all" else [n.strip() for n in asked.split(",") if n.strip()]
-    )
+    register_installed()
+    names = list(DEFAULT_METHODS if asked is None else METHODS if asked == "all" else filter(None, map(str.strip, asked.split(","))))
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise ValueError(
@@ -60,9 +69,10 @@ def compare(
 ) -> dict[str, Any]:
     """Everything under `out`; methods that are finished there are kept."""
     video_library()
+    expect_settings_used(request, methods)
     requests = {}
     for method in methods:
-        requests[method], folder = prepare(dataclasses.replace(request, method=method))
+        requests[method], folder = prepare(for_method(request, method))
     store, pipe = Store(out, say), None
 
     def make(making: Making) -> None:
@@ -114,11 +124,13 @@ def write_report(records: dict[str, Record], out: Path, say: Say = lambda line: 
     return store.put(Cell(name="metrics", format=FORMAT, files=tuple(contents)), report, contents)
 
 
-def warm_up(pipe: Any, request: Request, config: ParkConfig) -> None:
+def warm_up(pipe: Any, request: Request, config: MethodConfig) -> None:
     """Lazy initialisation (and, on a GPU, kernel compilation) happens here and in nobody's time."""
     steps = 3 if request.device.startswith("cuda") else 1
     short = dataclasses.replace(request, steps=steps, frames=request.frames if steps > 1 else 1)
-    generate_frames(pipe, short, config.replace(dense_steps=1, dense_fraction=0.0), recall_rows=0)
+    if isinstance(config, When):
+        config = config.replace(dense_steps=1, dense_fraction=0.0)
+    generate_frames(pipe, short, config, recall_rows=0)
 
 
 def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None) -> dict[str, Any]:

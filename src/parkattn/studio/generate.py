@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from parkattn.hosts.diffusers import Session
-from parkattn.methods import make_method
+from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.models import row_for
-from parkattn.park import ParkConfig
 from parkattn.record import environment
+from parkattn.settings import Clusters, MethodConfig
 from parkattn.site import AttentionMethod
 from parkattn.sprites import grammar
 from parkattn.store import Cell, Making, Say, Store
@@ -43,7 +43,7 @@ class Request:
     weights: str = ""  # fingerprint of the folder, filled in by `prepare`
     method: str = "park"
     preset: str | None = None
-    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # single ParkConfig fields
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # single fields of its config
     seed: int = 0
     steps: int | None = None
     height: int | None = None
@@ -96,7 +96,7 @@ def prepare(request: Request) -> tuple[Request, Path]:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
     if request.guidance is not None and not (math.isfinite(request.guidance) and request.guidance >= 0):
         raise ValueError(f"guidance: expected a number from 0 on, got {request.guidance}; 1 is none, 3 to 6 are usual.")
-    make_method(request.method, (ParkConfig.preset(request.preset) if request.preset else ParkConfig()).replace(**request.changes))
+    configured_method(request.method, request.preset, **request.changes)
     return dataclasses.replace(request, **filled), folder
 
 
@@ -142,19 +142,43 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
     return request
 
 
-def config_for(request: Request, pipe: Any) -> ParkConfig:
+def for_method(request: Request, method: str) -> Request:
+    """The request for one of several methods: a preset and settings that only others have are left out."""
+    config = method_entry(method).config
+    known = {field.name for field in dataclasses.fields(config)}
+    preset = request.preset if request.preset in config.PRESETS else None
+    changes = {name: value for name, value in request.changes.items() if name in known}
+    return dataclasses.replace(request, method=method, preset=preset, changes=changes)
+
+
+def expect_settings_used(request: Request, methods: Sequence[str]) -> None:
+    """Every setting must be one of some method's: a misspelt one would be left out of all."""
+    used = {name for method in methods for name in for_method(request, method).changes}
+    configured = [method for method in methods if dataclasses.fields(method_entry(method).config)]
+    for name, value in request.changes.items():
+        if name not in used and configured:
+            configured_method(configured[0], **{name: value})  # says which names there are
+            raise AssertionError(name)
+    if request.preset is not None and configured and all(for_method(request, method).preset is None for method in configured):
+        method_entry(configured[0]).config.preset(request.preset)
+
+
+def config_for(request: Request, pipe: Any) -> MethodConfig:
     """The preset asked for, or the model's; a short video keeps the paper's tokens per block instead of its block counts."""
     name = request.preset or row_for(pipe.transformer).preset
-    config = ParkConfig.preset(name) if request.preset else ParkConfig.for_model(name)
+    entry = method_entry(request.method)
+    config = (entry.config.preset(name) if request.preset else entry.config.for_model(name)).replace(**request.changes)
+    if not isinstance(config, Clusters):
+        return config
     assert request.frames and request.height and request.width
     tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
-    return config.replace(**request.changes).for_tokens(tokens)
+    return config.for_tokens(tokens)
 
 
 def generate_frames(
     pipe: Any,
     request: Request,
-    config: ParkConfig,
+    config: MethodConfig,
     *,
     method: AttentionMethod | None = None,
     recall_rows: int = RECALL_ROWS,
@@ -246,7 +270,7 @@ def make_video(pipe: Any, request: Request, making: Making, *, progress: Progres
     return write_video(making, made, request, fitted, config, tokens)
 
 
-def write_video(making: Making, made: Generation, request: Request, fitted: Request, config: ParkConfig, tokens: int) -> dict[str, Any]:
+def write_video(making: Making, made: Generation, request: Request, fitted: Request, config: MethodConfig, tokens: int) -> dict[str, Any]:
     """The cell's first file is the mp4; its record ends the cell."""
     video = making.cell.files[0]
     making.write(video, lambda path: write_mp4(path, made.frames, request.fps))

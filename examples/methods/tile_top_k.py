@@ -1,0 +1,51 @@
+"""A dynamic method: contiguous tiles, scored by their mean query and key, the best ones kept. Outside the package, on its seam.
+
+import tile_top_k; parkattn.register(tile_top_k.ENTRY); parkattn.enable(pipe, method="tile-top-k", top_k=0.2)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parkattn import CallSite, MethodEntry, Plan, PlannedMethod
+from parkattn.plan import arrange, assign_roles, tiles
+from parkattn.retrieval import kept_mass, query_centroid, select_top_k
+from parkattn.settings import PlannedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig(PlannedConfig):
+    tile: int = 128
+    """Tokens of a tile."""
+    top_k: float = 0.25
+    """Share of the key tiles that a query tile keeps."""
+
+
+class TilePlanner:
+    def __init__(self, config: TileConfig) -> None:
+        self.config = config
+
+    def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
+        roles = assign_roles(q, k, site.text, site.key_valid)
+        queries, keys = tiles(q, self.config.tile), tiles(k, self.config.tile)
+        counts, labels = (queries.count, keys.count), (queries.labels, keys.labels)
+        if roles.clustered_queries is not None and roles.clustered_keys is not None:
+            # text and padding leave their tiles, so tokens move
+            labels = tuple(
+                torch.where(own[:, None], label, count).to(torch.int32)
+                for own, label, count in zip((roles.clustered_queries, roles.clustered_keys), labels, counts, strict=True)
+            )
+            queries = arrange(*roles.query_blocks(labels[0], counts[0]))
+            keys = arrange(*roles.key_blocks(labels[1], counts[1]))
+        importance = query_centroid(q, k, labels[0], counts[0], labels[1], counts[1], scale=site.scale)
+        mask = select_top_k(importance, self.config.top_k, sizes=keys.sizes[..., : counts[1]])
+        mass = kept_mass(importance, mask, queries.sizes[..., : counts[0]])
+        return Plan(queries, keys, roles.extend(mask), *counts, padding=site.key_valid is not None, estimated_mass=mass)
+
+
+def make(config: TileConfig) -> PlannedMethod:
+    return PlannedMethod("tile-top-k", TilePlanner(config), config)
+
+
+ENTRY = MethodEntry("tile-top-k", make, "contiguous tiles by their mean query and key", TileConfig, budgets=("top_k",))

@@ -1,0 +1,115 @@
+"""The registry, and the seam as somebody outside the package uses it: two methods of at most 60 lines in examples/methods."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parkattn
+from parkattn import CallSite, MethodEntry, ParkConfig, make_method
+from parkattn.attend import dense_attention
+from parkattn.methods import METHODS, configured_method, method_entry, register
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "methods"
+PARK = Path(parkattn.__file__).parent
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """Both example methods, registered for one test."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    known = dict(METHODS)
+    entries = [register(importlib.import_module(name).ENTRY) for name in ("window", "tile_top_k")]
+    yield {entry.name: entry for entry in entries}
+    METHODS.clear()
+    METHODS.update(known)
+
+
+def problem(seed=0, grid=(3, 5, 6), words=0, heads=2):
+    n = grid[0] * grid[1] * grid[2] + words
+    q, k, v = torch.randn(3, 2, heads, n, 16, generator=torch.Generator().manual_seed(seed)).unbind(0)
+    return q, k, v, CallSite(step=5, total_steps=10, grid=grid, text=slice(n - words, n) if words else None)
+
+
+def test_an_example_method_has_at_most_60_lines():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path
+
+
+@pytest.mark.parametrize("name", ["window", "tile-top-k"])
+@pytest.mark.parametrize("words", [0, 7])
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_outside_method_keeping_everything_is_dense(outside, name, words, padded):
+    q, k, v, site = problem(words=words)
+    key_valid = None
+    if padded:
+        key_valid = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool)
+        key_valid[1, -3:] = False
+    site = CallSite(step=5, total_steps=10, grid=site.grid, text=site.text, key_valid=key_valid)
+    settings = {"reach": 99} if name == "window" else {"tile": 16, "top_k": 1.0}
+    out, stats = make_method(name, settings)(q, k, v, site)
+    expected = dense_attention(q, k, v, key_valid=key_valid)
+    assert stats.plan is not None and stats.density.eq(1).all()
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_window_sees_its_neighbours_and_nobody_else(outside):
+    q, k, v, site = problem()
+    plan = make_method("window", {"tile": (1, 5, 6), "reach": 1})(q, k, v, site).stats.plan
+    frame = torch.arange(90) // 30
+    seen = plan.mask[0, 0][plan.queries.labels[0, 0].long()][:, plan.keys.labels[0, 0].long()]
+    assert torch.equal(seen, (frame[:, None] - frame).abs() <= 1)
+
+
+def test_contiguous_tiles_move_no_token(outside):
+    q, k, v, site = problem()
+    plan = make_method("tile-top-k", {"tile": 16})(q, k, v, site).stats.plan
+    assert plan.queries.order is None and plan.keys.order is None and plan.queries.count == 6
+
+
+def test_a_static_plan_is_made_once_and_kept_small(outside):
+    method = make_method("window", {"dense_steps": 0})
+    q, k, v, site = problem()
+    phases = [method(q, k, v, CallSite(step=s, total_steps=60, grid=site.grid)).stats.phase for s in (0, 1, 30, 59)]
+    assert phases == ["refresh", "reuse", "reuse", "reuse"]
+
+
+def test_a_method_of_an_installed_package_is_found_by_name(tmp_path):
+    """A wheel's metadata in a folder on the path is what an installation leaves behind."""
+    (tmp_path / "plugin_window.py").write_text((EXAMPLES / "window.py").read_text().replace('"window"', '"plugin-window"'))
+    info = tmp_path / "plugin_window-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-window\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[parkattn.methods]\nwindow = plugin_window:ENTRY\n")
+    program = "import parkattn, torch; print(parkattn.make_method('plugin-window').name, 'plugin-window' in parkattn.METHODS)"
+    path = f"{tmp_path}:{PARK.parent}"
+    run = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True)
+    assert run.stdout.split() == ["plugin-window", "True"], run.stderr
+
+
+def test_an_unknown_method_names_the_near_one():
+    with pytest.raises(ValueError, match="did you mean park"):
+        method_entry("prak")
+
+
+def test_settings_of_another_method_are_refused(outside):
+    with pytest.raises(TypeError, match="expected a WindowConfig"):
+        make_method("window", ParkConfig())
+    with pytest.raises(ValueError, match="got top_p"):
+        configured_method("window", top_p=0.5)
+
+
+def test_a_taken_name_is_refused():
+    with pytest.raises(ValueError, match="which is taken"):
+        register(MethodEntry("park", lambda config: None, "another one"))
+
+
+def test_a_budget_switches_its_rival_off():
+    entry = method_entry("park")
+    config = entry.with_budget(ParkConfig(), "top_k", 0.2)
+    assert (config.top_p, config.top_k) == (None, 0.2)
