@@ -1,4 +1,4 @@
-"""What the package's metadata and the pins promise to an installer, by pip's own resolver and the packages' metadata: nothing is downloaded."""
+"""What the metadata and the pins promise to who installs the package, by pip's resolver; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def requirements(*extras: str) -> set[str]:
 
 
 def pip(*arguments: str, seconds: int) -> subprocess.CompletedProcess[str]:
-    """A dry run that sees neither this machine's settings nor what is installed; fast-deps reads metadata out of wheels that lie elsewhere."""
-    dry = "install --dry-run --use-feature=fast-deps --ignore-installed --only-binary=:all: --no-input --disable-pip-version-check --quiet"
-    command = [sys.executable, "-m", "pip", "--isolated", *dry.split(), *arguments]
+    """A dry run that sees neither this machine's settings nor what is installed; fast-deps reads metadata from afar."""
+    dry = "install --quiet --dry-run --use-feature=fast-deps --ignore-installed --only-binary=:all:"
+    command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", *dry.split(), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
@@ -68,7 +68,7 @@ def cpu_build(folder: Path) -> Path:
     info = f"torch-{version}.dist-info"
     with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return folder
 
@@ -85,7 +85,8 @@ def answers(tmp_path_factory):
         "another torch's triton": ("torch==2.13.0\ntriton==3.6.0\n", "torch", "triton"),
     }
     with ThreadPoolExecutor(len(questions)) as pool:
-        asked = {name: pool.submit(resolve, tmp_path_factory.mktemp("pip"), *question) for name, question in questions.items()}
+        folder = tmp_path_factory.mktemp
+        asked = {name: pool.submit(resolve, folder("pip"), *question) for name, question in questions.items()}
 
         def answer(name: str) -> dict[str, str] | str:
             try:
@@ -94,6 +95,10 @@ def answers(tmp_path_factory):
                 pytest.skip("the package index answers too slowly: no set within 240 s")
 
         yield answer
+
+
+def number(of: str) -> list[int]:
+    return [int(part) for part in of.split(".")]
 
 
 def test_an_extra_that_names_others_stands_for_them():
@@ -123,7 +128,7 @@ def test_every_pin_is_within_the_bounds_of_the_metadata():
     bounds = {re.split(r"[<>=;]", line)[0]: line for line in requirements(*EXTRAS)}
     for name, pinned in PINS.items():
         lowest = re.search(r">=([\d.]+)", bounds[name])
-        assert lowest and [int(part) for part in pinned.split(".")] >= [int(part) for part in lowest[1].split(".")], name
+        assert lowest and number(pinned) >= number(lowest[1]), name
 
 
 def test_every_dependency_names_its_lowest_version():

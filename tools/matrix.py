@@ -1,10 +1,11 @@
-"""Which versions work: an environment of its own for each set of versions, made, checked, recorded and deleted; nothing but Python and pip.
+"""Which versions work: an environment of its own for each set of versions is made, checked, recorded and deleted.
 
-    python tools/matrix.py versions [NAME ...]    make matrix: the lowest, the pinned and the newest versions, and the hosts
+    python tools/matrix.py versions [NAME ...]    make matrix: lowest, pinned and newest versions, and the hosts
     python tools/matrix.py extras [NAME ...]      make extras: each extra alone, from the built wheel, at its job
     python tools/matrix.py page                   docs/support.md anew from the record
 
-A finished environment is kept in benchmarks/results/matrix.json and not made again while the sources are the same; --again makes it anew.
+A finished environment is kept in benchmarks/results/matrix.json and not made again while the sources are the same;
+--again makes it anew. Needs Python and pip only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ RECORD = ROOT / "benchmarks/results/matrix.json"
 PAGE = ROOT / "docs/support.md"
 WORK = ROOT / "out/matrix"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISK = 20 << 30  # bytes that stay free: an environment with a CUDA build of torch takes 6 GB, and pip as much again for a while
+DISK = (
+    20 << 30
+)  # bytes that stay free: an environment with a CUDA build of torch takes 6 GB, and pip as much again for a while
 LIMIT_S = 2400  # of one check
 SHOWN = (
     "torch",
@@ -50,10 +53,11 @@ SHOWN = (
     "matplotlib",
 )
 
-CORE = ("test_properties_attention", "test_reuse", "test_theory", "test_cli", "test_errors", "test_integrations", "test_integrations_models",
-        "test_integrations_steps", "test_integrations_lora", "test_studio", "test_studio_prompts")  # fmt: skip
+CORE = ("test_reuse", "test_theory", "test_cli", "test_errors", "test_integrations", "test_integrations_models",
+        "test_integrations_lora", "test_studio")  # fmt: skip
 SMALL = "--height 96 --width 160 --frames 17 --steps 4"
 PROMPT = "a red circle moves right over blue waves"
+TOOLS = ("pytest>=8", "hypothesis>=6.100", "peft>=0.18")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Environment:
     checks: dict[str, str]
     pins: tuple[str, ...] = ()
     constrained: bool = False  # to constraints.txt
-    tools: tuple[str, ...] = ("pytest>=8", "hypothesis>=6.100", "peft>=0.17")
+    tools: tuple[str, ...] = TOOLS
 
 
 def tests(*names: str, only: str = "") -> str:
@@ -76,12 +80,22 @@ def tests(*names: str, only: str = "") -> str:
 
 IMPORT = "python -c 'import parkattn; [getattr(parkattn, name) for name in parkattn.__all__]'"
 VIDEO = f"park generate '{PROMPT}' {SMALL} --out $OUT/video.mp4 && test -s $OUT/video.mp4"
+DOCTOR = "park presets && park doctor --json > $OUT/doctor.json"
 COMPILE = tests("test_kernels_attend", "test_kernels_retrieval", "test_borders", only="build or compile")
 INTERPRET = tests(
-    "test_backend", "test_kernels_attend", "test_kernels_retrieval", "test_kernels_gluon", only="interpreter or float64 or hopper"
+    "test_backend",
+    "test_kernels_attend",
+    "test_kernels_retrieval",
+    "test_kernels_gluon",
+    only="interpreter or float64 or hopper",
 )
 WITHOUT_KERNELS = {"import": IMPORT, "video": VIDEO, "core tests": tests(*CORE)}
-EVERYTHING = {"import": IMPORT, "video": VIDEO, "kernels compiled": COMPILE, "core tests": tests(*CORE)}
+COMPILED = {"import": IMPORT, "video": VIDEO, "kernels compiled": COMPILE, "core tests": tests(*CORE)}
+EVERYTHING = {**COMPILED, "kernels interpreted": INTERPRET}
+
+
+def hosted(name: str) -> dict[str, str]:
+    return {"its tests": tests(f"test_integrations_{name}")}
 
 
 def lowest(*extras: str) -> tuple[str, ...]:
@@ -97,60 +111,69 @@ def without(name: str, pins: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(pin for pin in pins if not pin.startswith(f"{name}=="))
 
 
-# torch before 2.10 comes with a triton older than 3.6, which the kernels do not know; diffusers from 0.38 on asks for safetensors 0.8
+# torch before 2.10 comes with a triton older than 3.6; diffusers from 0.38 on asks for safetensors 0.8
 ENVIRONMENTS = (
     Environment(
-        "lowest", "the lowest versions of the metadata", "video,plots", WITHOUT_KERNELS, without("safetensors", lowest("video", "plots")),
-        tools=("pytest>=8", "hypothesis>=6.100", "peft==0.17"),
+        "lowest", "the lowest versions of the metadata", "video,plots", WITHOUT_KERNELS,
+        (*without("safetensors", lowest("video", "plots")), "safetensors==0.8"), tools=(*TOOLS[:2], "peft==0.18"),
     ),
     Environment(
-        "lowest core", "the lowest versions of the package without extras", "", {
-            "import": IMPORT, "park demo": "park presets && park doctor --json > $OUT/doctor.json",
-            "core tests": tests("test_properties_attention", "test_reuse", "test_theory"),
-        }, lowest(),
+        "lowest core", "the lowest versions of the package without extras", "",
+        {"import": IMPORT, "commands": DOCTOR, "core tests": tests("test_reuse", "test_theory")},
+        lowest(),
     ),
     Environment(
-        "lowest triton", "the oldest Triton of the kernels and the oldest torch that comes with it", "video,plots,triton",
-        {**EVERYTHING, "kernels interpreted": INTERPRET}, ("torch==2.10", "triton==3.6", "numpy<2.4"),
+        "lowest triton", "the oldest Triton of the kernels, and the oldest torch with it", "video,plots,triton",
+        EVERYTHING, ("torch==2.10", "triton==3.6", "numpy<2.4"),
     ),
-    Environment("pinned", "constraints.txt", "video,plots,triton", {**EVERYTHING, "kernels interpreted": INTERPRET}, constrained=True),
-    Environment("triton 3.8", "the Triton between the pinned and the newest", "video,plots,triton", EVERYTHING, ("torch==2.14.1", "triton==3.8")),
-    Environment("newest", "what pip takes today when nothing is pinned", "video,plots,triton", {**EVERYTHING, "kernels interpreted": INTERPRET}),
+    Environment("pinned", "constraints.txt", "video,plots,triton", EVERYTHING, constrained=True),
+    Environment("triton 3.8", "the Triton between", "video,plots,triton", COMPILED, ("torch==2.14.1", "triton==3.8")),
+    Environment("newest", "what pip takes when nothing is pinned", "video,plots,triton", EVERYTHING),
+    Environment("cache-dit", "a host: cache-dit", "video,triton", hosted("engines"), ("cache-dit",), True),
+    Environment("xfuser", "a host: xDiT", "video,triton", hosted("xdit"), ("xfuser",), True),
     Environment(
-        "cache-dit", "a host: cache-dit", "video,triton", {"import": IMPORT, "its tests": tests("test_integrations_engines")}, ("cache-dit",), True
-    ),
-    Environment("xfuser", "a host: xDiT", "video,triton", {"import": IMPORT, "its tests": tests("test_integrations_xdit")}, ("xfuser",), True),
-    Environment(
-        "tilelang", "the TileLang kernels", "tilelang,triton", {"import": IMPORT, "its tests": tests("test_bench_gpu", only="tilelang")},
-        ("nvidia-cuda-nvcc", "nvidia-cuda-cccl"), True,
+        "tilelang", "the TileLang kernels", "tilelang,triton",
+        {"its tests": f"PATH=$NVIDIA/bin:$PATH CUDA_HOME=$NVIDIA {tests('test_bench_gpu', only='tilelang')}"},
+        ("nvidia-cuda-nvcc", "nvidia-cuda-cccl", "nvidia-cuda-runtime"), True,
     ),
 )  # fmt: skip
 
-ATTEND = "import torch; from parkattn import ParkConfig, park_attention as f; q = torch.randn(1, 2, 256, 64{}); print(f(q, q, q, ParkConfig(query_clusters=4, key_clusters=8{})).shape)"
-LOAD = (
-    "import torch, parkattn; from diffusers import WanPipeline; from parkattn.sprites import CHECKPOINT; pipe = WanPipeline.from_pretrained(CHECKPOINT); "
-    "parkattn.enable(pipe, query_clusters=4, key_clusters=8); "
-    f"print(pipe('{PROMPT}', height=96, width=160, num_frames=17, num_inference_steps=2, guidance_scale=1.0, max_sequence_length=32).frames[0].shape)"
+ATTEND = (
+    "import torch; from parkattn import ParkConfig, park_attention; q = torch.randn(1, 2, 256, 64{}); "
+    "print(park_attention(q, q, q, ParkConfig(query_clusters=4, key_clusters=8{})).shape)"
 )
-INTERPRETED = 'TRITON_INTERPRET=1 python -c "' + ATTEND.format(", dtype=torch.float16", ", backend='triton'") + '"'
+LOAD = (
+    "import torch, parkattn; from diffusers import WanPipeline; from parkattn.sprites import CHECKPOINT; "
+    "pipe = WanPipeline.from_pretrained(CHECKPOINT); parkattn.enable(pipe, query_clusters=4, key_clusters=8); "
+    f"video = pipe('{PROMPT}', height=96, width=160, num_frames=17, num_inference_steps=2, guidance_scale=1.0); "
+    "print(video.frames[0].shape)"
+)
+TRACE = (
+    "import tilelang; from parkattn.kernels import importance_tilelang as i; "
+    "print(i.full_key_program(tilelang.language, 128, 1024, 'bfloat16', **i.TILES['full-k']))"
+)
+INTERPRETED = f"""TRITON_INTERPRET=1 python -c "{ATTEND.format(", dtype=torch.float16", ", backend='triton'")}" """
+SANITIZE = "from parkattn.bench.sanitize import compute_sanitizer; print(compute_sanitizer())"
 EXTRAS = {
-    "": {"attention": f'python -c "{ATTEND.format("", "")}"', "doctor": "park doctor --json > $OUT/doctor.json"},
+    "": {"attention": f'python -c "{ATTEND.format("", "")}"', "commands": DOCTOR},
     "plots": {"pictures": "park demo --out $OUT/demo"},
     "diffusers": {"a model loads and runs": f'python -c "{LOAD}"'},
     "video": {"park generate": VIDEO},
     "triton": {"attention by the kernels, interpreted": INTERPRETED},
-    "flashinfer": {"import (its job needs a GPU)": "python -c 'import flashinfer; flashinfer.VariableBlockSparseAttentionWrapper'"},
-    "tilelang": {"programs traced (compiling needs nvcc)": "python -c \"import tilelang; from parkattn.kernels import importance_tilelang as i; "
-                 "print(i.full_key_program(tilelang.language, 128, 1024, 'bfloat16', **i.TILES['full-k']))\""},
-    "sanitize": {"compute-sanitizer answers": "python -c 'from parkattn.bench.sanitize import compute_sanitizer; print(compute_sanitizer())'"},
+    "flashinfer": {"import (it needs a GPU)": "python -c 'from flashinfer import VariableBlockSparseAttentionWrapper'"},
+    "tilelang": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
+    "sanitize": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- making and checking
+# -------------------------------------------------------------------------------- making and checking
 
 
 def make_environment(place: Path, log: Path, install: list[str]) -> float:
-    """An empty environment with these arguments given to pip -> seconds."""
+    """An environment with these arguments given to pip -> seconds; what a stopped run had installed is taken."""
+    stamp = place / "installed.json"
+    if stamp.is_file() and json.loads(stamp.read_text())["install"] == install:
+        return float(json.loads(stamp.read_text())["seconds"])
     shutil.rmtree(place, ignore_errors=True)
     if shutil.disk_usage(ROOT).free < DISK + (12 << 30):
         raise SystemExit(f"disk: expected {DISK + (12 << 30) >> 30} GiB free for an environment, got less; make room.")
@@ -162,11 +185,14 @@ def make_environment(place: Path, log: Path, install: list[str]) -> float:
             command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
             if subprocess.run(command, stdout=to, stderr=to).returncode:
                 raise RuntimeError(log.read_text()[-1500:])
+    replace(stamp, json.dumps({"install": install, "seconds": time.monotonic() - begin}))
     return time.monotonic() - begin
 
 
 def installed(place: Path) -> dict[str, str]:
-    listed = subprocess.run([place / "bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [place / "bin/python", "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+    ).stdout
     return {package["name"].lower(): package["version"] for package in json.loads(listed)}
 
 
@@ -174,23 +200,43 @@ def check(place: Path, command: str, out: Path, where: Path) -> dict[str, Any]:
     """One check by the environment's own programs -> {passed, seconds, tests, skipped, failed, last words}."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")}
-    surroundings |= {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    surroundings = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")
+    }
+    surroundings |= {
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "OUT": str(out),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    surroundings["NVIDIA"] = str(
+        next(place.glob("lib/python3*/site-packages/nvidia/cu13"), "")
+    )  # nvcc, where it is among the packages
     begin = time.monotonic()
     try:
-        run = subprocess.run(["bash", "-c", command], cwd=where, env=surroundings, capture_output=True, text=True, timeout=LIMIT_S)
+        run = subprocess.run(
+            ["bash", "-c", command], cwd=where, env=surroundings, capture_output=True, text=True, timeout=LIMIT_S
+        )
         passed, said = run.returncode == 0, run.stdout + run.stderr
     except subprocess.TimeoutExpired:
         passed, said = False, f"not finished within {LIMIT_S} s"
     found: dict[str, Any] = {"command": command, "passed": passed, "seconds": round(time.monotonic() - begin, 1)}
     if (out / "tests.xml").is_file():
         found |= count_tests(out / "tests.xml")
+        if passed and found["tests"] == len(found["skipped"]):
+            found["passed"], passed, said = False, False, "every test was skipped"
     return found if passed else found | {"last words": said.strip()[-1500:]}
 
 
 def count_tests(report: Path) -> dict[str, Any]:
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    skips = {f"{case.get('classname')}::{case.get('name')}": skip.get("message", "") for case in cases for skip in case.findall("skipped")}
+    skips = {
+        f"{case.get('classname')}::{case.get('name')}": skip.get("message", "")
+        for case in cases
+        for skip in case.findall("skipped")
+    }
     broken = [
         f"{case.get('classname')}::{case.get('name')}"
         for case in cases
@@ -200,7 +246,8 @@ def count_tests(report: Path) -> dict[str, Any]:
 
 
 def examine(name: str, install: list[str], checks: dict[str, str], where: Path) -> dict[str, Any]:
-    place, log = WORK / "environment", WORK / f"{name.replace(' ', '-') or 'core'}.log"
+    place = WORK / (name.replace(" ", "-") or "core")
+    log = place.with_name(f"{place.name}.log")
     WORK.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     say(f"{name or 'core'}: installing {' '.join(install)}")
@@ -208,7 +255,7 @@ def examine(name: str, install: list[str], checks: dict[str, str], where: Path) 
         found: dict[str, Any] = {"install_s": round(make_environment(place, log, install), 1)}
         found |= {"versions": installed(place), "checks": {}}
         for title, command in checks.items():
-            result = found["checks"][title] = check(place, command, WORK / "out", where)
+            result = found["checks"][title] = check(place, command, place / "out", where)
             say(f"{name or 'core'}: {title}: {'passed' if result['passed'] else 'FAILED'} in {result['seconds']} s")
     except RuntimeError as error:
         found = {"checks": {"install": {"passed": False, "last words": str(error)}}}
@@ -218,7 +265,7 @@ def examine(name: str, install: list[str], checks: dict[str, str], where: Path) 
     return found | {"passed": all(result["passed"] for result in found["checks"].values())}
 
 
-# ----------------------------------------------------------------------------------------------------------- record and page
+# -------------------------------------------------------------------------------- record and page
 
 
 def say(line: str) -> None:
@@ -244,7 +291,10 @@ def sources() -> str:
     """A hash of what is checked: package, tests and metadata."""
     digest = hashlib.sha256()
     files = [
-        path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        path
+        for folder in ("src", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     ]
     for path in sorted([*files, ROOT / "pyproject.toml", ROOT / "constraints.txt"]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
@@ -253,7 +303,11 @@ def sources() -> str:
 
 def keep(part: str, name: str, found: dict[str, Any], of: str) -> None:
     record = recorded()
-    found["versions"] = {package: version for package, version in found.get("versions", {}).items() if package in (*SHOWN, name, "xfuser")}
+    found["versions"] = {
+        package: version
+        for package, version in found.get("versions", {}).items()
+        if package in (*SHOWN, name, "xfuser")
+    }
     record[part][name] = {"sources": of, "python": ".".join(map(str, sys.version_info[:2])), **found}
     replace(RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
     replace(PAGE, support_page(record, [(row.name, row.what) for row in ENVIRONMENTS]))
@@ -280,17 +334,29 @@ def run(part: str, wanted: list[str], again: bool) -> int:
         else:
             with tempfile.TemporaryDirectory() as elsewhere:  # where the sources are not importable
                 found = examine(
-                    name, ["-c", str(ROOT / "constraints.txt"), f"{wheel}[{name}]" if name else str(wheel)], row, Path(elsewhere)
+                    name,
+                    ["-c", str(ROOT / "constraints.txt"), f"{wheel}[{name}]" if name else str(wheel)],
+                    row,
+                    Path(elsewhere),
                 )
         keep(part, name, found, now)
     entries = recorded()[part]
-    return 0 if all(name in entries and entries[name]["passed"] and entries[name]["sources"] == now for name in wanted or known) else 1
+    return (
+        0
+        if all(
+            name in entries and entries[name]["passed"] and entries[name]["sources"] == now for name in wanted or known
+        )
+        else 1
+    )
 
 
 def build_wheel() -> Path:
     folder = WORK / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
+        check=True,
+    )
     return next(folder.glob("*.whl"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 COLUMNS = ("torch", "triton", "diffusers", "transformers", "accelerate", "typer", "rich", "av", "safetensors", "numpy")
 
-# what needs a GPU is measured by `park bench`, whose records are in benchmarks/results; the matrix compiles for all of them
+# measured by `park bench`, whose records are in benchmarks/results; the matrix compiles for all of them
 GPUS = (
     ("sm_90: H100, H200", "H200 measured (`gpu_*.jsonl`, `e2e.jsonl`), with Triton 3.6; H100 compiled only"),
     ("sm_80: A100, A800", "compiled only"),
@@ -20,10 +20,16 @@ GPUS = (
     ),
 )
 MODELS = (
-    ("Wan2.1, Wan2.2 (T2V, I2V, TI2V), VACE", "Wan2.1 in full size with random weights on a GPU; all in small sizes on a CPU"),
+    (
+        "Wan2.1, Wan2.2 (T2V, I2V, TI2V), VACE",
+        "Wan2.1 in full size with random weights on a GPU; all in small sizes on a CPU",
+    ),
     ("HunyuanVideo", "in full size with random weights on a GPU; T2V and I2V in small sizes on a CPU"),
     ("HunyuanVideo-1.5, SkyReels-V2, CogVideoX, LTX-Video, Mochi", "in small sizes on a CPU"),
-    ("the small trained model in the package", "trained weights, on a CPU, in every environment above that has a video"),
+    (
+        "the small trained model in the package",
+        "trained weights, on a CPU, in every environment above that has a video",
+    ),
 )
 REFUSED = (
     ("torch < 2.8", "no `torch.Tag.cudagraph_unsafe`: the package does not import"),
@@ -33,7 +39,7 @@ REFUSED = (
     ("typer < 0.16", "fails with the click that pip installs today"),
     (
         "triton < 3.6",
-        "no Gluon as the Hopper kernels need it. torch 2.8 and 2.9 come with such a triton: the extra `triton` asks for torch 2.10",
+        "no Gluon as the Hopper kernels need it; torch 2.8 and 2.9 come with such a triton, torch 2.10 with 3.6",
     ),
     ("triton 3.6 with numpy >= 2.4", "the kernels run; only Triton's interpreter, which tests use, fails"),
 )
@@ -52,20 +58,27 @@ def verdict(entry: dict[str, Any] | None) -> str:
 
 
 def skipped_everywhere(record: dict[str, Any]) -> dict[str, str]:
-    """Tests that one command collected in some environments and ran in none of them, with the reason; a pytest of its own is no skip."""
-    results = [result for entry in record["environments"].values() for result in entry["checks"].values() if "skipped" in result]
+    """Tests that a command collected and ran in no environment, with the reason; a pytest of its own is no skip."""
+    results = [
+        result
+        for entry in record["environments"].values()
+        for result in entry["checks"].values()
+        if "skipped" in result
+    ]
     return {
         name: why
         for result in results
         for name, why in result["skipped"].items()
-        if "own pytest" not in why and all(name in other["skipped"] for other in results if other["command"] == result["command"])
+        if "own pytest" not in why
+        and all(name in other["skipped"] for other in results if other["command"] == result["command"])
     }
 
 
 def support_page(record: dict[str, Any], environments: list[tuple[str, str]]) -> str:
     found = record["environments"]
     versions = [
-        (name, *((found[name]["versions"].get(package, "") if name in found else "") for package in COLUMNS)) for name, _ in environments
+        (name, *((found[name]["versions"].get(package, "") if name in found else "") for package in COLUMNS))
+        for name, _ in environments
     ]
     outcomes = [(name, what, verdict(found.get(name))) for name, what in environments]
     extras = [(name or "(none)", verdict(entry)) for name, entry in sorted(record["extras"].items())]
@@ -73,8 +86,9 @@ def support_page(record: dict[str, Any], environments: list[tuple[str, str]]) ->
     silent = "\n".join(f"- `{name}`: {why}" for name, why in sorted(skipped.items())) or "None."
     return f"""# What is supported, and what was tried
 
-Written by `make matrix` (`tools/matrix.py`) from `benchmarks/results/matrix.json`. Each row is an environment of its own on Linux x86-64
-without a GPU. "kernels compiled" means ahead of time for sm_80, 89, 90, 100 and 120, with their shared memory and spills checked.
+Written by `make matrix` (`tools/matrix.py`) from `benchmarks/results/matrix.json`. Each row is an environment of its
+own, on Linux x86-64 without a GPU. "kernels compiled" means ahead of time for sm_80, 89, 90, 100 and 120, with shared memory
+and spills checked.
 
 ## Versions
 
@@ -102,5 +116,6 @@ Python 3.11 or newer; the environments above have the versions in the record. Te
 
 {table(("model", "how far"), MODELS)}
 
-Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above. `docs/integrate.md` says how each is used.
+Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above.
+`docs/integrate.md` says how each is used.
 """
