@@ -159,7 +159,7 @@ def corrupted(trial: Trial) -> Tally:
 
 def parts(trial: Trial, asked: str, every: int) -> Iterator[tuple[str, Tally]]:
     if asked in ("stops", "all"):
-        yield "stops", cut_off(trial, (disturb.STOP, disturb.POWER_CUT), every)
+        yield "stops", cut_off(trial, (disturb.STOP, disturb.POWER_CUT, disturb.DISORDER), every)
     if asked in ("full", "all"):
         yield "full disk", cut_off(trial, (disturb.FULL_DISK,), every)
     if asked in ("sigkill", "all"):

@@ -28,7 +28,7 @@ from parkattn.store import Cell, Making, Store
 from parkattn.studio import ablation, checkpoints, compare, generate, prompts, video
 from parkattn.studio.generate import Generation, Request
 
-STOP, POWER_CUT, FULL_DISK, KILL = "stop", "power cut", "full disk", "SIGKILL"
+STOP, POWER_CUT, DISORDER, FULL_DISK, KILL = "stop", "power cut", "power cut, renames out of order", "full disk", "SIGKILL"
 WHEN = {"time": "2026-01-01T00:00:00+00:00", "commit": None, "torch": "2", "cpu": "one", "threads": 1}
 SENTENCES = ("a red circle moves right over blue waves", "a blue square orbits over green stripes")
 
@@ -128,15 +128,16 @@ class Disturbed:
     def bury(self) -> None:
         """What the kernel does for a process that is gone; after a power cut, what was not synced is lost.
 
-        A file then loses its end, and a rename or removal whose folder was not synced has not happened.
+        A file then loses its end, and renames and removals whose folder was not synced have not happened: all of them, or, out
+        of order, the first of them only.
         """
         for handle in list(self.handles):
             self.close(handle)
-        if self.how == POWER_CUT:
+        if self.how in (POWER_CUT, DISORDER):
             for path in self.unsynced.values():
                 if path.is_file():
                     os.truncate(path, path.stat().st_size // 2)
-            for target, source, held in reversed(self.moved):
+            for target, source, held in reversed(self.moved if self.how == POWER_CUT else self.moved[:1]):
                 if source is not None and os.path.lexists(target):
                     target.replace(source)
                 if held is not None:

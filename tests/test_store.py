@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("how", [disturb.STOP, disturb.POWER_CUT, disturb.FULL_DISK])
+@pytest.mark.parametrize("how", [disturb.STOP, disturb.POWER_CUT, disturb.DISORDER, disturb.FULL_DISK])
 def test_a_stop_before_any_file_operation_leaves_every_cell_finished_or_absent(tmp_path, how):
     trial = disturb.Trial(disturb.run_store, tmp_path)
     assert trial.count > 50 and trial.count_overwrite > 50
@@ -115,6 +115,21 @@ def test_a_cell_that_another_process_is_making_is_waited_for_and_kept(tmp_path):
     Store(tmp_path, say).fill([cell()], lambda making: pytest.fail("made twice"), kept=lambda c: kept.append(c.name))
     other.join(timeout=60)
     assert kept == ["a"] and "another process is making it; waiting" in said[0]
+
+
+def test_a_lock_that_was_waited_for_is_held_although_its_file_was_removed(tmp_path):
+    waiting, seen = threading.Event(), []
+
+    def wait() -> None:
+        with files.locked(tmp_path, "0" * 16, waiting=waiting.set), files.locked(tmp_path, "0" * 16, wait=False) as state:
+            seen.append(state)
+
+    other = threading.Thread(target=wait)
+    with files.locked(tmp_path, "0" * 16):
+        other.start()
+        waiting.wait(timeout=60)
+    other.join(timeout=60)
+    assert seen == [files.BUSY] and not names(tmp_path)
 
 
 def test_overwriting_in_two_processes_makes_a_cell_again_once(tmp_path):

@@ -178,6 +178,15 @@ def test_frames_of_odd_size_are_made_even_and_survive_the_codec(tmp_path):
     assert data.index(b"moov") < data.index(b"mdat")
 
 
+@pytest.mark.parametrize("damage", [b"", b"no video", b"\0" * 4096, None], ids=["empty", "text", "zeros", "half"])
+def test_a_broken_video_is_one_line(tmp_path, damage):
+    video.write_mp4(tmp_path / "a.mp4", np.zeros((3, 32, 32, 3), np.uint8), 8)
+    whole = (tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "a.mp4").write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    with pytest.raises(ValueError, match=r"a\.mp4: expected a whole video, got .*; make it again\."):
+        video.read_mp4(tmp_path / "a.mp4")
+
+
 def test_the_difference_strip_is_black_for_the_reference_and_four_times_the_difference_beside_it():
     dense = np.full((1, 32, 32, 3), 100, np.uint8)
     sheet = video.side_by_side({"park": dense + 3, "dense": dense}, "dense")
