@@ -241,10 +241,10 @@ def test_the_gate_can_fail(name, monkeypatch):
 def test_the_gate_sees_padding(monkeypatch):
     """Stock attention without its mask must not pass."""
     from parkattn.bench import e2e_gate
-    from parkattn.hosts.diffusers import session
+    from parkattn.hosts.diffusers import processor
 
     monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))
-    monkeypatch.setattr(session, "_key_valid", lambda mask, q: (None, None))
+    monkeypatch.setattr(processor, "_key_valid", lambda mask, q: (None, None))
     bad = [case["gate"] for case in e2e_gate._gate_model("hunyuanvideo", TINY["hunyuanvideo"], CPU) if not case["ok"]]
     assert "hunyuanvideo, reference: padding is not seen" in bad
 

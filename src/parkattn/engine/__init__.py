@@ -13,15 +13,21 @@ A host says where a run stands and hands its attention calls over; it needs noth
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from parkattn.engine.summary import Summary
-from parkattn.site import AttentionMethod, AttentionStats, CallSite
+from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite
+
+_UNTOLD = (
+    "attention: expected a backward pass that does not call attention again, got one that does, after steps whose plans are remembered; "
+    "use transformer.enable_gradient_checkpointing(), which is seen, or disable before training."
+)
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Clock:
     branch: str = "cond"
     grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
     noise_levels: tuple[float, ...] | None = None  # one per step
+    gradient: bool = False  # the model runs with gradients on
+    recomputed: bool = False  # under gradient checkpointing: the backward pass calls attention again
 
 
 class Engine:
@@ -43,6 +51,7 @@ class Engine:
         self.clock = Clock()
         self.log = RunLog()
         self._unknown_step = unknown_step
+        self._remembers_with_gradient = False  # since the last forward that was told to be recomputed
 
     def begin_run(self, total_steps: int | None = None, noise_levels: tuple[float, ...] | None = None) -> None:
         self.reset()
@@ -78,10 +87,15 @@ class Engine:
         dense: the host's own attention of this call. part: which call of the same layer, where a host attends to one batch element
         after the other. reason: why the call must be dense; None leaves that to the method.
         """
-        clock = self.clock
+        clock, recomputing = self.clock, torch._C._current_graph_task_id() != -1  # inside a backward pass
+        if recomputing and self._remembers_with_gradient:
+            raise RuntimeError(_UNTOLD)
+        # what is computed twice must not depend on what was remembered in between: plans are built from this call alone, at step 0
+        alone = recomputing or clock.recomputed
+        self._remembers_with_gradient = not alone and (self._remembers_with_gradient or clock.gradient)
         site = CallSite(
             layer=layer,
-            step=clock.step or 0,
+            step=0 if alone else clock.step or 0,
             total_steps=clock.total_steps,
             branch=clock.branch if part == 0 else f"{clock.branch}, part {part}",
             transformer=transformer,
@@ -92,15 +106,28 @@ class Engine:
             noise_levels=clock.noise_levels,
             dense=dense,
         )
-        if reason is None and clock.step is None:
+        if reason is None and clock.step is None and not alone:
             reason = self._unknown_step
         stop = stopwatch(q.device)
         if reason is not None:
             out, stats = dense(), AttentionStats("dense", reason, q.new_ones(q.shape[:2]))
+        elif alone:
+            out, stats = self._ask_alone(q, k, v, site)
         else:
             out, stats = self.method(q, k, v, site)
-        self.log.add(site, stats, stop())
+        if not recomputing:
+            self.log.add(site, stats, stop())
         return out
+
+    def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        """As if nothing had been before, and as if gradients were asked for: reentrant checkpointing runs its first pass without."""
+        asked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        self.method.reset()
+        with torch.enable_grad():
+            out, stats = self.method(q if asked else q.detach().requires_grad_(), k, v, site)
+        self.method.reset()
+        reason = f"{stats.reason}; under gradient checkpointing every call counts as step 0"
+        return AttentionOutput(out if asked else out.detach(), dataclasses.replace(stats, reason=reason))
 
     def summary(self) -> Summary:
         return Summary.of(self.method.name, self.log, self.method.state_bytes)
@@ -138,6 +165,14 @@ class RunLog:
         self.steps.setdefault(site.step, set()).add(stats.phase)
         if stats.backend:
             self.backends.add(stats.backend)
+
+    def take(self, other: RunLog, names: Mapping[str, str]) -> None:
+        """Add what another engine has seen of the transformers in names, under the names given there."""
+        self.layers |= {(names[name], layer): log for (name, layer), log in other.layers.items() if name in names}
+        for step, phases in other.steps.items():
+            self.steps.setdefault(step, set()).update(phases)
+        self.backends |= other.backends
+        self.peak_state_bytes += other.peak_state_bytes
 
     def clear(self) -> None:
         self.layers.clear()

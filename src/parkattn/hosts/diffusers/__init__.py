@@ -15,7 +15,7 @@ import torch
 
 from parkattn.engine.summary import Summary
 from parkattn.hosts.diffusers.sequence_parallel import hunyuan_sequence_parallel
-from parkattn.hosts.diffusers.session import Session, close_session_of, session_of, transformers_of
+from parkattn.hosts.diffusers.session import Session, release, sessions_of, summary_of, transformers_of
 from parkattn.methods import configured_method
 from parkattn.models import row_for
 from parkattn.planned import PlannedMethod
@@ -51,17 +51,21 @@ def enable(
 
 def disable(target: Any) -> None:
     """Undo enable without a trace; does nothing where nothing is enabled."""
-    close_session_of(target)
+    release(target)
 
 
 def summary(target: Any) -> Summary:
-    """What the last generation did, per layer."""
-    session = session_of(target)
-    if session is None:
+    """What the last generation did, per layer; of all transformers of a pipeline, also where they were enabled one by one."""
+    sessions = sessions_of(target)
+    if not sessions:
         raise ValueError(
             "summary: expected a pipeline or transformer on which parkattn.enable was called, got one without; call enable first."
         )
-    return session.summary()
+    if len(set(sessions.values())) == 1:
+        return next(iter(sessions.values())).summary()
+    return summary_of(
+        sessions, {name: sessions[name].name_of(transformer) for name, transformer in transformers_of(target).items() if name in sessions}
+    )
 
 
 def sequence_parallel_plan(target: Any) -> dict[str, Any] | None:

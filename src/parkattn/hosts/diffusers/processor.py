@@ -66,6 +66,7 @@ class MethodProcessor:
         self, stock: Any, engine: Engine, row: ModelRow, transformer: str, layer: int, on_compiled_call: Callable[[str, int], None]
     ) -> None:
         self.stock = stock
+        self.retired = False
         self.engine = engine
         self.row = row
         self.transformer = transformer
@@ -76,7 +77,8 @@ class MethodProcessor:
             setattr(self, name, getattr(stock, name, None))
 
     def give_back(self) -> Any:
-        """The stock processor, with the backend and the parallelism that were chosen in the meantime."""
+        """The stock processor, with the backend and the parallelism that were chosen in the meantime. From now on we only run it."""
+        self.retired = True
         return self._share(self.stock)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from parkattn.engine import Engine
+from parkattn.engine import Engine, RunLog
 from parkattn.engine.summary import Summary
 from parkattn.hosts.diffusers.fused import Fusing
 from parkattn.hosts.diffusers.instances import put_on_instance
 from parkattn.hosts.diffusers.processor import MethodProcessor
 from parkattn.hosts.diffusers.stand_ins import replace_processor, set_processor
 from parkattn.hosts.diffusers.tracker import StepTracker
-from parkattn.models import row_for, without_compile_wrapper
+from parkattn.models import ModelRow, row_for, without_compile_wrapper
 from parkattn.site import AttentionMethod
 
 _UNKNOWN_STEP = "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile_repeated_blocks"
@@ -25,8 +26,29 @@ _LOST = "another processor was set after enable; call enable again"
 _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
+@dataclass
+class _Attached:
+    """What is on one transformer; everything weak: a deleted pipeline frees its weights at once."""
+
+    name: str
+    transformer: weakref.ref[torch.nn.Module]
+    processors: list[tuple[weakref.ref[Any], MethodProcessor]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def take_off(self) -> None:
+        for of_attention, processor in reversed(self.processors):
+            stock, attention = processor.give_back(), of_attention()
+            if attention is not None and attention.processor is processor:
+                set_processor(attention, stock)
+        while self.undo:
+            self.undo.pop()()
+
+    def lost(self) -> int:
+        return sum(getattr(of_attention(), "processor", None) is not processor for of_attention, processor in self.processors)
+
+
 class Session:
-    """A context manager: leaving it disables."""
+    """One enable. A context manager: leaving it disables."""
 
     def __init__(self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None) -> None:
         transformers = transformers_of(target)
@@ -35,23 +57,17 @@ class Session:
         self.engine = Engine(method, _UNKNOWN_STEP)
         self.fusing = Fusing(fuse, lambda: self.engine.clock.total_steps)
         for transformer in transformers.values():
-            close_session_of(transformer)
-        self.tracker = StepTracker(self.engine.clock, functools.partial(_scheduler, weakref.ref(target)), self.reset, total_steps)
-        self._undo: list[Callable[[], None]] = []
-        self._transformers = [weakref.ref(transformer) for transformer in transformers.values()]
-        # weak: a deleted pipeline frees its weights at once
-        self._processors: list[tuple[str, int, weakref.ref[Any], MethodProcessor]] = []
+            release(transformer)
+        self.tracker = StepTracker(self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps)
+        self._attached: list[_Attached] = []
+        self._undo: list[Callable[[], None]] = []  # of what is on the pipeline
+        self._inside_call = False  # of the pipeline
+        self._runs_in_call = 0
         try:
             for name, transformer in transformers.items():
-                row = rows[name]
-                for layer, attention in enumerate(row.attentions(transformer)):
-                    made = replace_processor(attention, self.engine, row, name, layer, self.tracker.at_layer)
-                    self._processors.append((name, layer, weakref.ref(attention), made))
-                blocks = row.all_blocks(transformer)
-                self._undo += [self.fusing.attach(block, len(blocks)) for block in blocks]
-                self.tracker.attach(transformer, row)
-                _SESSIONS[transformer] = self
-            self._follow_end_of_run(target)
+                self._attach(name, transformer, rows[name])
+            if not isinstance(target, torch.nn.Module):
+                self._follow_calls(target)
         except BaseException:
             self.close()
             raise
@@ -63,24 +79,24 @@ class Session:
 
     def close(self) -> None:
         """Put every processor object back and forget all state."""
-        for _, _, of_attention, processor in reversed(self._processors):
-            stock, attention = processor.give_back(), of_attention()
-            if attention is not None and attention.processor is processor:
-                set_processor(attention, stock)
-        self._processors.clear()
-        self.tracker.detach()
-        self.reset()
-        for reference in self._transformers:
-            transformer = reference()
-            if transformer is not None and _SESSIONS.get(transformer) is self:
-                del _SESSIONS[transformer]
+        while self._attached:
+            self._take_off(self._attached[-1])
         while self._undo:
             self._undo.pop()()
+        self.tracker.forget_run()
+        self.reset()
+
+    def release(self, transformer: torch.nn.Module) -> None:
+        """Let go of one transformer; the session goes on with the others, and is over without any."""
+        for attached in [attached for attached in self._attached if attached.transformer() is transformer]:
+            self._take_off(attached)
+        if not self._attached:
+            self.close()
 
     def summary(self) -> Summary:
-        lost = sum(getattr(attention(), "processor", None) is not made for _, _, attention, made in self._processors)
-        missed, fused = ({_LOST: lost} if lost else {}), dict(self.fusing.outcomes.most_common())
-        return Summary.of(self.method.name, self.engine.log, self.method.state_bytes, fused, missed)
+        return summary_of(
+            {attached.name: self for attached in self._attached}, {attached.name: attached.name for attached in self._attached}
+        )
 
     @property
     def method(self) -> AttentionMethod:
@@ -92,51 +108,166 @@ class Session:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _follow_end_of_run(self, target: Any) -> None:
-        """Pipelines end with maybe_free_model_hooks: plans, which may be a gigabyte, are not kept until the next video."""
-        if not hasattr(target, "maybe_free_model_hooks"):
-            return
-        stock, session = target.maybe_free_model_hooks, weakref.ref(self)
+    def name_of(self, transformer: torch.nn.Module) -> str:
+        return next(attached.name for attached in self._attached if attached.transformer() is transformer)
 
-        def maybe_free_model_hooks() -> None:
-            alive = session()
-            if alive is not None:
-                alive._end_run()
-            stock()
+    def lost(self, name: str) -> int:
+        """How many attention modules of a transformer have another processor now."""
+        return sum(attached.lost() for attached in self._attached if attached.name == name)
 
-        self._undo.append(put_on_instance(target, "maybe_free_model_hooks", maybe_free_model_hooks))
+    def _attach(self, name: str, transformer: torch.nn.Module, row: ModelRow) -> None:
+        attached = _Attached(name, weakref.ref(transformer))
+        self._attached.append(attached)
+        for layer, attention in enumerate(row.attentions(transformer)):
+            made = replace_processor(attention, self.engine, row, name, layer, self.tracker.at_layer)
+            attached.processors.append((weakref.ref(attention), made))
+        blocks = row.all_blocks(transformer)
+        attached.undo += [self.fusing.attach(block, len(blocks)) for block in blocks]
+        attached.undo += self.tracker.attach(transformer, row)
+        # what any pipeline calls at its end, one made by from_pipe included
+        if hasattr(transformer, "_reset_stateful_cache"):
+            attached.undo.append(self._call_before(transformer, "_reset_stateful_cache", Session._end_call))
+        _SESSIONS[transformer] = self
 
-    def _end_run(self) -> None:
+    def _take_off(self, attached: _Attached) -> None:
+        self._attached.remove(attached)
+        attached.take_off()
+        transformer = attached.transformer()
+        if transformer is not None and _SESSIONS.get(transformer) is self:
+            del _SESSIONS[transformer]
+
+    def _follow_calls(self, pipeline: Any) -> None:
+        """Every pipeline checks its inputs first, denoises under a progress bar, and frees its hooks last."""
+        if hasattr(pipeline, "check_inputs"):
+            self._undo.append(self._call_before(pipeline, "check_inputs", Session._begin_call))
+        if hasattr(pipeline, "maybe_free_model_hooks"):
+            self._undo.append(self._call_before(pipeline, "maybe_free_model_hooks", Session._end_call))
+        if hasattr(pipeline, "progress_bar"):
+            stock, of_session = pipeline.progress_bar, weakref.ref(self)
+
+            def progress_bar(*args: Any, **kwargs: Any) -> Any:
+                return _WatchedBar(stock(*args, **kwargs), of_session)
+
+            self._undo.append(put_on_instance(pipeline, "progress_bar", progress_bar))
+
+    def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
+        """Returns how to take it off."""
+        stock, of_session = getattr(owner, name), weakref.ref(self)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            session = of_session()
+            if session is not None:
+                tell(session)
+            return stock(*args, **kwargs)
+
+        return put_on_instance(owner, name, told)
+
+    def _begin_call(self) -> None:
+        self._end_call()  # an earlier one may have failed where nobody saw it
+        self._inside_call = True
+
+    def _end_call(self) -> None:
+        """Plans, which may be a gigabyte, are not kept until the next video; the log stays."""
         self.engine.end_run()
         self.tracker.forget_run()
+        self._inside_call = False
+        self._runs_in_call = 0
+
+    def _begin_run(self) -> None:
+        """A call of a pipeline may be several runs, one per chunk of a long video: plans are new in each, and the log is of them all."""
+        if self._runs_in_call:
+            self.engine.end_run()
+        else:
+            self.reset()
+        self._runs_in_call += self._inside_call
+
+
+class _WatchedBar:
+    """A pipeline's progress bar, around its denoising loop: whatever ends the loop, plans are dropped before anything else runs."""
+
+    def __init__(self, bar: Any, of_session: weakref.ref[Session]) -> None:
+        self._bar = bar
+        self._of_session = of_session
+
+    def __enter__(self) -> Any:
+        return self._bar.__enter__()
+
+    def __exit__(self, kind: Any, *failure: Any) -> Any:
+        session = self._of_session()
+        if session is not None and kind is None:
+            session.engine.end_run()
+        elif session is not None:
+            session._end_call()
+        return self._bar.__exit__(kind, *failure)
+
+    def __iter__(self) -> Any:
+        return iter(self._bar)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+class _SchedulerOf:
+    """The scheduler of a pipeline that is held weakly; of one that is gone, the last: `pipe = Pipeline.from_pipe(pipe)` hands it on."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = weakref.ref(target)
+        self._last: Any = None
+
+    def __call__(self) -> Any:
+        target = self._target()
+        if target is not None:
+            self._last = getattr(target, "scheduler", None)
+        return self._last
 
 
 def session_of(target: Any) -> Session | None:
+    return next(iter(sessions_of(target).values()), None)
+
+
+def sessions_of(target: Any) -> dict[str, Session]:
+    """By the name that a transformer has in target."""
+    return {name: _SESSIONS[transformer] for name, transformer in transformers_of(target).items() if transformer in _SESSIONS}
+
+
+def release(target: Any) -> None:
+    """Let go of every transformer of target, in whichever way it was enabled."""
     for transformer in transformers_of(target).values():
-        if transformer in _SESSIONS:
-            return _SESSIONS[transformer]
-    return None
+        session = _SESSIONS.get(transformer)
+        if session is not None:
+            session.release(transformer)
+        for module in transformer.modules():
+            processor = getattr(module, "processor", None)
+            if isinstance(processor, MethodProcessor):  # saved while enabled, and set again later
+                set_processor(module, processor.give_back())
 
 
-def close_session_of(target: Any) -> None:
-    session = session_of(target)
-    if session is not None:
-        session.close()
+def summary_of(sessions: Mapping[str, Session], names: Mapping[str, str]) -> Summary:
+    """names: what each transformer is called in its session, by what it is called here."""
+    log, fused, missed = RunLog(), Counter[str](), 0
+    different = list(dict.fromkeys(sessions.values()))
+    for session in different:
+        own = {names[name]: name for name, of in sessions.items() if of is session}
+        log.take(session.engine.log, own)
+        fused.update(session.fusing.outcomes)
+        missed += sum(session.lost(name) for name in own)
+    methods = " + ".join(dict.fromkeys(session.method.name for session in different))
+    held = sum(session.method.state_bytes for session in different)
+    return Summary.of(methods, log, held, dict(fused.most_common()), {_LOST: missed} if missed else {})
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoising transformers of a pipeline (Wan2.2 has two), or the transformer itself."""
+    """The denoising transformers of a pipeline (Wan2.2 has two), each once, or the transformer itself."""
     if isinstance(target, torch.nn.Module):
         return {"transformer": without_compile_wrapper(target)}
-    found = {name: getattr(target, name, None) for name in ("transformer", "transformer_2")}
-    present = {name: without_compile_wrapper(module) for name, module in found.items() if isinstance(module, torch.nn.Module)}
-    if not present:
+    found: dict[str, torch.nn.Module] = {}
+    for name in ("transformer", "transformer_2"):
+        module = without_compile_wrapper(getattr(target, name, None))
+        if isinstance(module, torch.nn.Module) and not any(module is other for other in found.values()):
+            found[name] = module
+    if not found:
         raise TypeError(
             f"target: expected a diffusers pipeline with a transformer, or a transformer, got {type(target).__name__}; "
             "pass pipe or pipe.transformer."
         )
-    return present
-
-
-def _scheduler(target: weakref.ref[Any]) -> Any:
-    return getattr(target(), "scheduler", None)
+    return found

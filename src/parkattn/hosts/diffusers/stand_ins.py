@@ -29,8 +29,11 @@ def replace_processor(
     attention: Any, engine: Engine, row: ModelRow, transformer: str, layer: int, on_compiled_call: Callable[[str, int], None]
 ) -> MethodProcessor:
     """Put a MethodProcessor in place of the attention module's own processor, and return it."""
-    stock: Any = type(attention.processor)
-    made = processor_class_for(stock)(attention.processor, engine, row, transformer, layer, on_compiled_call)
+    stock = attention.processor
+    if isinstance(stock, MethodProcessor):  # saved while enabled, and set again later
+        stock = stock.give_back()
+    kind: Any = type(stock)
+    made = processor_class_for(kind)(stock, engine, row, transformer, layer, on_compiled_call)
     number_for_graphs(made)
     set_processor(attention, made)
     return made
@@ -73,6 +76,8 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
     @functools.wraps(stock_call)
     def run_stock_code(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.retired:
+            return stock_call(self.stock, attn, hidden_states, *args, **kwargs)
         if self.row.pair_mask and not in_usp and kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = KeyPadding(kwargs["attention_mask"])
         caller = _Caller(self, hidden_states.shape[1])

@@ -2,7 +2,7 @@
 
 One tracker per pipeline, so that Wan2.2's second expert does not restart the warm-up. Sources of the step, best first: the
 pipeline's cache context (step_index), the scheduler's counters, and, where neither counts, forwards whose timestep changed.
-Everything is put on instances and taken off again by `detach`.
+Everything is put on instances and taken off again.
 """
 
 from __future__ import annotations
@@ -16,24 +16,34 @@ import torch
 
 from parkattn.engine import Clock
 from parkattn.hosts.diffusers.instances import put_on_instance
+from parkattn.hosts.diffusers.timesteps import MOST_BRANCHES, TimestepCounter
 from parkattn.models import ModelRow
 
 
 class StepTracker:
-    """Sets a clock by what a pipeline does."""
+    """Sets a clock by what a pipeline does.
+
+    scheduler_of returns the pipeline's scheduler, which users may replace between runs; None for a bare transformer.
+    begin_run is called when a run begins, drop_plans when plans are of no use any more while the run, or its log, goes on.
+    """
 
     def __init__(
-        self, clock: Clock, scheduler_of: Callable[[], Any], on_new_run: Callable[[], None], total_steps: int | None = None
+        self,
+        clock: Clock,
+        scheduler_of: Callable[[], Any],
+        begin_run: Callable[[], None],
+        drop_plans: Callable[[], None],
+        total_steps: int | None = None,
     ) -> None:
-        """scheduler_of returns the pipeline's scheduler, which users may replace between runs; None for a bare transformer."""
         self.clock = clock
         clock.total_steps = total_steps
         clock.branch = "forward 0"
         self._scheduler_of = scheduler_of
-        self._on_new_run = on_new_run
-        self._undo: list[Callable[[], Any]] = []
+        self._begin_run = begin_run
+        self._drop_plans = drop_plans
         self._context: tuple[str, dict[str, Any]] | None = None
         self._layers_seen: set[tuple[str, int]] = set()
+        self._by_timestep = TimestepCounter()
         self.forget_run()
 
     def forget_run(self) -> None:
@@ -42,52 +52,63 @@ class StepTracker:
         self._run: Any = None  # the scheduler's timesteps: a new tensor for every run
         self._begun = False
         self._uncounted: set[str | None] = set()  # branches of a compiled transformer seen before the scheduler began to count
-        self._last_timestep: float | None = None
-        self._rising: bool | None = None  # whether timesteps rise; not known before they change
+        self._by_timestep.forget()
         self._forwards_in_step = 0
         self._inside_forward = False
 
-    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> None:
+    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> list[Callable[[], None]]:
+        """Returns how to take it off."""
         names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
         hooks = _Hooks(self, row, names)
-        self._undo.append(transformer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
-        self._undo.append(transformer.register_forward_hook(hooks.after).remove)
+        undo = [
+            transformer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove,
+            transformer.register_forward_hook(hooks.after, always_call=True).remove,
+        ]
         if hasattr(transformer, "cache_context"):
-            self._follow_contexts(transformer)
+            undo.append(self._follow_contexts(transformer))
+        return undo
 
-    def detach(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self.forget_run()
-
-    def begin_forward(self, arguments: dict[str, Any] | None) -> None:
+    def begin_forward(self, arguments: dict[str, Any] | None, training: bool = False) -> None:
         """arguments of the transformer's forward; None where they are not known."""
         scheduler = self._scheduler_of()
         timesteps = getattr(scheduler, "timesteps", None)
-        # an exception inside a transformer that has no scheduler shows only in a forward that never ended
+        # an interruption inside a transformer that has no scheduler shows only in a forward that never ended
         aborted = self._inside_forward and scheduler is None
         if aborted or timesteps is not self._run:
             self.forget_run()
         self._inside_forward = arguments is not None
-        first, self._begun, self._run = not self._begun, True, timesteps
+        begins, self._begun, self._run = not self._begun, True, timesteps
         name, facts = self._context or (None, {})
-        step = facts.get("step_index")
-        step = _counter(scheduler) if step is None else step
-        step = self._count(arguments, first, name) if step is None else int(step)
-        if first or (step is not None and self.clock.step is not None and step < self.clock.step):
-            self._on_new_run()
+        step, branch = facts.get("step_index"), name
+        step = _counter(scheduler) if step is None else int(step)
+        if step is None and arguments is not None and arguments.get("timestep") is not None:
+            schedule = timesteps.tolist() if isinstance(timesteps, torch.Tensor) else []
+            step, branch, another = self._by_timestep.count(arguments, name, schedule, training)
+            begins, branch = begins or another, branch or name
+        elif step is None:
+            # some schedulers begin to count after the first step, which shows each branch once
+            known = timesteps is not None and name not in self._uncounted and (begins or name is not None)
+            self._uncounted.add(name)
+            step = 0 if known else None
+        if begins or (step is not None and self.clock.step is not None and step < self.clock.step):
+            self._begin_run()
         # a pipeline that opens no context runs its branches one after the other
-        self._forwards_in_step = self._forwards_in_step + 1 if step == self.clock.step and not first else 0
-        self.clock.branch = name if name is not None else f"forward {self._forwards_in_step}"
+        self._forwards_in_step = self._forwards_in_step + 1 if step == self.clock.step and not begins else 0
+        if branch is None and self._forwards_in_step >= MOST_BRANCHES:
+            self._drop_plans()
+        self.clock.branch = branch if branch is not None else f"forward {self._forwards_in_step}"
         self.clock.step = step
         total = len(timesteps) if timesteps is not None else facts.get("num_inference_steps")
         self.clock.total_steps = total if total is not None else self.clock.total_steps
-        if first:
+        if begins:
             self.clock.noise_levels = _noise_levels(scheduler)
         self._layers_seen.clear()
 
-    def end_forward(self) -> None:
+    def end_forward(self, failed: bool = False) -> None:
         self._inside_forward = False
+        if failed:
+            self._drop_plans()
+            self.forget_run()
 
     def at_layer(self, transformer: str, layer: int) -> None:
         """Called by compiled attention. Where the whole transformer is compiled its forwards are not seen: a layer that comes again begins one."""
@@ -97,34 +118,7 @@ class StepTracker:
             self.begin_forward(None)
         self._layers_seen.add((transformer, layer))
 
-    def _count(self, arguments: dict[str, Any] | None, first: bool, branch: str | None) -> int | None:
-        """Where neither context nor scheduler counts, or not yet: the timestep's place in the schedule, else the number of changes.
-
-        Reads a device value, which costs a synchronisation.
-        """
-        timestep = (arguments or {}).get("timestep")
-        if timestep is None:
-            # some schedulers begin to count after the first step, which shows each branch once
-            known = self._run is not None and branch not in self._uncounted and (first or branch is not None)
-            self._uncounted.add(branch)
-            return 0 if known else None
-        # the largest, because image-to-video gives the tokens of its clean first frame the timestep 0
-        value = float(timestep.max()) if isinstance(timestep, torch.Tensor) else float(timestep)
-        last, self._last_timestep = self._last_timestep, value
-        schedule = self._run.tolist() if isinstance(self._run, torch.Tensor) else []
-        if value in schedule:
-            return schedule.index(value)
-        if first or self.clock.step is None or last is None:
-            return 0
-        if value == last:
-            return self.clock.step
-        # most models denoise downwards, Mochi upwards: the first change says which, and a turn begins a new run
-        rising = value > last
-        turned = self._rising is not None and rising != self._rising
-        self._rising = None if turned else rising
-        return 0 if turned else self.clock.step + 1
-
-    def _follow_contexts(self, transformer: Any) -> None:
+    def _follow_contexts(self, transformer: Any) -> Callable[[], None]:
         stock = transformer.cache_context
 
         @contextlib.contextmanager
@@ -137,7 +131,7 @@ class StepTracker:
             finally:
                 self._context = None
 
-        self._undo.append(put_on_instance(transformer, "cache_context", cache_context))
+        return put_on_instance(transformer, "cache_context", cache_context)
 
 
 class _Hooks:
@@ -150,14 +144,17 @@ class _Hooks:
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
-        if not torch.compiler.is_compiling() and self.tracker is not None and self.row is not None:
-            arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-            self.tracker.begin_forward(arguments)
-            self.tracker.clock.grid = self.row.grid(arguments, getattr(module, "config", None))
+        if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
+            return
+        arguments, clock = {**dict(zip(self.names, args, strict=False)), **kwargs}, self.tracker.clock
+        clock.gradient = torch.is_grad_enabled()
+        clock.recomputed = clock.gradient and bool(getattr(module, "gradient_checkpointing", False))
+        self.tracker.begin_forward(arguments, training=clock.gradient and module.training)
+        clock.grid = self.row.grid(arguments, getattr(module, "config", None))
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self.tracker is not None:
-            self.tracker.end_forward()
+            self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Hooks, (None, None, [])
