@@ -282,6 +282,7 @@ def kernels_and_tiles(arch, d, torch_dtype):
     yield cluster._assign, block | {"HAS_VALID": False}, tiles.assign_tile(*key), False
     yield cluster._segment_sum, block | {"SPLITS": 4}, tiles.segment_tile(*key), False
     yield permute._gather_with_means, block, tiles.segment_tile(*key), False
+    yield permute._block_means, block, tiles.segment_tile(*key), False
     yield cluster._metric_partial, block | {"HAS_VALID": False, "BM": min(d, 128)}, tiles.metric_tile(*key), False
     yield cluster._transform, block | {"BN": min(d, 128)}, tiles.transform_tile(*key), True
     for width in (256, 1024) if d == 128 else (512,):

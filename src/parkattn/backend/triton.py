@@ -146,27 +146,32 @@ class TritonBackend:
             raise ValueError(f"scale: expected a positive number with backend={self.name!r}, got {scale}; use backend='reference'.")
         b, h, m, d = k.shape
         blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
+        out = torch.empty_like(q)
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
-        order, key_order, out = (
-            plan.queries.permutation().reshape(b * h, -1).contiguous(),
-            plan.keys.permutation().contiguous(),
-            torch.empty_like(q),
-        )
+        order, key_order = (None if x is None else x.contiguous() for x in (plan.queries.order, plan.keys.order))
+        token_of_row = None if order is None else order.view(b * h, -1)
         stand_ins: dict[str, Any] = {}
-        if compensate:
+        means: list[Tensor] = []
+        if key_order is None:
+            keys, values = k, v
+            means = [permute.block_means(x, plan.keys.offsets.contiguous()) for x in (k, v)] if compensate else []
+        elif compensate:
             keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous())
-            stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
         else:
             keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)
+        if compensate:
+            stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
         if self.gluon:
             from parkattn.kernels.attend_gluon import attend_hopper
 
-            rows = permute.gather_rows(q, order.view(b, h, -1))
-            return attend_hopper(rows, keys, values, *blocks, scale=scale, out_order=order, out=out, **stand_ins)[0]
+            # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
+            rows = q if order is None else permute.gather_rows(q, order)
+            flat = (x.reshape(b * h, x.shape[-2], d) for x in (rows, keys, values))
+            return attend_hopper(*flat, *blocks, scale=scale, out_order=token_of_row, out=out, **stand_ins)[0]
         from parkattn.kernels.attend_triton import attend_ragged
 
-        by_head = (x.view(b, h, m, d) for x in (keys, values))
-        return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=order, out=out, **stand_ins)[0]
+        by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
+        return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=token_of_row, out=out, **stand_ins)[0]
 
     def _expect_dense_rows(self, **tensors: Tensor) -> None:
         for name, x in tensors.items():

@@ -26,7 +26,7 @@ from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_
 from .meeting import announce, meet
 from .tiles_attend import GluonTile, gluon_tile
 from .triton_versions import FP_FUSION, reinterpret, thread_barrier
-from .worklist import FIELDS, WIDE, build_worklist
+from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -276,26 +276,28 @@ def attend_hopper_kernel(
 def attend_hopper(
     q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
     compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
-    out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False, quick: bool | None = None,
-    tile: GluonTile | None = None,
+    pair_bias: Tensor | None = None, out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
+    quick: bool | None = None, tile: GluonTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks, on block-ordered contiguous q [bh n d], k, v [bh m d]; bf16 or fp16, d 64 or 128.
 
     Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
-    adds skipped flagged blocks through one stand-in key each. With out_order int32 [bh n] row i goes to row out_order[bh, i]
-    of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n] follows the same order.
+    adds skipped flagged blocks through one stand-in key each, with log n or pair_bias fp32 [bh qb kb] added to its score. With out_order
+    int32 [bh n] row i goes to row out_order[bh, i] of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n]
+    follows the same order. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
     scale must be positive. Rows of k and v beside a kept block, and the first ones of their head, are read and weighted 0: they and their
     scores must be finite. quick: how exponentials are taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which
     counts values below 2^-46 as 0.
     """
     bh, n, d = q.shape
-    m, kb = k.shape[1], mask.shape[2]
+    m = k.shape[1]
     scale = d**-0.5 if scale is None else scale
     tile = tile or gluon_tile(d)
     if quick and q.dtype != torch.bfloat16:
         raise ValueError(
             f"attend_hopper: expected bf16 for quick exponentials, got {q.dtype}, whose exponents are too few; leave quick out."
         )
+    quick = q.dtype == torch.bfloat16 if quick is None else quick
     out = torch.empty_like(q) if out is None else out
     rows = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
@@ -303,18 +305,33 @@ def attend_hopper(
         return out, lse
     if m == 0:
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
+    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=2 * WARPGROUP_ROWS, key_tile=tile.keys,
+                            tail=tile.tail, compensated=compensate is not None, tail_bias=True)  # fmt: skip
+    by_head = (q, k, v, query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, out_order, lse)
+    for elements, heads, group in head_groups(*rows.shape[:2], at_once):
+        _attend_heads(rows[elements, heads], *(x if x is None else x[group] for x in by_head), scale=scale, quick=quick, tile=tile)
+    return out, lse
+
+
+def _attend_heads(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, compensate: Tensor | None,
+    centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *,
+    scale: float, quick: bool, tile: GluonTile,
+) -> None:  # fmt: skip
+    """`attend_hopper` of heads whose lists fit: fills out [b h n d] and lse."""
+    n, d = q.shape[1:]
+    m, kb = k.shape[1], mask.shape[2]
     work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=2 * WARPGROUP_ROWS, key_tile=tile.keys,
-                          compensate=compensate, scale=scale, tail=tile.tail, tail_bias=True)  # fmt: skip
+                          compensate=compensate, pair_bias=pair_bias, scale=scale, tail=tile.tail, tail_bias=True)  # fmt: skip
 
     def box(x: Tensor, height: int, width: int) -> TensorDescriptor:
         flat = x.reshape(-1, d)
         return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [height, width], SWIZZLED)
 
     bias = work.bias.view(-1, tile.keys)
-
     stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
-    # two letters: one stays until every warp is past its tile, also a warp whose last reads are still under way when the queries' place is free
+    # double-buffered: a slow consumer may still read the record before this one
     mailbox = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
     boxes = (
         box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
@@ -327,15 +344,12 @@ def attend_hopper(
     def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
         attend_hopper_kernel[(programs,)](
             *boxes, work.wide, work.tails, tiles, count, mailbox, again, out,
-            q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), rows.shape[1], n, m, kb,
+            q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), out.shape[1], n, m, kb,
             work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
-            rows.stride(0), rows.stride(1), rows.stride(2), SCATTER=out_order is not None, LSE=with_lse, COMPENSATE=compensate is not None,
+            out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
             QUICK=quick, **tile.constants(d), num_warps=4, maxnreg=168, **FP_FUSION,
         )  # fmt: skip
 
-    if quick is None:
-        quick = q.dtype == torch.bfloat16
     launch(work.tiles, work.count, quick=quick)
     if quick:  # almost always nothing is left: without a host copy that is not known here
         launch(again, work.count[2:], quick=False)
-    return out, lse

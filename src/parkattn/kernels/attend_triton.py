@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .tiles_attend import TritonTile, arch_of, triton_tile
 from .triton_versions import FP_FUSION
-from .worklist import WIDE, WorkList, build_worklist
+from .worklist import WIDE, build_worklist, head_groups, heads_at_once
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -123,21 +123,23 @@ def attend_kernel(
 
 def attend_ragged(
     q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
-    compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
+    compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None, pair_bias: Tensor | None = None,
     query_order: Tensor | None = None, key_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
-    tile: TritonTile | None = None, work: WorkList | None = None,
+    tile: TritonTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m; bf16 or fp16, d 64, 128 or 256.
+    """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m, any strides, the last one 1; bf16 or fp16, d 64, 128
+    or 256.
 
     Without orders everything is in block order. With query_order int32 [bh n], q is read and `out` and lse are written in
-    token order; with key_order int32 [bh m], k and v are read in token order: any strides, the last one 1.
+    token order; with key_order int32 [bh m], k and v are read in token order.
     Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
-    adds skipped flagged blocks through one stand-in key each. lse is fp32 [bh n].
+    adds skipped flagged blocks through one stand-in key each, with log n or pair_bias fp32 [bh qb kb] added to its score. lse is fp32
+    [bh n]. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
     scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they and their scores must be finite.
     """
     q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in (q, k, v))
     batch, heads, n, d = q4.shape
-    bh, m, kb = batch * heads, k4.shape[2], mask.shape[2]
+    bh, m = batch * heads, k4.shape[2]
     scale = d**-0.5 if scale is None else scale
     tile = tile or triton_tile(d, arch_of(q.device))
     out = torch.empty_like(q) if out is None else out
@@ -147,16 +149,32 @@ def attend_ragged(
         return out, lse
     if m == 0:
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
-    if work is None:
-        work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
-                              compensate=compensate, scale=scale)  # fmt: skip
+    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
+                            compensated=compensate is not None)  # fmt: skip
+    by_head = (query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, query_order, key_order, lse)
+    for elements, some, group in head_groups(batch, heads, at_once):
+        rows = (x[elements, some] for x in (o4, q4, k4, v4))
+        _attend_heads(*rows, *(x if x is None else x[group] for x in by_head), scale=scale, tile=tile)
+    return out, lse
+
+
+def _attend_heads(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, compensate: Tensor | None,
+    centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, query_order: Tensor | None, key_order: Tensor | None,
+    lse: Tensor | None, *, scale: float, tile: TritonTile,
+) -> None:  # fmt: skip
+    """`attend_ragged` of heads whose lists fit: fills out [b h n d] and lse."""
+    heads, n, d = q.shape[1:]
+    m, kb = k.shape[2], mask.shape[2]
+    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
+                          compensate=compensate, pair_bias=pair_bias, scale=scale)  # fmt: skip
     stand_ins = (k, v) if compensate is None else (centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous())
     attend_kernel[(work.tiles.shape[0],)](
-        q4, k4, v4, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
+        q, k, v, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
         work.wide if query_order is None else query_order, work.wide if key_order is None else key_order, out, work.wide if lse is None else lse,
         float(scale * 1.4426950408889634), heads, n, m, kb, work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1],
-        *q4.stride()[:3], *k4.stride()[:3], *v4.stride()[:3], *o4.stride()[:3],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None, GATHER_K=key_order is not None,
-        COMPENSATE=compensate is not None, LSE=with_lse, INTERPRETED=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **FP_FUSION,
+        COMPENSATE=compensate is not None, LSE=lse is not None, INTERPRETED=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        **FP_FUSION,
     )  # fmt: skip
-    return out, lse

@@ -74,6 +74,35 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
     tl.store(value_means + block * D + column, tl.sum(value_sum, 0) / size)
 
 
+@triton.jit
+def _block_means(x, offsets, means, heads, count, xb, xh, xn, D: tl.constexpr, ROWS: tl.constexpr):
+    """The means of `_gather_with_means`, of rows that are in block order already.  Grid (b*h * blocks).  Traffic: n d elements per head."""
+    block = tl.program_id(0).to(tl.int64)
+    bh = block // count
+    at = offsets + bh * (count + 1) + block % count
+    begin = tl.load(at)
+    end = tl.load(at + 1)
+    column = tl.arange(0, D)
+    r = tl.arange(0, ROWS)
+    x += (bh // heads) * xb + (bh % heads) * xh
+    total = tl.zeros([ROWS, D], tl.float32)
+    for first in range(begin, end, ROWS):
+        token = (first + r).to(tl.int64)
+        total += tl.load(x + token[:, None] * xn + column[None, :], mask=(first + r < end)[:, None], other=0.0).to(tl.float32)
+    tl.store(means + block * D + column, tl.sum(total, 0) / tl.maximum(end - begin, 1).to(tl.float32))
+
+
+def block_means(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [b h n d] in block order, offsets int32 [b h c+1] from 0 to n -> the means of its blocks [b*h c d], 0 where empty, in x's dtype."""
+    b, h, _, d = x.shape
+    count = offsets.shape[-1] - 1
+    tiles.check_rows(x, "x")
+    means = torch.empty(b * h, count, d, device=x.device, dtype=x.dtype)
+    tile = tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
+    _block_means[(b * h * count,)](x, offsets, means, h, count, x.stride(0), x.stride(1), x.stride(2), D=d, **tile, **FP_FUSION)
+    return means
+
+
 def gather_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [b h n d] (any strides, last one 1), order int32 [b h n] -> [b*h n d] contiguous, token order[i] at row i."""
     b, h, n, d = x.shape

@@ -7,8 +7,9 @@ the Wan2.1-14B shape with density 0.25; 32-row granules alone pad 8 %, 128-row t
 partial granules, which alone need a mask.
 
 Everything is built on the GPU with launch sizes and buffers fixed by the shapes: no host copy, no synchronisation, safe to
-capture in a CUDA graph. A list is 1/32 of a token index; its worst-case buffer is 70 MB at (40, 75600, 128 x 512 blocks), that of
-the bias 45 MB, 55 MB with stand-ins; what is used of them is far less.
+capture in a CUDA graph. A list is 1/32 of a token index, but its buffer must hold the longest list there can be: 2.9 MB per head at
+75,600 tokens with 128 x 512 blocks, 29 MB with 64 x 128. `heads_at_once` says how many heads fit SCRATCH_LIMIT; attention runs so many
+at a time, one launch after the other in the same memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .triton_versions import FP_FUSION
 
 WIDE = 32
 FIELDS = 8  # int32 per query tile
+SCRATCH_LIMIT = 256 * 2**20  # bytes
 
 
 class WorkList(NamedTuple):
@@ -45,9 +47,9 @@ def _larger(a, b):
 
 @triton.jit(do_not_specialize=["qb", "kb", "wide_width", "tails_width", "bias_width"])
 def list_keys_kernel(
-    key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width, bias_width,
+    key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width, bias_width, pair_bias,
     KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, FILLERS: tl.constexpr, TAIL_BIAS: tl.constexpr,
-    COMPENSATE: tl.constexpr,
+    COMPENSATE: tl.constexpr, PAIR_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per list.
 
@@ -71,8 +73,11 @@ def list_keys_kernel(
     if COMPENSATE:
         flagged = tl.load(compensate + head * kb + v, mask=v < kb, other=0) != 0
         skipped = flagged & (end > start) & (tl.load(row + v, mask=v < kb, other=1) == 0)
-        size = tl.maximum(end - start, 1).to(tl.float32)
-        stand_in = tl.where(skipped, tl.log(size) * inverse_scale, -float("inf"))
+        if PAIR_BIAS:
+            logit = tl.load(pair_bias + list_id.to(tl.int64) * kb + v, mask=v < kb, other=0.0)
+        else:
+            logit = tl.log(tl.maximum(end - start, 1).to(tl.float32))
+        stand_in = tl.where(skipped, logit * inverse_scale, -float("inf"))
         stand_ins = (kb + KEY_TILE - 1) // KEY_TILE * KEY_TILE
         tl.store(bias_row + v, stand_in, mask=v < stand_ins)
         bias_row += stand_ins
@@ -193,36 +198,81 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
             tl.store(count + zero, 0)
 
 
+class _Widths(NamedTuple):
+    """Words of 4 bytes that one query block's lists may need."""
+
+    wide: int
+    tails: int
+    stand_ins: int
+    bias: int  # stand-ins included
+
+
+def _widths(key_blocks: int, key_tokens: int, *, key_tile: int, tail: int, compensated: bool, tail_bias: bool) -> _Widths:
+    per_tile = key_tile // tail
+    # per run at most 32/tail pieces, at most (kb+1)/2 runs that do not touch, the wide granules of one unfilled tile, one tile of filler
+    runs = (key_blocks + 1) // 2
+    tails = triton.cdiv(runs * (WIDE // tail) + 2 * per_tile, per_tile) * per_tile
+    stand_ins = triton.cdiv(key_blocks, key_tile) * key_tile if compensated else 0
+    bias = stand_ins + (triton.cdiv(runs + per_tile - 1, per_tile) * key_tile if tail_bias else 0)
+    return _Widths(max(triton.cdiv(key_tokens, WIDE), 1), tails, stand_ins, bias)
+
+
+def _tile_bound(heads: int, query_blocks: int, query_tokens: int, query_tile: int) -> int:
+    """The most query tiles that there can be."""
+    return max(heads * (query_tokens // query_tile + min(query_blocks, max(query_tokens, 1))), 1)
+
+
+def scratch_bytes(
+    heads: int, query_blocks: int, key_blocks: int, *, query_tokens: int, key_tokens: int, query_tile: int, key_tile: int, tail: int = 8,
+    compensated: bool = False, tail_bias: bool = False,
+) -> int:  # fmt: skip
+    """Bytes of the lists of so many heads."""
+    widths = _widths(key_blocks, key_tokens, key_tile=key_tile, tail=tail, compensated=compensated, tail_bias=tail_bias)
+    words = heads * query_blocks * (widths.wide + widths.tails + widths.bias + 4)
+    return 4 * (words + FIELDS * _tile_bound(heads, query_blocks, query_tokens, query_tile) + 4)
+
+
+def heads_at_once(query_blocks: int, key_blocks: int, **tokens_and_tiles: int | bool) -> int:
+    """How many heads' lists fit SCRATCH_LIMIT, at least one; arguments as of `scratch_bytes`."""
+    return max(SCRATCH_LIMIT // scratch_bytes(1, query_blocks, key_blocks, **tokens_and_tiles), 1)
+
+
+def head_groups(batch: int, heads: int, at_once: int) -> list[tuple[slice, slice, slice]]:
+    """Groups of at most at_once heads: which batch elements, which heads of them, which of all batch * heads."""
+    if batch * heads <= at_once:
+        return [(slice(None), slice(None), slice(None))]
+    firsts = [(b, h) for b in range(batch) for h in range(0, heads, at_once)]
+    ends = [(b, h, min(h + at_once, heads)) for b, h in firsts]
+    return [(slice(b, b + 1), slice(h, end), slice(b * heads + h, b * heads + end)) for b, h, end in ends]
+
+
 def build_worklist(
     query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, query_tokens: int, key_tokens: int, query_tile: int, key_tile: int,
-    compensate: Tensor | None = None, scale: float = 1.0, tail: int = 8, tail_bias: bool = False,
+    compensate: Tensor | None = None, pair_bias: Tensor | None = None, scale: float = 1.0, tail: int = 8, tail_bias: bool = False,
 ) -> WorkList:  # fmt: skip
-    """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of stand-ins, tail_bias
-    that of tails."""
+    """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of stand-ins, log n or
+    pair_bias fp32 [bh qb kb], tail_bias that of tails."""
     bh, qb, kb = mask.shape
     lists, device = bh * qb, mask.device
-    per_tile = key_tile // tail
-    wide_width = max(triton.cdiv(key_tokens, WIDE), 1)
-    # per run at most 32/tail pieces, at most (kb+1)/2 runs that do not touch, the wide granules of one unfilled tile, one tile of filler
-    runs = (kb + 1) // 2
-    tails_width = triton.cdiv(runs * (WIDE // tail) + 2 * per_tile, per_tile) * per_tile
-    stand_ins = 0 if compensate is None else triton.cdiv(kb, key_tile) * key_tile
-    bias_width = stand_ins + (triton.cdiv(runs + per_tile - 1, per_tile) * key_tile if tail_bias else 0)
-    tile_bound = bh * (query_tokens // query_tile + min(qb, max(query_tokens, 1)))
-    wide = torch.empty(lists, wide_width, dtype=torch.int32, device=device)
-    tails = torch.empty(lists, tails_width, dtype=torch.int32, device=device)
+    widths = _widths(kb, key_tokens, key_tile=key_tile, tail=tail, compensated=compensate is not None, tail_bias=tail_bias)
+    wide = torch.empty(lists, widths.wide, dtype=torch.int32, device=device)
+    tails = torch.empty(lists, widths.tails, dtype=torch.int32, device=device)
     summary = torch.empty(lists, 4, dtype=torch.int32, device=device)
-    tiles = torch.empty(max(tile_bound, 1), FIELDS, dtype=torch.int32, device=device)
+    tiles = torch.empty(_tile_bound(bh, qb, query_tokens, query_tile), FIELDS, dtype=torch.int32, device=device)
     count = torch.empty(4, dtype=torch.int32, device=device)
-    bias = torch.empty(lists, bias_width, dtype=torch.float32, device=device) if bias_width else None
-    lanes = triton.next_power_of_2(max(kb + 1, stand_ins, key_tile))
+    bias = torch.empty(lists, widths.bias, dtype=torch.float32, device=device) if widths.bias else None
+    lanes = triton.next_power_of_2(max(kb + 1, widths.stand_ins, key_tile))
+    query_lanes = triton.next_power_of_2(qb)
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)
+    none = wide.view(torch.float32)
     list_keys_kernel[(lists,)](
-        key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, wide.view(torch.float32) if bias is None else bias,
-        1.0 / scale, qb, kb, wide_width, tails_width, bias_width,
-        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(per_tile), TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None, num_warps=min(16, max(4, lanes // 128)), **FP_FUSION,
+        key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, none if bias is None else bias,
+        1.0 / scale, qb, kb, widths.wide, widths.tails, widths.bias, none if pair_bias is None else pair_bias.contiguous(),
+        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(key_tile // tail), TAIL_BIAS=tail_bias,
+        COMPENSATE=compensate is not None, PAIR_BIAS=pair_bias is not None, num_warps=min(16, max(4, lanes // 128)), **FP_FUSION,
     )  # fmt: skip
     list_queries_kernel[(bh,)](
-        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=triton.next_power_of_2(qb), CHUNK=1024, num_warps=4, **FP_FUSION
+        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=query_lanes, CHUNK=1024,
+        num_warps=min(16, max(4, query_lanes // 64)), **FP_FUSION,
     )  # fmt: skip
     return WorkList(wide, tails, tiles, count, bias)
