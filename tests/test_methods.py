@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import parkattn
+import tiny_pipelines
 from parkattn import CallSite, MethodEntry, ParkConfig, make_method
 from parkattn.attend import dense_attention
 from parkattn.methods import METHODS, configured_method, method_entry, register
@@ -113,3 +115,39 @@ def test_a_budget_switches_its_rival_off():
     entry = method_entry("park")
     config = entry.with_budget(ParkConfig(), "top_k", 0.2)
     assert (config.top_p, config.top_k) == (None, 0.2)
+
+
+SMALL = {"height": 64, "width": 96, "frames": 9, "steps": 4, "device": "cpu"}
+
+
+def test_outside_methods_are_compared_and_summarised_like_our_own(outside, tmp_path):
+    from parkattn.studio.compare import compare
+    from parkattn.studio.generate import Request
+
+    request = Request(prompt="a red circle moves right over blue waves", changes={"tile": 32}, **SMALL)
+    report = compare(request, ["dense", "tile-top-k"], tmp_path / "tiles", recall_rows=8)
+    windows = Request(prompt="a red circle moves right over blue waves", changes={"reach": 1}, **SMALL)
+    report_window = compare(windows, ["dense", "window"], tmp_path / "window", recall_rows=8)
+    for row in (report["methods"][1], report_window["methods"][1]):
+        assert 0 < row["density_sparse_steps"] < 1 and 0 < row["recall"]["mean"] <= 1
+        assert row["phase_steps"]["dense"] == 1 and np.isfinite(row["psnr"]["mean"])
+
+
+def test_an_outside_method_takes_part_in_an_ablation_at_equal_density(outside, tmp_path):
+    from parkattn.studio.ablation import AblationSettings, run_ablation
+    from parkattn.studio.generate import Request
+
+    settings = AblationSettings(prompts=1, methods=("park", "tile-top-k"), density=0.5, budget="top_k")
+    request = Request(prompt="held out", changes={"tile": 16, "query_clusters": 4, "key_clusters": 16}, **SMALL)
+    table = run_ablation(request, settings, tmp_path)
+    density = {line["method"]: line["density"] for line in table["lines"]}
+    assert set(density) >= {"park", "tile-top-k"} and abs(density["park"] - density["tile-top-k"]) < 0.2
+
+
+def test_enable_runs_a_method_by_name_or_as_an_object(outside):
+    wan = tiny_pipelines.wan()
+    for method in ("window", make_method("window", {"reach": 1})):
+        with parkattn.enable(wan, method=method):
+            tiny_pipelines.run_wan(wan)
+            said = parkattn.summary(wan)
+        assert said.method == "window" and said.calls["refresh"] > 0 and said.density < 1

@@ -161,6 +161,8 @@ class TritonBackend:
             keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)
         if compensate:
             stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
+            if plan.bias is not None:
+                stand_ins["pair_bias"] = plan.bias.reshape(b * h, *plan.bias.shape[2:]).contiguous()
         if self.gluon:
             from parkattn.kernels.attend_gluon import attend_hopper
 

@@ -80,7 +80,8 @@ def run_ablation(
     scenes = held_out_scenes(settings.prompts)
     spare = next(scene for scene in held_out_scenes(4, seed=1) if scene not in scenes)
     expect_settings_used(request, settings.methods)
-    request, folder = prepare(dataclasses.replace(request, prompt=spare.sentence))
+    prepared, folder = prepare(dataclasses.replace(for_method(request, "dense"), prompt=spare.sentence))
+    request = dataclasses.replace(prepared, method=request.method, preset=request.preset, changes=request.changes)
     if not checkpoints.is_shipped(folder):
         raise ValueError(
             f"model: expected the shipped model, whose held-out prompts are known, got {request.model}; use park compare for others."
