@@ -87,8 +87,8 @@ def support_page(record: dict[str, Any], environments: list[tuple[str, str]]) ->
     return f"""# What is supported, and what was tried
 
 Written by `make matrix` (`tools/matrix.py`) from `benchmarks/results/matrix.json`. Each row is an environment of its
-own, on Linux x86-64 without a GPU. "kernels compiled" means ahead of time for sm_80, 89, 90, 100 and 120, with shared memory
-and spills checked.
+own, on Linux x86-64 without a GPU. "kernels compiled" means ahead of time for sm_80, 89, 90, 100 and 120, with
+shared memory and spills checked.
 
 ## Versions
 
