@@ -1,8 +1,8 @@
 """python tests/campaign_store.py [--part stops|full|sigkill|shared|corrupt|all] [--only COMMAND] [--every N]
 
-The long form of tests/test_store.py: generate, --prompts, compare and ablation (with frames that cost nothing) are cut off before
-every file operation, in an empty folder and while a finished one is overwritten; by full disks; by SIGKILL; several processes
-share a folder; finished folders are damaged. Every count but the runs must be 0; the exit code is 1 otherwise.
+The long form of tests/test_store.py: generate, --prompts, compare and ablation (with frames that cost nothing) are cut
+off before every file operation, in an empty folder and while a finished one is overwritten; by full disks; by SIGKILL;
+several processes share a folder; finished folders are damaged. Every count but the runs must be 0, else exit code 1.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def shared(trial: Trial, rounds: int) -> Tally:
         bad = _in_processes([lambda place=place, log=log: _logged(trial.command, place, log)] * 3)
         tally = Tally(runs=1, refused=bad)
         made = log.read_text().splitlines() if log.exists() else []
-        # the dense reference of an ablation is made once by each process that takes a group, and so no more than once a group
+        # an ablation makes dense videos twice: the reference of a group and the floor
         tally.mixed += len(made) != len(set(made)) and trial.command is not disturb.run_ablation
         wanted = disturb.contents(place)
         tally.other_bytes += wanted != trial.expected[0]
@@ -98,7 +98,7 @@ def _in_processes(works: list[Callable[[], None]]) -> int:
                 os._exit(1)
         processes.append(process)
     ended = [os.waitpid(process, 0)[1] for process in processes]
-    return sum(not (status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)) for status in ended)
+    return sum(os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL) for status in ended)
 
 
 def _bytes(data: bytes) -> Damage:
@@ -132,12 +132,13 @@ def _unreadable(path: Path) -> None:
 
 DAMAGES: tuple[Damage, ...] = (
     Path.unlink, _flipped, _folder, _link, _fifo, _unreadable, lambda path: os.truncate(path, path.stat().st_size // 2),
-    *(_bytes(data) for data in (b"", b"null", b"[]", b'{"request": null}', b'{"files": {"a": 3}}', b"[" * 50_000, b"\xff\xfe", b"\0" * 64)),
+    *map(_bytes, (b"", b"null", b"[]", b'{"request": null}', b'{"files": {"a": 3}}', b"[" * 50_000)),
+    *map(_bytes, (b"\xff\xfe", b"\0" * 64)),
 )  # fmt: skip
 
 
 def corrupted(trial: Trial) -> Tally:
-    """Every file of a finished folder, damaged in every way: the same command makes the folder whole again, and says so."""
+    """Every file of a finished folder, damaged in every way: the same command makes the folder whole again."""
     found = Tally()
     for name in trial.expected[0]:
         for damage in DAMAGES:

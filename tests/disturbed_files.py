@@ -1,7 +1,7 @@
 """Stops, power cuts and full disks at a chosen file operation, and fast stand-ins for the video commands.
 
-`parkattn.files` does every file operation through `os` and `fcntl`; a Disturbed stands in for both. A stopped process does
-nothing more: after the stop every further operation stops too, and what it held open is closed, as the kernel would.
+`parkattn.files` does every file operation through `os` and `fcntl`; a Disturbed stands in for both. A stopped process
+does nothing more: after the stop every further operation stops too, and what it held open is closed by the kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from parkattn.store import Cell, Making, Store
 from parkattn.studio import ablation, checkpoints, compare, generate, prompts, video
 from parkattn.studio.generate import Generation, Request
 
-STOP, POWER_CUT, DISORDER, FULL_DISK, KILL = "stop", "power cut", "power cut, renames out of order", "full disk", "SIGKILL"
+STOP, POWER_CUT, DISORDER, FULL_DISK, KILL = (
+    "stop",
+    "power cut",
+    "power cut, renames out of order",
+    "full disk",
+    "SIGKILL",
+)
 WHEN = {"time": "2026-01-01T00:00:00+00:00", "commit": None, "torch": "2", "cpu": "one", "threads": 1}
 SENTENCES = ("a red circle moves right over blue waves", "a blue square orbits over green stripes")
 
@@ -38,13 +44,14 @@ class Stopped(BaseException):
 
 
 class Disturbed:
-    """`os` and `fcntl` for parkattn.files: counts operations; from the one numbered `at` on, what `how` says happens."""
+    """`os` and `fcntl` for parkattn.files: counts operations; from number `at` on, what `how` says happens."""
 
     def __init__(self, at: int | None = None, how: str = STOP) -> None:
         self.at, self.how, self.count = at, how, 0
         self.handles: dict[int, Path] = {}
         self.unsynced: dict[tuple[int, int], Path] = {}
-        self.moved: list[tuple[Path, Path | None, bytes | None]] = []  # target, source, what the target held; folder not synced yet
+        # (target, source, what the target held) of renames and removals whose folder is not synced yet
+        self.moved: list[tuple[Path, Path | None, bytes | None]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(fcntl if name in ("flock", "LOCK_EX", "LOCK_NB") else os, name)
@@ -128,8 +135,8 @@ class Disturbed:
     def bury(self) -> None:
         """What the kernel does for a process that is gone; after a power cut, what was not synced is lost.
 
-        A file then loses its end, and renames and removals whose folder was not synced have not happened: all of them, or, out
-        of order, the first of them only.
+        A file then loses its end, and renames and removals whose folder was not synced have not happened: all of them,
+        or, out of order, the first of them only.
         """
         for handle in list(self.handles):
             self.close(handle)
@@ -171,14 +178,18 @@ def without_a_model() -> Iterator[list[str]]:
         # methods differ a little from the dense one, seeds and prompts altogether
         plain = np.random.default_rng(int(store.content_hash([request.prompt, request.seed])[:8], 16))
         apart = np.random.default_rng(int(store.content_hash(request.to_dict())[:8], 16))
-        frames = plain.integers(8, 248, (2, 32, 32, 3)) + (0 if request.method == "dense" else apart.integers(-8, 8, (2, 32, 32, 3)))
-        steps = [{"step": i, "phase": "dense", "seconds": 1.0, "attention_seconds": 0.5, "density": 1.0} for i in range(2)]
+        frames = plain.integers(8, 248, (2, 32, 32, 3))
+        if request.method != "dense":
+            frames += apart.integers(-8, 8, frames.shape)
+        steps = [{"phase": "dense", "seconds": 1.0, "attention_seconds": 0.5, "density": 1.0} for _ in range(2)]
         seconds = {"text": 0.0, "denoise": 2.0, "decode": 0.0, "attention": 1.0, "total": 2.0}
-        found = {"steps": steps, "density": 1.0, "density_sparse_steps": 0.5, "recall": None, "seconds": seconds, "summary": {},
-                 "attention_seconds": {"dense": 1.0}, "phase_seconds": {"dense": 2.0}, "heat": {"density": None, "recall": None}}  # fmt: skip
+        found = {
+            "steps": steps, "density": 1.0, "density_sparse_steps": 0.5, "recall": None, "seconds": seconds,
+            "summary": {}, "phase_seconds": {"dense": 2.0}, "heat": {"density": None, "recall": None},
+        }  # fmt: skip
         return Generation(frames.astype(np.uint8), found)
 
-    def budgets(pipe: Any, request: Request, config: ParkConfig, settings: ablation.AblationSettings, say: Any) -> dict[str, Any]:
+    def budgets(pipe: Any, request: Request, config: ParkConfig, settings: Any, say: Any) -> dict[str, Any]:
         return {name: {"value": 0.5, "density": 0.5} for name in settings.methods}
 
     stands_in: list[tuple[Any, str, Any]] = [
@@ -214,7 +225,8 @@ def run_prompts(folder: Path, seed: int, overwrite: bool = False, say: Any = lam
     listed = folder.parent / "prompts.txt"
     if not listed.exists():
         listed.write_text("\n".join(SENTENCES))
-    prompts.generate_videos(Request(prompt="", seed=seed), listed, folder, shard=prompts.Shard(), overwrite=overwrite, say=say)
+    request = Request(prompt="", seed=seed)
+    prompts.generate_videos(request, listed, folder, shard=prompts.Shard(), overwrite=overwrite, say=say)
 
 
 def run_compare(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
@@ -226,7 +238,12 @@ def run_ablation(folder: Path, seed: int, overwrite: bool = False, say: Any = la
     ablation.run_ablation(Request(prompt="held out"), settings, folder, overwrite=overwrite, say=say)
 
 
-COMMANDS: dict[str, Command] = {"generate": run_generate, "prompts": run_prompts, "compare": run_compare, "ablation": run_ablation}
+COMMANDS: dict[str, Command] = {
+    "generate": run_generate,
+    "prompts": run_prompts,
+    "compare": run_compare,
+    "ablation": run_ablation,
+}
 
 
 def run_store(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
@@ -237,7 +254,8 @@ def run_store(folder: Path, seed: int, overwrite: bool = False, say: Any = lambd
             making.write(name, f"{name} of seed {seed}\n".encode() * 40)
         making.commit({"format": "test", "request": making.cell.request})
 
-    cells = [Cell(name=n, format="test", request={"seed": seed}, files=f) for n, f in (("a", ("a.bin", "raw/a.bin")), ("b", ()))]
+    named = {"a": ("a.bin", "raw/a.bin"), "b": ()}
+    cells = [Cell(name=name, format="test", request={"seed": seed}, files=named[name]) for name in named]
     keep = Store(folder, say)
     records = keep.fill(cells, make, overwrite=overwrite)
     text = json.dumps({name: record["cell"] for name, record in records.items()}).encode()
@@ -288,7 +306,7 @@ def finished_cells(folder: Path) -> dict[str, str]:
             Store(place).tidy()
         for path in place.glob("*.json"):
             record = store.read_record(path)
-            if record is not None and all(files.sha256_of(place / name) == sha for name, sha in record["files"].items()):
+            if record and all(files.sha256_of(place / name) == sha256 for name, sha256 in record["files"].items()):
                 found[str(path.relative_to(folder))] = record["hash"]
     return found
 
@@ -315,7 +333,8 @@ class Trial:
         place, tally = self._place("disturbed"), Tally(runs=1)
         self._disturb(place, 0, False, at, how, tally)
         before = finished_cells(shutil.copytree(place, self._place("looked"))) if place.is_dir() else {}
-        stamps = {name: (place / name).stat().st_mtime_ns for name in before if (place / name).exists() and not _derived(name)}
+        kept = [name for name in before if (place / name).exists() and not _derived(name)]
+        stamps = {name: (place / name).stat().st_mtime_ns for name in kept}
         self._again(place, 0, False, tally, 0)
         tally.lost += sum((place / name).stat().st_mtime_ns != stamp for name, stamp in stamps.items())
         tally.mixed += sum(self.seals[0].get(name) != seal for name, seal in before.items())
@@ -328,9 +347,8 @@ class Trial:
         looked = shutil.copytree(place, self._place("looked"))
         found = finished_cells(looked)
         tally.lost += sum(name not in found for name in self.seals[0])
-        tally.mixed += sum(
-            seal not in (self.seals[0].get(name), self.seals[1].get(name)) and not _derived(name) for name, seal in found.items()
-        )
+        for name, seal in found.items():
+            tally.mixed += not _derived(name) and seal not in [seals.get(name) for seals in self.seals]
         first = shutil.copytree(place, self._place("first"))
         try:
             operations(self.command, first, 0)  # the first request again: all of it is there, or a cell is the second's
@@ -345,10 +363,10 @@ class Trial:
             try:
                 self.command(place, seed, overwrite)
             except OSError as error:
-                tally.unclear += (
-                    how != FULL_DISK or "full disk or quota; free some space and run again." not in str(error) or "\n" in str(error)
-                )
-                tally.left += sum(name.endswith(".tmp") for name in contents(place)) if not list(place.rglob("*.journal")) else 0
+                explained = str(error).endswith("full disk or quota; free some space and run again.")
+                tally.unclear += how != FULL_DISK or not explained or "\n" in str(error)
+                if not list(place.rglob("*.journal")):
+                    tally.left += sum(name.endswith(".tmp") for name in contents(place))
 
     def _again(self, place: Path, seed: int, overwrite: bool, tally: Tally, expected: int) -> None:
         try:

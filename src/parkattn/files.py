@@ -1,7 +1,8 @@
 """Files that are whole or absent: durable atomic writes, advisory locks, and the names that temporary files go by.
 
-Temporary files, journals and locks are called .park-MARK..., where MARK is a hash of what they belong to, so that a name of any
-length can have them. Whoever writes under a mark holds its lock: what lies there while the lock is free is of a stopped process.
+Temporary files, journals and locks are called .park-MARK..., where MARK is a hash of what they belong to, so that a
+name of any length can have them. Whoever writes under a mark holds its lock: what lies there while the lock is free was
+left by a stopped process.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+NO_ROOM = "out: expected room for {}, got a full disk or quota; free some space and run again."
 HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
 LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.tmp)")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The file appears whole or not at all, also when the disk is full or the machine stops, and stays once this has returned."""
+    """The file appears whole or not at all, also when the disk is full or the machine stops; durable on return."""
     folder, mark = path.parent, mark_of(f"file {path.name}")
     with explained(path), locked(folder, mark) as state:
         if state == HELD:
@@ -47,8 +49,8 @@ def explained(path: Path) -> Iterator[None]:
         if error.errno is None:  # explained further in
             raise
         if error.errno in FULL:
-            raise OSError(f"out: expected room for {path}, got a full disk or quota; free some space and run again.") from None
-        raise OSError(f"out: expected to write {path}, got {error.strerror}; check its folder, or choose another place.") from None
+            raise OSError(NO_ROOM.format(path)) from None
+        raise OSError(f"out: expected to write {path}, got {error.strerror}; choose another place.") from None
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
 """One store for results: a folder of cells, each finished or absent.
 
-A cell is what was asked (a request with a content hash) under a name. It is finished when its record NAME.json is there, sealed by a
-hash of itself, and every file the record names has the hash it says. All files of a cell are written under temporary names; a
-journal then lists the renames that put them in place. The journal's own rename is the moment at which the cell is finished:
+A cell is what was asked (a request with a content hash) under a name. It is finished when its record NAME.json is
+there, sealed by a hash of itself, and every file the record names has the hash it says. All files of a cell are written
+under temporary names; a journal then lists the renames that put them in place. The journal's own rename is the commit:
 
     temporary files, durable  ->  journal, durable  ->  renames, record last, durable  ->  journal removed
 
-A stop before it leaves what was there; a stop after it is completed from the journal by the next process. Several processes may
-work on one folder: a cell is made under an advisory lock, and cells that another process holds are taken last.
+A stop before it leaves what was there; a stop after it is completed from the journal by the next process. Several
+processes may work on one folder: a cell is made under an advisory lock, and cells that another process holds come last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from parkattn import files
@@ -28,6 +28,7 @@ from parkattn import files
 Record = dict[str, Any]
 Say = Callable[[str], None]
 Content = bytes | Callable[[Path], None]  # the bytes, or what writes them to a path
+Make = Callable[["Making"], None]
 
 FINISHED, OTHER, ABSENT = "finished", "other", "absent"
 RECORD_LIMIT = 2**28  # bytes; no record comes near it
@@ -67,7 +68,7 @@ class Store:
         self.folder, self.say = folder, say
 
     def find(self, cell: Cell) -> Record | None:
-        """The record of a finished cell; None where it is absent; an error where the name belongs to another request."""
+        """The record of a finished cell; None where it is absent; an error where the name is another request's."""
         return self._free_or_finished(cell, self.look(cell))
 
     def look(self, cell: Cell) -> Found:
@@ -90,19 +91,21 @@ class Store:
         if different:
             return Found(OTHER, record, f"made with other settings ({'; '.join(different)})")
         lacking = [name for name in cell.files if name not in record["files"]]
-        return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}") if lacking else Found(FINISHED, record)
+        if lacking:
+            return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}")
+        return Found(FINISHED, record)
 
     def fill(
         self,
         cells: Sequence[Cell],
-        make: Callable[[Making], None],
+        make: Make,
         *,
         overwrite: bool = False,
         kept: Callable[[Cell], None] = lambda cell: None,
     ) -> dict[str, Record]:
-        """The record of every cell by name: found (kept is told) or made now: make(making) writes its files and commits.
+        """The record of every cell by name: found (kept is told), or made now by make(making), which ends with commit.
 
-        What another process is making comes last and is waited for. overwrite makes again what was finished when this began.
+        What another process is making comes last and is waited for. overwrite makes again what was finished before.
         """
         self.tidy()
         before = {cell.name: self.look(cell) for cell in cells}
@@ -142,22 +145,22 @@ class Store:
         """A file of a finished cell, the very bytes its record describes."""
         data = files.read_regular(self.folder / name)
         if data is None or hashlib.sha256(data).hexdigest() != record.get("files", {}).get(name):
-            raise ValueError(
-                f"out: expected {self.folder / name} as its record describes it, got another file; run again to have it made again."
-            )
+            path = self.folder / name
+            raise ValueError(f"out: expected {path} as recorded, got another file; run again to have it remade.")
         return data
 
     def tidy(self) -> None:
         """Completes what stopped processes had decided and removes what they had begun; living ones are left alone."""
         removed = 0
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            for mark in sorted(files.leftovers(self.folder)):
+        with files.explained(self.folder):
+            for mark in sorted(files.leftovers(self.folder)) if self.folder.is_dir() else ():
                 try:
                     with files.locked(self.folder, mark, wait=False) as state:
                         if state == files.HELD:
                             removed += self._recover(mark)
                 except OSError as error:
-                    if error.errno not in (errno.EROFS, errno.EACCES):
+                    # what is finished can still be read where nothing can be written
+                    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                         raise
         if removed:
             self.say(f"{self.folder}: removed {removed} temporary file{'s' * (removed > 1)} of a stopped run")
@@ -172,8 +175,8 @@ class Store:
                 path.lstat()
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
-                    size = len(os.fsencode(path.name))
-                    raise ValueError(f"out: expected a name that fits here, got {path.name} of {size} bytes; shorten it.") from None
+                    got = f"{path.name} of {len(os.fsencode(path.name))} bytes"
+                    raise ValueError(f"out: expected a name that fits here, got {got}; shorten it.") from None
         folder = self.folder
         try:
             files.make_folder(folder)
@@ -184,15 +187,18 @@ class Store:
                     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
         except OSError as error:
             if error.errno in files.FULL:
-                raise OSError(f"out: expected room in {folder}, got a full disk or quota; free some space and run again.") from None
-            raise OSError(f"out: expected a folder that can be written, got {folder} ({error.strerror}); choose another place.") from None
+                raise OSError(files.NO_ROOM.format(folder)) from None
+            why = f"{folder} ({error.strerror})"
+            raise OSError(f"out: expected a folder that can be written, got {why}; choose another place.") from None
 
     def _free_or_finished(self, cell: Cell, found: Found) -> Record | None:
         if found.state == OTHER:
-            raise ValueError(f"out: expected a free name, got {self._shown(cell)} {found.reason}; pass --overwrite, or another --out.")
+            there = f"{self._shown(cell)} {found.reason}"
+            raise ValueError(f"out: expected a free name, got {there}; pass --overwrite, or another --out.")
         return found.record if found.state == FINISHED else None
 
-    def _fill_one(self, cell: Cell, make: Callable[[Making], None], before: Found | None, kept: Callable[[Cell], None]) -> Record:
+    def _fill_one(self, cell: Cell, make: Make, before: Found | None, kept: Callable[[Cell], None]) -> Record:
+        """Under the cell's lock. before: what was there when an overwriting run began, None for one that keeps."""
         found = self.look(cell)
         if before is None:
             record = self._free_or_finished(cell, found)
@@ -215,7 +221,9 @@ class Store:
         with contextlib.ExitStack() as stack:
             with files.explained(self._record_path(cell)):
                 state = stack.enter_context(files.locked(self.folder, cell.mark, wait=wait, waiting=waiting))
-                if state == files.HELD:
+                if state == files.UNSUPPORTED:
+                    self.say(f"{self.folder}: its file system has no locks; let one process at a time work in it")
+                if state != files.BUSY:
                     self._recover(cell.mark)
             yield state
 
@@ -224,7 +232,7 @@ class Store:
         path = files.journal_path(self.folder, mark)
         journal = read_record(path)
         if journal is not None and journal.get("format") == JOURNAL:
-            moves = [Move(self.folder / source, self.folder / target, sha256) for source, target, sha256 in journal["moves"]]
+            moves = [Move(self.folder / source, self.folder / target, sha) for source, target, sha in journal["moves"]]
             if all(sha256 in (files.sha256_of(source), files.sha256_of(target)) for source, target, sha256 in moves):
                 _carry_out(moves)
                 self.say(f"{moves[-1].target}: completed from what a stopped run had left")
@@ -299,15 +307,17 @@ class Making:
 
     def _set_aside(self, moves: list[Move]) -> None:
         """What stands under a name of this cell and was not written by the store is kept under another name."""
-        before = read_record(moves[-1].target)
-        ours = before is not None and before.get("format") == self.cell.format
+        path = moves[-1].target
+        before = read_record(path) or {}
+        ours = {path.parent / name: sha256 for name, sha256 in before.get("files", {}).items()}
+        if before.get("format") == self.cell.format:
+            ours[path] = files.sha256_of(path)
         for _, target, sha256 in moves:
             if not os.path.lexists(target):
                 continue
-            name = str(target.relative_to(self.store.folder))
-            known = (before or {}).get("files", {}).get(name) if target != moves[-1].target else ours and files.sha256_of(target)
-            replaceable = self.overwrite or files.sha256_of(target) in {known or None, sha256} - {None}
-            if replaceable and not target.is_dir():
+            there = files.sha256_of(target)  # None for what is no ordinary file
+            known = there is not None and there in (ours.get(target), sha256)
+            if (known or self.overwrite) and not target.is_dir():
                 continue
             other = free_name_beside(target)
             files.move(target, other)
@@ -350,9 +360,8 @@ def read_record(path: Path) -> Record | None:
     except (ValueError, RecursionError):
         return None
     names = record.get("files")
-    if not isinstance(names, dict) or any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in names):
-        return None
-    return record
+    inside = isinstance(names, dict) and not any(name.startswith("/") or ".." in name.split("/") for name in names)
+    return record if inside else None
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
