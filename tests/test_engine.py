@@ -112,6 +112,17 @@ def test_a_call_that_must_be_dense_or_whose_step_is_unknown_is_the_hosts_own_att
     assert engine.summary().dense_because == {reason or "the step is unknown: the host has not set engine.clock.step": 1}
 
 
+def test_a_grid_of_another_number_of_tokens_is_not_passed_on():
+    method = Recording()
+    engine = Engine(method)
+    engine.begin_run(total_steps=STEPS)
+    engine.clock.grid = (2, 4, 5)
+    for tokens, text in ((40, None), (44, slice(40, 44)), (48, None)):
+        given = qkv(0, tokens)
+        engine.attend(*given, layer=0, dense=lambda given=given: stock(*given), text=text)
+    assert [site.grid for site in method.sites] == [(2, 4, 5), (2, 4, 5), None]
+
+
 def test_calls_of_one_layer_that_come_in_parts_have_branches_of_their_own():
     method = Recording()
     engine = Engine(method)

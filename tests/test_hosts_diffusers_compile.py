@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, summary
-from test_hosts_diffusers import SPARSE
+from test_hosts_diffusers import SPARSE, trace
 
 pytestmark = [
     # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
@@ -65,6 +65,17 @@ def test_wan_compiles_to_one_full_graph_for_all_layers_steps_and_branches(way):
         assert torch.equal(compiled, eager)
         assert apart_from_time(summary(pipe)) == apart_from_time(expected)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("way", [compile_whole, compile_wrapped, compile_blocks])
+def test_the_grid_is_known_in_compiled_transformers(way):
+    pipe = tiny.wan()
+    enable(pipe, CONFIG)
+    way(pipe)
+    seen = trace(pipe)
+    tiny.run_wan(pipe, steps=2)
+    tiny.run_wan(pipe, steps=2, height=96)
+    assert list(dict.fromkeys(site.grid for site, _ in seen)) == [(3, 4, 4), (3, 6, 4)]
 
 
 def test_enabling_after_compile_and_disabling_again():

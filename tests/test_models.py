@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, summary
-from parkattn.models import MODELS
+from parkattn.models import MODELS, SIZES
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
 
 # autocast, asked for by Mochi, does nothing in float32 on a CPU and says so
@@ -57,7 +57,7 @@ def test_sparse_attention_sees_the_video_and_keeps_text_apart(model):
     assert (sparse - dense).abs().max() > tolerance(dense)
     assert all(site.text == text for site, _ in seen)
     assert all(stats.phase == "refresh" for _, stats in seen)
-    assert all(site.grid in ((3, 4, 4), None) for site, _ in seen)
+    assert {site.grid for site, _ in seen} == {(3, 4, 4)}
     disable(transformer)
     assert torch.equal(run(transformer, inputs), dense)
 
@@ -169,3 +169,34 @@ def test_a_model_outside_the_table_is_refused_by_name():
         ValueError, match=r"expected one of CogVideoXTransformer3DModel, .*WanVACETransformer3DModel, got LatteTransformer3DModel"
     ):
         enable(latte, total_steps=1)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_released_size_is_what_its_class_makes_of_it(name):
+    import diffusers
+
+    size = SIZES[name]
+    with torch.device("meta"):
+        made = getattr(diffusers, size.transformer)(**size.made_with)
+    row = MODELS[size.transformer]
+    blocks = row.all_blocks(made)
+    feed_forward = {module.out_features for block in blocks for module in block.modules() if isinstance(module, torch.nn.Linear)}
+    assert len(blocks) == size.layers and size.ffn in feed_forward
+    assert {attention.heads for attention in row.attentions(made)} == {size.heads}
+    assert (made.config.num_attention_heads, made.config.attention_head_dim) == (size.heads, size.head_dim)
+    config = made.config
+    patch = (
+        config.patch_size if isinstance(config.patch_size, (tuple, list)) else (config.patch_size_t, config.patch_size, config.patch_size)
+    )
+    assert size.pixels == size.latent_pixels * patch[1] and patch[0] == 1
+    frames, height, width = row.grid({"hidden_states": torch.empty(1, 16, *size.latents(*size.video), device="meta")}, made.config)
+    assert frames * height * width == size.tokens(*size.video)
+
+
+def test_the_sizes_are_those_of_the_presets_and_of_the_paper():
+    from parkattn.config import PRESETS
+
+    assert set(SIZES) == set(PRESETS) and {row.preset for row in MODELS.values()} <= set(SIZES)
+    assert {name: size.tokens(*size.video) for name, size in SIZES.items()} == {
+        "wan2.1-1.3b": 75_600, "wan2.1-14b": 75_600, "wan2.2-14b": 75_600, "hunyuanvideo": 115_200,
+    }  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,9 @@ class Clock:
     step: int | None = None
     total_steps: int | None = None
     branch: str = "cond"
-    grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
+    grid: tuple[int, int, int] | None = (
+        None  # (frames, height, width) of the video tokens; calls with another number of them are given none
+    )
     noise_levels: tuple[float, ...] | None = None  # one per step
     gradient: bool = False  # the model runs with gradients on
     recomputed: bool = False  # under gradient checkpointing: the backward pass calls attention again
@@ -93,13 +96,14 @@ class Engine:
         # what is computed twice must not depend on what was remembered in between: plans are built from this call alone, at step 0
         alone = recomputing or clock.recomputed
         self._remembers_with_gradient = not alone and (self._remembers_with_gradient or clock.gradient)
+        video_tokens = q.shape[2] - (text.stop - text.start if text is not None else 0)
         site = CallSite(
             layer=layer,
             step=0 if alone else clock.step or 0,
             total_steps=clock.total_steps,
             branch=clock.branch if part == 0 else f"{clock.branch}, part {part}",
             transformer=transformer,
-            grid=clock.grid,
+            grid=clock.grid if clock.grid is not None and math.prod(clock.grid) == video_tokens else None,
             text=text,
             scale=scale,
             key_valid=key_valid,

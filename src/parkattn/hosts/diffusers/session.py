@@ -142,13 +142,10 @@ class Session:
             self._undo.append(self._call_before(pipeline, "check_inputs", Session._begin_call))
         if hasattr(pipeline, "maybe_free_model_hooks"):
             self._undo.append(self._call_before(pipeline, "maybe_free_model_hooks", Session._end_call))
+        if hasattr(pipeline, "prepare_latents"):
+            self._undo.append(self._call_after(pipeline, "prepare_latents", Session._see_latents))
         if hasattr(pipeline, "progress_bar"):
-            stock, of_session = pipeline.progress_bar, weakref.ref(self)
-
-            def progress_bar(*args: Any, **kwargs: Any) -> Any:
-                return _WatchedBar(stock(*args, **kwargs), of_session)
-
-            self._undo.append(put_on_instance(pipeline, "progress_bar", progress_bar))
+            self._undo.append(self._call_after(pipeline, "progress_bar", lambda session, bar: _WatchedBar(bar, weakref.ref(session))))
 
     def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
         """Returns how to take it off."""
@@ -162,8 +159,27 @@ class Session:
 
         return put_on_instance(owner, name, told)
 
+    def _call_after(self, owner: Any, name: str, receive: Callable[[Session, Any], Any]) -> Callable[[], None]:
+        """receive(session, result) -> what the caller gets. Returns how to take it off."""
+        stock, of_session = getattr(owner, name), weakref.ref(self)
+
+        def received(*args: Any, **kwargs: Any) -> Any:
+            result, session = stock(*args, **kwargs), of_session()
+            return result if session is None else receive(session, result)
+
+        return put_on_instance(owner, name, received)
+
+    def _see_latents(self, made: Any) -> Any:
+        """All that shows the grid of a transformer that is compiled whole; others say it themselves in every forward."""
+        transformer = self._attached[0].transformer()
+        latents = made[0] if isinstance(made, tuple) else made
+        if transformer is not None:
+            self.engine.clock.grid = row_for(transformer).grid({"hidden_states": latents}, getattr(transformer, "config", None))
+        return made
+
     def _begin_call(self) -> None:
         self._end_call()  # an earlier one may have failed where nobody saw it
+        self.engine.clock.grid = None
         self._inside_call = True
 
     def _end_call(self) -> None:
