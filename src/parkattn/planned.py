@@ -2,12 +2,13 @@
 
 plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  ──▶  out
           ▲                      │
-    schedule: dense, refresh, reuse: held between steps by (transformer, layer, branch)
+    schedule: dense, anchor, refresh, reuse: held between steps by (transformer, layer, branch)
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from parkattn.attend import dense_attention
 from parkattn.backend import Backend, explain_out_of_memory, resolve_for
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_scale, shape_of
 from parkattn.plan import Plan
-from parkattn.reuse import HeldPlan, History, Phase, PlanStore, Schedule, Scheduling
+from parkattn.residual import factor
+from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
 from parkattn.segments import outside_autocast
 from parkattn.settings import PlannedConfig
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
@@ -50,7 +52,7 @@ class PlannedMethod:
         self.name = name
         self.planner = planner
         self.config = config
-        self.schedule = schedule or Schedule(config)
+        self.schedule = schedule or (Schedule(config) if config.anchor_error is None else AdaptiveSchedule(config))
         self.repair = repair
         self.plans = PlanStore()
 
@@ -72,26 +74,56 @@ class PlannedMethod:
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
             return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
         phase, held = self._usable(phase, q, k, site, backend)
+        if phase.name == "anchor":
+            return self._anchor(phase, q, k, v, site, backend, held)
+        residual = None
         if phase.name == "refresh" or held is None:
             plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
             self.plans.put(site.key, plan, site.step, site.text)
         else:
-            plan = held.plan
-        out = attend_planned(q, k, v, plan, backend, scale=site.scale, compensate=self.config.compensate)
-        if self.repair is not None:
-            out = self.repair.repair(q, k, v, plan, out, site)
-        stats = AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason, plan)
+            plan, residual = held.plan, held.residual
+        out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
+        if residual is not None and residual.fits(out):
+            out = backend.add_low_rank(out, residual)
+        error = None
+        if self.config.guard_rows:
+            error = sampled_error(q, k, v, out, self.config.guard_rows, scale=site.scale, key_valid=site.key_valid)
+            if isinstance(self.schedule, Watching):
+                self.schedule.observe(site, error)
+        stats = AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason, plan, error)
         return AttentionOutput(out, stats)
 
+    def _anchor(
+        self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
+    ) -> AttentionOutput:
+        """The dense output, a plan, and what the plan's sparse output misses of it."""
+        plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
+        rank, residual = self.config.residual_rank, None
+        if rank:
+            out, sparse = attend_dense_and_planned(q, k, v, plan, backend, dense=site.dense, **self._how(site))
+            with torch.no_grad():
+                residual = factor(out.detach().float() - self._sparse(q, k, v, plan, site, sparse).detach().float(), rank)
+        else:
+            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+        self.plans.put(site.key, plan, site.step, site.text, residual)
+        return AttentionOutput(out, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason))
+
+    def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
+        """The method's own sparse output, from that of the kept blocks."""
+        return out if self.repair is None else self.repair.repair(q, k, v, plan, out, site)
+
+    def _how(self, site: CallSite) -> dict[str, Any]:
+        return {"scale": site.scale, "compensate": self.config.compensate}
+
     def _usable(self, phase: Phase, q: Tensor, k: Tensor, site: CallSite, backend: Backend) -> tuple[Phase, HeldPlan | None]:
-        """The plan held for this call, or a phase that says why there is none."""
+        """The plan held for this call, or a phase that says why there is none. A plan with a residual is built at an anchor."""
         held = self.plans.get(site.key, backend.arrange, site.key_valid)
-        if held is None:
-            return phase, None
-        if not held.plan.fits(q, k):
-            return Phase("refresh", "the number of tokens changed"), None
-        if (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
-            return Phase("refresh", "text or padding changed"), None
+        if held is not None and not held.plan.fits(q, k):
+            phase, held = Phase("refresh", "the number of tokens changed"), None
+        if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
+            phase, held = Phase("refresh", "text or padding changed"), None
+        if phase.name == "refresh" and self.config.residual_rank:
+            phase = Phase("anchor", phase.reason)
         return phase, held
 
 
@@ -114,6 +146,42 @@ def attend_planned(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
 ) -> Tensor:
     """Attention over the plan's blocks: [b h n d]. Equal to dense attention when every block is kept."""
+    _expect_attendable(q, k, v, plan, backend, scale)
+    return backend.attend(q, k, v, plan, scale=scale, compensate=compensate)
+
+
+@explain_out_of_memory
+@outside_autocast
+def attend_dense_and_planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    backend: Backend,
+    *,
+    dense: Callable[[], Tensor] | None = None,
+    scale: float | None = None,
+    compensate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention and attend_planned of one call: [b h n d] each. dense: the model's own dense attention of this call."""
+    _expect_attendable(q, k, v, plan, backend, scale)
+    return backend.attend_anchor(q, k, v, plan, scale=scale, compensate=compensate, dense=dense)
+
+
+@outside_autocast
+def sampled_error(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, *, scale: float | None = None, key_valid: Tensor | None = None
+) -> Tensor:
+    """|out - dense| / |dense| over `rows` evenly spread queries, whose dense attention is computed: [b h] float32"""
+    stride = max(1, q.shape[2] // rows)
+    chosen = slice(stride // 2, stride // 2 + stride * rows, stride)
+    with torch.no_grad():
+        exact = dense_attention(q[:, :, chosen], k, v, scale=scale, key_valid=key_valid).float()
+        missed = (out[:, :, chosen].float() - exact).flatten(2).norm(dim=-1)
+        return missed / exact.flatten(2).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _expect_attendable(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, scale: float | None) -> None:
     expect_attention_inputs(q, k, v)
     expect_scale(scale)
     if asks_for_gradient(q, k, v) and not backend.differentiable:
@@ -126,4 +194,3 @@ def attend_planned(
         raise ValueError(
             f"plan: expected one built for q {shape_of(q)} and k {shape_of(k)} on {q.device}, got one for {made_for}; make another plan."
         )
-    return backend.attend(q, k, v, plan, scale=scale, compensate=compensate)

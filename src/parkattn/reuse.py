@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from parkattn.plan import Blocks, Plan, arrange
+from parkattn.residual import LowRank
 from parkattn.settings import When
 from parkattn.site import CallSite, SiteKey
 
 
 class Phase(NamedTuple):
-    name: str  # "dense", "refresh" or "reuse"
+    name: str  # "dense", "anchor" (dense, and a plan is built), "refresh" or "reuse"
     reason: str  # for people
 
 
@@ -33,8 +35,19 @@ class Scheduling(Protocol):
     def reset(self) -> None: ...
 
 
+@runtime_checkable
+class Watching(Scheduling, Protocol):
+    """A schedule that wants to know how well its sparse calls did."""
+
+    def observe(self, site: CallSite, error: Tensor) -> None:
+        """error [b h] on the device: |out - dense| / |dense| over a few queries of this call."""
+
+
 class Schedule:
-    """The paper's rule: the first steps are dense, then a plan is built every R steps and reused between."""
+    """The paper's rule: the first steps are dense, then a plan is built every R steps and reused between.
+
+    With `when.anchors`: a plan is built at dense steps that are spread over the run, and reused between.
+    """
 
     def __init__(self, when: When) -> None:
         self.when = when
@@ -44,15 +57,13 @@ class Schedule:
 
     def phase(self, site: CallSite, history: History) -> Phase:
         when, step, total, last = self.when, site.step, site.total_steps, history.refreshed_at
+        if when.anchors is not None:
+            return always_dense(when, site) or self._anchored(site, last)
         first = dense_prefix(when, total)
-        if site.layer in when.dense_layers:
-            return Phase("dense", f"layer {site.layer} is in dense_layers")
-        if step < first:
+        if step < first and site.layer not in when.dense_layers:
             return Phase("dense", f"step {step} is one of the first {first} steps")
-        if total is not None and step >= total:
-            return Phase("dense", f"step {step}, counted from 0, is not one of {total} steps; check total_steps")
-        if total is not None and step >= total - when.dense_last_steps:
-            return Phase("dense", f"step {step} is one of the last {when.dense_last_steps} steps")
+        if (dense := always_dense(when, site)) is not None:
+            return dense
         if last is None:
             return Phase("refresh", "no plan yet")
         if last > step:
@@ -65,6 +76,137 @@ class Schedule:
         if interval is not None and step - last >= interval:
             return Phase("refresh", f"{step - last} steps since the last refresh")
         return Phase("reuse", f"plan of step {last}")
+
+    def _anchored(self, site: CallSite, last: int | None) -> Phase:
+        steps = anchor_steps(anchor_count(self.when, site.total_steps), *_levels(site))
+        # anchors that a cache skipped are made up at the next step that runs
+        due = [step for step in steps if (-1 if last is None else last) < step <= site.step]
+        return Phase("anchor", f"anchor step {due[-1]}") if due and last is not None else unanchored(site, last)
+
+
+class AdaptiveSchedule:
+    """Anchors where the mean error that sparse calls report exceeds `when.anchor_error`, at most `anchor_count` in a run.
+
+    All layers of a step do the same. What a step measured is read when the step after the next begins: by then the GPU has it.
+    """
+
+    def __init__(self, when: When) -> None:
+        self.when = when
+        self.reset()
+
+    def reset(self) -> None:
+        self._step, self._anchor, self._used = -1, -1, 1  # the run's first step is an anchor
+        self._errors: list[Tensor] = []
+        self._read: Callable[[], float] | None = None
+        self._read_step = -1
+
+    def phase(self, site: CallSite, history: History) -> Phase:
+        last = history.refreshed_at
+        if site.step < self._step:
+            self.reset()
+        if site.step != self._step:
+            self._begin(site)
+        if (dense := always_dense(self.when, site)) is not None:
+            return dense
+        if last is not None and last < self._anchor <= site.step:
+            return Phase("anchor", f"the error passed {self.when.anchor_error} before step {self._anchor}")
+        return unanchored(site, last)
+
+    def observe(self, site: CallSite, error: Tensor) -> None:
+        self._errors.append(error.mean())
+
+    def _begin(self, site: CallSite) -> None:
+        """The step before ends: its error starts on its way to the host, and that of the step before it is read."""
+        measured, self._read = self._read, None
+        target = self.when.anchor_error
+        assert target is not None
+        fresh = self._read_step > self._anchor  # measured after the last anchor
+        if measured is not None and fresh and self._used < anchor_count(self.when, site.total_steps) and measured() > target:
+            self._anchor, self._used = site.step, self._used + 1
+        if self._errors:
+            self._read, self._read_step = start_read(torch.stack(self._errors).mean()), self._step
+            self._errors.clear()
+        self._step = site.step
+
+
+def start_read(value: Tensor) -> Callable[[], float]:
+    """Begins the copy of a scalar to the host; calling the result waits for that copy alone."""
+    if not value.is_cuda:
+        return value.item
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    host.copy_(value.detach(), non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(value.device))
+
+    def read() -> float:
+        arrived.synchronize()
+        return host.item()
+
+    return read
+
+
+def always_dense(when: When, site: CallSite) -> Phase | None:
+    """What every rule leaves dense."""
+    step, total = site.step, site.total_steps
+    if site.layer in when.dense_layers:
+        return Phase("dense", f"layer {site.layer} is in dense_layers")
+    if total is not None and step >= total:
+        return Phase("dense", f"step {step}, counted from 0, is not one of {total} steps; check total_steps")
+    if total is not None and step >= total - when.dense_last_steps:
+        return Phase("dense", f"step {step} is one of the last {when.dense_last_steps} steps")
+    return None
+
+
+def unanchored(site: CallSite, last: int | None) -> Phase:
+    """A step at which no anchor is due: one all the same where there is no plan of this run."""
+    if last is None:
+        return Phase("anchor", "no plan yet")
+    if last > site.step:
+        return Phase("anchor", f"the plan is from step {last} of an earlier run")
+    return Phase("reuse", f"plan of step {last}")
+
+
+def anchor_count(when: When, total_steps: int | None) -> int:
+    """Anchors of a run: as many per unit of sqrt(steps) as in a run of reference_steps.
+
+    A run of fewer steps passes the same noise levels in longer strides: with as many anchors in proportion each would serve a
+    longer stretch of the run, with as many in number each would cost more of it. Between the two lies the square root.
+    """
+    if total_steps is None:
+        raise ValueError("total_steps: expected the number of steps, got None; pass it, or set anchors=None.")
+    assert when.anchors is not None
+    return max(1, min(total_steps, round(when.anchors * min(1.0, math.sqrt(total_steps / when.reference_steps)))))
+
+
+# anchors lie at equal distances of progress ** (1 / EARLY): denser early, where a step changes the picture most
+EARLY = 5 / 3
+
+
+@functools.lru_cache(maxsize=64)
+def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] | None = None) -> tuple[int, ...]:
+    """The steps nearest to progress (j / count) ** EARLY, j = 0, 1, ..., each once; progress runs from 0 to 1 (`progress`)."""
+    reached = progress(total_steps, noise_levels)
+    steps = [0]
+    for j in range(1, min(count, total_steps)):
+        wanted = (j / count) ** EARLY
+        nearest = min(range(total_steps), key=lambda step: abs(reached[step] - wanted))
+        steps.append(max(steps[-1] + 1, nearest))
+    # steps that were pushed past the last one move back
+    latest = total_steps - 1
+    for j in range(len(steps) - 1, 0, -1):
+        steps[j] = min(steps[j], latest)
+        latest = steps[j] - 1
+    return tuple(steps)
+
+
+def progress(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
+    """How far a run is at each of its steps: 0 at the first, 1 after the last."""
+    return [step / total_steps for step in range(total_steps)]
+
+
+def _levels(site: CallSite) -> tuple[int, tuple[float, ...] | None]:
+    total = site.total_steps or 0
+    return total, site.noise_levels if site.noise_levels is not None and len(site.noise_levels) == total else None
 
 
 def dense_prefix(when: When, total_steps: int | None) -> int:
@@ -89,42 +231,49 @@ class HeldPlan(NamedTuple):
     plan: Plan
     step: int
     text: slice | None  # the span it was built with
+    residual: LowRank | None = None  # what this plan's sparse output missed at that step
+
+
+class _Entry(NamedTuple):
+    packed: _PackedPlan
+    step: int
+    residual: LowRank | None
 
 
 class PlanStore:
-    """Plans between steps, by (transformer, layer, branch).
+    """Plans between steps, by (transformer, layer, branch), each with the residual that belongs to it: they go together.
 
-    Kept packed (labels in one or two bytes, mask in bits: 9 MB per layer and branch at 40 heads and 75,600 tokens); the
-    order inside a plan is sorted again from the labels when it is used.
+    Kept packed (labels in one or two bytes, mask in bits: 9 MB per layer and branch at 40 heads and 75,600 tokens, and 24 MB
+    for a residual of rank 8); the order inside a plan is sorted again from the labels when it is used.
     """
 
     def __init__(self) -> None:
-        self._packed: dict[SiteKey, tuple[_PackedPlan, int]] = {}
+        self._held: dict[SiteKey, _Entry] = {}
 
     def get(self, key: SiteKey, arrange: Callable[[Tensor, int], Blocks] = arrange, key_valid: Tensor | None = None) -> HeldPlan | None:
         """arrange: the backend's sort of labels into blocks; key_valid [b m]: padding as it is now (`repadded`)."""
-        if key not in self._packed:
+        if key not in self._held:
             return None
-        packed, step = self._packed[key]
+        packed, step, residual = self._held[key]
         if packed.padding and key_valid is not None and key_valid.shape == packed.keys.labels.shape[::2]:
             packed = packed.repadded(key_valid)
-        return HeldPlan(packed.unpack(arrange), step, packed.text)
+        return HeldPlan(packed.unpack(arrange), step, packed.text, residual)
 
-    def put(self, key: SiteKey, plan: Plan, step: int, text: slice | None = None) -> None:
-        self._packed[key] = (_PackedPlan.pack(plan, text), step)
+    def put(self, key: SiteKey, plan: Plan, step: int, text: slice | None = None, residual: LowRank | None = None) -> None:
+        self._held[key] = _Entry(_PackedPlan.pack(plan, text), step, residual)
 
     def refreshed_at(self, key: SiteKey) -> int | None:
-        return self._packed[key][1] if key in self._packed else None
+        return self._held[key].step if key in self._held else None
 
     def reset(self) -> None:
-        self._packed.clear()
+        self._held.clear()
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self._held)
 
     @property
     def nbytes(self) -> int:
-        return sum(packed.nbytes for packed, _ in self._packed.values())
+        return sum(packed.nbytes + (0 if residual is None else residual.nbytes) for packed, _, residual in self._held.values())
 
 
 class _PackedSide(NamedTuple):

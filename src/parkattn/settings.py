@@ -199,10 +199,26 @@ class When(MethodConfig):
     refresh_steps: tuple[int, ...] | None = None
     """Steps at which plans are rebuilt, instead of refresh_interval."""
     reference_steps: int = 50
-    """Shorter runs refresh sooner, in proportion."""
+    """Shorter runs refresh sooner, in proportion, and have fewer anchors (`anchor_count`)."""
+    anchors: int | None = None
+    """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there and nowhere
+    else. None: the first steps are dense, by the fields above."""
+    anchor_error: float | None = None
+    """Put anchors where the measured output error exceeds this, at most `anchors` of them, instead of by a fixed rule."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.anchors is not None:
+            expect_count("anchors", self.anchors)
+            for name in ("dense_steps", "refresh_steps"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}: expected None beside anchors={self.anchors}, got {getattr(self, name)}; leave out one of them."
+                    )
+        if self.anchor_error is not None:
+            expect_positive("anchor_error", self.anchor_error)
+            if self.anchors is None:
+                raise ValueError(f"anchors: expected a bound beside anchor_error={self.anchor_error}, got None; pass anchors=12.")
         expect_fraction("dense_fraction", self.dense_fraction, zero=True)
         if self.dense_steps is not None:
             expect_count("dense_steps", self.dense_steps, least=0)
@@ -221,10 +237,14 @@ class Correction(MethodConfig):
 
     compensate: bool = False
     """A skipped block enters through one key, its mean, with the weight of its size, and its mean value."""
+    residual_rank: int = 0
+    """Keep what a dense step shows to be missing as a matrix of this rank per head, and add it until the next; 8 is usual, 0: none.
+    Plans are then built at dense steps. Held: one byte per token, head, layer, branch and unit of rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("compensate", self.compensate)
+        expect_count("residual_rank", self.residual_rank, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,16 +255,26 @@ class Running(MethodConfig):
     """One device synchronisation per call buys an error instead of NaN output."""
     backend: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
+    guard_rows: int = 0
+    """Queries per head whose exact output is computed in every sparse call, to report its error; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("check_finite", self.check_finite)
+        expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedConfig(When, Correction, Running):
     """What a config needs to run as a `PlannedMethod`; a method adds its own fields and groups."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchor_error is not None and self.guard_rows == 0:
+            raise ValueError(
+                f"guard_rows: expected some to measure the error for anchor_error={self.anchor_error}, got 0; pass guard_rows=16."
+            )
 
 
 def _pair(name: str, value: Any) -> tuple[int, int]:

@@ -45,12 +45,13 @@ class CallSite:
 class AttentionStats:
     """What happened in one call. Tensors stay on the device, so that reading them is the caller's choice."""
 
-    phase: str  # "dense", "refresh" or "reuse"
+    phase: str  # "dense", "anchor", "refresh" or "reuse"
     reason: str
     density: Tensor  # [b h]
     estimated_mass: Tensor | None = None  # [b h]
     backend: str = ""  # what computed it and why, in one sentence; "" where the method has no choice of backends
     plan: Plan | None = None  # what was attended to; None where every pair was
+    error: Tensor | None = None  # [b h] fp32: |out - dense| / |dense| over a few sampled queries, where that was asked for
 
 
 class AttentionOutput(NamedTuple):

@@ -12,9 +12,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from parkattn.attend import dense_attention
 from parkattn.checks import shape_of
 from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise, uniform
 from parkattn.plan import Blocks, Plan
+from parkattn.residual import LowRank, add_low_rank
 from parkattn.settings import KeyMetric
 
 HEAD_DIMS = (64, 128, 256)
@@ -174,6 +176,19 @@ class TritonBackend:
 
         by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
         return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=token_of_row, out=out, **stand_ins)[0]
+
+    def attend_anchor(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool, dense: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """In two passes, the dense one by PyTorch."""
+        sparse = self.attend(q, k, v, plan, scale=scale, compensate=compensate)
+        if dense is not None:
+            return dense(), sparse
+        valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None  # padding keys are the last block of every head
+        return dense_attention(q, k, v, scale=scale, key_valid=valid), sparse
+
+    def add_low_rank(self, out: Tensor, kept: LowRank) -> Tensor:
+        return add_low_rank(out, kept)
 
     def _expect_dense_rows(self, **tensors: Tensor) -> None:
         for name, x in tensors.items():
