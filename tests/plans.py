@@ -1,0 +1,93 @@
+"""Plans as token masks, and small problems with odd grids, text and padding to check planners on."""
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from parkattn.site import CallSite
+
+KINDS = ("gaussian", "drifting", "frames", "runs")
+TEXTS = ("none", "front", "inside", "end")
+PADDINGS = ("none", "tail", "scattered")
+
+
+def token_mask(plan):
+    """[b h n m] bool: which query sees which key of its own."""
+    b, h, n = plan.queries.labels.shape
+    rows = plan.queries.labels.long().unsqueeze(-1).expand(b, h, n, plan.keys.count)
+    columns = plan.keys.labels.long().unsqueeze(-2).expand(b, h, n, -1)
+    return plan.mask.gather(2, rows).gather(3, columns)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q, k, v [b h n d] in float64 of a video with text and padding."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grid: tuple[int, int, int]
+    text: slice | None
+    key_valid: torch.Tensor | None
+    scale: float | None
+    seed: int
+
+    @property
+    def tensors(self):
+        return self.q, self.k, self.v
+
+    @property
+    def inputs(self):
+        return {"grid": self.grid, "text": self.text, "key_valid": self.key_valid, "scale": self.scale}
+
+    def site(self, **where):
+        return CallSite(**self.inputs, **where)
+
+
+def problem(seed, *, largest=(4, 3, 4), dim=5):
+    """The same one for a seed. Every combination of text and padding comes once in twelve seeds."""
+    draw = Random(seed)
+    grid = tuple(draw.randint(1, most) for most in largest)
+    cells = grid[0] * grid[1] * grid[2]
+    text, words = _text(TEXTS[seed % 4], cells, draw)
+    batch, heads = draw.choice(((1, 1), (1, 2), (2, 1)))
+    n, tensors = cells + words, _tensors(KINDS[seed // 12 % 4], seed, (batch, heads, cells + words, dim), grid)
+    valid = _valid(PADDINGS[seed // 4 % 3], batch, n, text, draw)
+    return Problem(*tensors, grid, text, valid, draw.choice((None, 0.3, 1.0)), seed)
+
+
+def _text(place, cells, draw):
+    if place == "none":
+        return None, 0
+    words = draw.randint(1, 4)
+    start = {"front": 0, "inside": draw.randint(0, cells), "end": cells}[place]
+    return slice(start, start + words), words
+
+
+def _tensors(kind, seed, shape, grid):
+    """q and k that share directions along the sequence, so that blocks differ; v without any."""
+    source = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(3))
+    if kind == "gaussian":
+        return 2 * q, k, v
+    length = {"drifting": 1, "frames": grid[1] * grid[2], "runs": 4}[kind]
+    steps = torch.arange(shape[2]) // length
+    centres = torch.randn(*shape[:2], int(steps[-1]) + 1, shape[3], generator=source, dtype=torch.float64)
+    centre = (centres.cumsum(2) if kind == "drifting" else centres)[:, :, steps]
+    return 2 * centre + 0.3 * q, centre + 0.3 * k, v
+
+
+def _valid(kind, batch, n, text, draw):
+    """Every batch element keeps a video token."""
+    if kind == "none":
+        return None
+    video = [i for i in range(n) if text is None or not text.start <= i < text.stop]
+    valid = torch.ones(batch, n, dtype=torch.bool)
+    for row in valid:
+        if kind == "tail":
+            row[n - draw.randint(0, n // 2) :] = False
+        else:
+            row &= torch.tensor([draw.random() < 0.7 for _ in range(n)])
+        row[draw.choice(video)] = True
+    return valid
