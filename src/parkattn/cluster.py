@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_count, expect_fraction, expect_heads
-from parkattn.segments import aligned, compute_dtype, map_heads, segment_mean
+from parkattn.segments import aligned, compute_dtype, map_heads, segment_mean, segment_sizes
 
 
 class Clustering(NamedTuple):
@@ -62,6 +62,46 @@ def _cluster_head(x: Tensor, count: int, iterations: int, seed: int, start: Tens
     return labels
 
 
+def first_centroids(x: Tensor, clusters: int, *, seed: int = 0, valid: Tensor | None = None) -> Tensor:
+    """The tokens that `kmeans` begins from, as centroids [b h c d] for `lloyd`.
+
+    An element with fewer tokens than clusters has NaN in the last rows: clusters that do not exist.
+    """
+    expect_heads("x", x)
+    expect_count("clusters", clusters)
+    b, h, n, d = x.shape
+    centroids = torch.full((b, h, min(clusters, n), d), torch.nan, dtype=compute_dtype(x.dtype), device=x.device)
+    for i in range(b):
+        members = torch.arange(n, device=x.device) if valid is None else valid[i].nonzero().squeeze(1)
+        used = min(clusters, len(members))
+        centroids[i, :, :used] = x[i][:, members[initial_tokens(len(members), used, seed).to(x.device)]].to(centroids.dtype)
+    return centroids
+
+
+def lloyd(x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
+    """`iterations` times: label every token with the nearest centroid, then move each centroid to the mean of its tokens.
+
+    x [b h n d], centroids [b h c d], valid [b n]. Other than from `kmeans`, a centroid without tokens is where it was, so
+    that a later call can begin from it; a row of NaN is a cluster that does not exist and stays so.
+    """
+    expect_heads("x", x)
+    expect_count("iterations", iterations)
+    count = centroids.shape[2]
+    labels = torch.full(x.shape[:3], count, dtype=torch.int32, device=x.device)
+    moved = torch.empty_like(centroids, dtype=compute_dtype(x.dtype))
+    for i in range(x.shape[0]):
+        members = slice(None) if valid is None else valid[i].nonzero().squeeze(1)
+        for j in range(x.shape[1]):
+            points = aligned(x[i, j, members].to(moved.dtype))
+            origin, at = points.mean(0), centroids[i, j].to(moved.dtype)
+            for _ in range(iterations):
+                found = _nearest_existing(points - origin, at - origin)
+                at = _recenter(points, found, at)
+            labels[i, j, members] = found.to(torch.int32)
+            moved[i, j] = at
+    return Clustering(labels, moved, segment_sizes(labels, count))
+
+
 def initial_tokens(n: int, count: int, seed: int) -> Tensor:
     """`count` distinct tokens [count], one from each of `count` equal stretches of the sequence, by a private generator."""
     edges = torch.arange(count + 1, device="cpu") * n // count
@@ -76,6 +116,12 @@ def uniform(count: int, seed: int) -> Tensor:
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
     """argmin_v |x - c_v|^2, without the |x|^2 that all v share. [n d], [c d] -> [n]"""
     return torch.addmm(centroids.square().sum(-1), points, centroids.T, alpha=-2).argmin(-1)
+
+
+def _nearest_existing(points: Tensor, centroids: Tensor) -> Tensor:
+    """The same where some centroids may not exist (NaN): those are infinitely far."""
+    halves = (centroids.square().sum(-1) / 2).nan_to_num(nan=torch.inf)
+    return torch.addmm(halves, points, centroids.nan_to_num(nan=0.0).T, alpha=-1).argmin(-1)
 
 
 def _recenter(points: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class CallSite:
     text: slice | None = None  # the span of text tokens in q and k
     scale: float | None = None  # of the scores; None: d ** -0.5
     key_valid: Tensor | None = None  # [b m] bool: False where a key is padding
+    values: Tensor | None = None  # v [b h m d], for planners that read values too
     noise_levels: tuple[float, ...] | None = None  # the scheduler's sigmas, one per step, where it has them
     dense: Callable[[], Tensor] | None = None  # the model's own dense attention of this call -> [b h n d]; None: PyTorch's
 

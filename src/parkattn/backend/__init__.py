@@ -24,7 +24,7 @@ from torch import Tensor
 from parkattn.attend import attend, attend_with_lse, gather, scatter
 from parkattn.borders import round_borders
 from parkattn.checks import expect_choice, shape_of
-from parkattn.cluster import Clustering, cluster_keys, kmeans
+from parkattn.cluster import Clustering, cluster_keys, first_centroids, kmeans, lloyd
 from parkattn.plan import Blocks, Plan, arrange
 from parkattn.residual import LowRank, add_low_rank, merge
 from parkattn.retrieval import ESTIMATORS
@@ -50,6 +50,12 @@ class Backend(Protocol):
         self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
     ) -> Clustering:
         """k-means of x [b h n d]; start: labels [b h n] of an earlier plan; valid [b n]: False is left out."""
+
+    def first_centroids(self, x: Tensor, clusters: int, *, seed: int, valid: Tensor | None = None) -> Tensor:
+        """The tokens that kmeans begins from [b h c d], NaN for clusters beyond the number of tokens."""
+
+    def lloyd(self, x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
+        """k-means of x [b h n d] from these centroids [b h c d]; an empty cluster keeps its centroid."""
 
     def cluster_keys(
         self,
@@ -102,6 +108,12 @@ class ReferenceBackend:
         self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
     ) -> Clustering:
         return kmeans(x, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
+
+    def first_centroids(self, x: Tensor, clusters: int, *, seed: int, valid: Tensor | None = None) -> Tensor:
+        return first_centroids(x, clusters, seed=seed, valid=valid)
+
+    def lloyd(self, x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
+        return lloyd(x, centroids, iterations=iterations, valid=valid)
 
     def cluster_keys(
         self,

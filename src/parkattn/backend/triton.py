@@ -63,6 +63,37 @@ class TritonBackend:
         return self._kmeans(x, clusters, seed, iterations, start, valid)
 
     @on_its_gpu
+    def first_centroids(self, x: Tensor, clusters: int, *, seed: int, valid: Tensor | None = None) -> Tensor:
+        count = min(clusters, x.shape[2])
+        first = _first_tokens(x, count, seed, valid)
+        if valid is None:
+            return x[:, :, first].float()
+        tokens = x.gather(2, first[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3])).float()
+        beyond = torch.arange(count, device=x.device) >= valid.sum(-1, keepdim=True)
+        return tokens.masked_fill(beyond[:, None, :, None], torch.nan)
+
+    @on_its_gpu
+    def lloyd(self, x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
+        from parkattn.kernels import cluster
+
+        self._expect_dense_rows(x=x)
+        b, h, count, d = centroids.shape
+        at = centroids.float().reshape(b * h, count, d)
+        absent = at[..., 0].isnan()
+        at = at.masked_fill(absent.unsqueeze(-1), 0.0)
+        # centroids are rounded to x's dtype about their mean, see kernels/cluster.py
+        mu = at.sum(1) / (~absent).sum(-1, keepdim=True).clamp(min=1)
+        centred = (at - mu[:, None]).to(x.dtype)
+        half = (centred.float() * (0.5 * centred.float() + mu[:, None])).sum(-1)
+        for _ in range(iterations):
+            # infinitely far: no token goes to a cluster that does not exist
+            labels = cluster.assign(x, centred, half.masked_fill(absent, torch.inf), valid)
+            order, offsets = cluster.sort_labels(labels, count)
+            at, centred, half = cluster.segment_mean(x, order, offsets, old=at, mu=mu)
+        moved = at.masked_fill(absent.unsqueeze(-1), torch.nan)
+        return Clustering(labels, moved.view(b, h, count, d), offsets.diff(dim=-1))
+
+    @on_its_gpu
     def cluster_keys(
         self,
         k: Tensor,
