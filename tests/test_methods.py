@@ -146,8 +146,9 @@ def test_an_outside_method_takes_part_in_an_ablation_at_equal_density(outside, t
 
 def test_enable_runs_a_method_by_name_or_as_an_object(outside):
     wan = tiny_pipelines.wan()
-    for method in ("window", make_method("window", {"reach": 1})):
-        with parkattn.enable(wan, method=method):
+    small = {"tile": (1, 1, 1), "reach": 1}
+    for method, settings in (("window", small), (make_method("window", small), {})):
+        with parkattn.enable(wan, method=method, **settings):
             tiny_pipelines.run_wan(wan)
             said = parkattn.summary(wan)
         assert said.method == "window" and said.calls["refresh"] > 0 and said.density < 1

@@ -13,14 +13,15 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from parkattn import park
-from parkattn.baselines import dense
+from parkattn.baselines import dense, sol, sparge, svg2, xattention
 from parkattn.checks import expect_choice
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
-METHODS: dict[str, MethodEntry] = {entry.name: entry for entry in (*dense.ENTRIES, *park.ENTRIES)}
+MODULES = (dense, park, sparge, xattention, svg2, sol)
+METHODS: dict[str, MethodEntry] = {entry.name: entry for module in MODULES for entry in module.ENTRIES}
 
 
 def register(entry: MethodEntry) -> MethodEntry:
