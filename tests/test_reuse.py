@@ -177,7 +177,7 @@ def test_every_method_keeps_the_interface():
 
     q, k, v = inputs()
     for name in METHODS:
-        method = make_method(name, SMALL)
+        method = make_method(name)
         assert isinstance(method, AttentionMethod) and method.name == name
         out, stats = method(q, k, v, CallSite(total_steps=50))
         assert out.shape == q.shape and stats.density.shape == q.shape[:2] and stats.reason
