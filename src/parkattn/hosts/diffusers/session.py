@@ -1,4 +1,4 @@
-"""One method on the transformers of one pipeline: who is replaced, what is remembered, and how it all comes off again."""
+"""One method on the transformers of one pipeline: who is replaced, when state goes, and how it all comes off again."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class Session:
 
     def summary(self) -> Summary:
         return summary_of(
-            {attached.name: self for attached in self._attached}, {attached.name: attached.name for attached in self._attached}
+            {attached.name: self for attached in self._attached},
+            {attached.name: attached.name for attached in self._attached},
         )
 
     @property
@@ -145,7 +146,7 @@ class Session:
         if hasattr(pipeline, "prepare_latents"):
             self._undo.append(self._call_after(pipeline, "prepare_latents", Session._see_latents))
         if hasattr(pipeline, "progress_bar"):
-            self._undo.append(self._call_after(pipeline, "progress_bar", lambda session, bar: _WatchedBar(bar, weakref.ref(session))))
+            self._undo.append(self._call_after(pipeline, "progress_bar", Session._watch))
 
     def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
         """Returns how to take it off."""
@@ -170,12 +171,16 @@ class Session:
         return put_on_instance(owner, name, received)
 
     def _see_latents(self, made: Any) -> Any:
-        """All that shows the grid of a transformer that is compiled whole; others say it themselves in every forward."""
+        """All that shows the grid of a transformer compiled whole; others say it themselves in every forward."""
         transformer = self._attached[0].transformer()
         latents = made[0] if isinstance(made, tuple) else made
         if transformer is not None:
-            self.engine.clock.grid = row_for(transformer).grid({"hidden_states": latents}, getattr(transformer, "config", None))
+            grid, config = row_for(transformer).grid, getattr(transformer, "config", None)
+            self.engine.clock.grid = grid({"hidden_states": latents}, config)
         return made
+
+    def _watch(self, bar: Any) -> _WatchedBar:
+        return _WatchedBar(bar, weakref.ref(self))
 
     def _begin_call(self) -> None:
         self._end_call()  # an earlier one may have failed where nobody saw it
@@ -190,7 +195,7 @@ class Session:
         self._runs_in_call = 0
 
     def _begin_run(self) -> None:
-        """A call of a pipeline may be several runs, one per chunk of a long video: plans are new in each, and the log is of them all."""
+        """A pipeline's call may be several runs, one per chunk of a long video: new plans in each, one log for all."""
         if self._runs_in_call:
             self.engine.end_run()
         else:
@@ -199,7 +204,7 @@ class Session:
 
 
 class _WatchedBar:
-    """A pipeline's progress bar, around its denoising loop: whatever ends the loop, plans are dropped before anything else runs."""
+    """A pipeline's progress bar, around its denoising loop: whatever ends the loop, plans are dropped at once."""
 
     def __init__(self, bar: Any, of_session: weakref.ref[Session]) -> None:
         self._bar = bar
@@ -224,7 +229,7 @@ class _WatchedBar:
 
 
 class _SchedulerOf:
-    """The scheduler of a pipeline that is held weakly; of one that is gone, the last: `pipe = Pipeline.from_pipe(pipe)` hands it on."""
+    """The scheduler of a pipeline held weakly; of one that is gone, its last, which `from_pipe` has handed on."""
 
     def __init__(self, target: Any) -> None:
         self._target = weakref.ref(target)
@@ -243,7 +248,7 @@ def session_of(target: Any) -> Session | None:
 
 def sessions_of(target: Any) -> dict[str, Session]:
     """By the name that a transformer has in target."""
-    return {name: _SESSIONS[transformer] for name, transformer in transformers_of(target).items() if transformer in _SESSIONS}
+    return {name: _SESSIONS[module] for name, module in transformers_of(target).items() if module in _SESSIONS}
 
 
 def release(target: Any) -> None:
