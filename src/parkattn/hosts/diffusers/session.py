@@ -73,9 +73,9 @@ class Session:
             raise
 
     def reset(self) -> None:
-        """Forget plans and statistics. Happens by itself when a run begins."""
-        self.engine.reset()
-        self.fusing.outcomes.clear()
+        """Forget plans, statistics and the step: whatever comes next begins a run. Happens by itself where that can be seen."""
+        self._clear()
+        self.tracker.forget_run()
 
     def close(self) -> None:
         """Put every processor object back and forget all state."""
@@ -83,7 +83,6 @@ class Session:
             self._take_off(self._attached[-1])
         while self._undo:
             self._undo.pop()()
-        self.tracker.forget_run()
         self.reset()
 
     def release(self, transformer: torch.nn.Module) -> None:
@@ -94,10 +93,8 @@ class Session:
             self.close()
 
     def summary(self) -> Summary:
-        return summary_of(
-            {attached.name: self for attached in self._attached},
-            {attached.name: attached.name for attached in self._attached},
-        )
+        lost = sum(attached.lost() for attached in self._attached)
+        return _summary(self.method.name, self.engine.log, self.method.state_bytes, self.fusing.outcomes, lost)
 
     @property
     def method(self) -> AttentionMethod:
@@ -194,12 +191,16 @@ class Session:
         self._inside_call = False
         self._runs_in_call = 0
 
+    def _clear(self) -> None:
+        self.engine.reset()
+        self.fusing.outcomes.clear()
+
     def _begin_run(self) -> None:
         """A pipeline's call may be several runs, one per chunk of a long video: new plans in each, one log for all."""
         if self._runs_in_call:
             self.engine.end_run()
         else:
-            self.reset()
+            self._clear()
         self._runs_in_call += self._inside_call
 
 
@@ -265,16 +266,19 @@ def release(target: Any) -> None:
 
 def summary_of(sessions: Mapping[str, Session], names: Mapping[str, str]) -> Summary:
     """names: what each transformer is called in its session, by what it is called here."""
-    log, fused, missed = RunLog(), Counter[str](), 0
+    log, fused, lost = RunLog(), Counter[str](), 0
     different = list(dict.fromkeys(sessions.values()))
     for session in different:
         own = {names[name]: name for name, of in sessions.items() if of is session}
         log.take(session.engine.log, own)
         fused.update(session.fusing.outcomes)
-        missed += sum(session.lost(name) for name in own)
+        lost += sum(session.lost(name) for name in own)
     methods = " + ".join(dict.fromkeys(session.method.name for session in different))
-    held = sum(session.method.state_bytes for session in different)
-    return Summary.of(methods, log, held, dict(fused.most_common()), {_LOST: missed} if missed else {})
+    return _summary(methods, log, sum(session.method.state_bytes for session in different), fused, lost)
+
+
+def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lost: int) -> Summary:
+    return Summary.of(method, log, state_bytes, dict(fused.most_common()), {_LOST: lost} if lost else {})
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:
