@@ -13,7 +13,14 @@ from parkattn.engine.summary import Summary
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 SPARSE = ParkConfig(
-    query_clusters=3, key_clusters=4, kmeans_iterations=2, top_p=None, top_k=0.5, dense_steps=1, refresh_interval=2, reference_steps=5
+    query_clusters=3,
+    key_clusters=4,
+    kmeans_iterations=2,
+    top_p=None,
+    top_k=0.5,
+    dense_steps=1,
+    refresh_interval=2,
+    reference_steps=5,
 )
 LAYERS, STEPS = 2, 5
 
@@ -75,7 +82,12 @@ def test_the_summary_takes_any_phase_a_method_reports_after_the_three_known_ones
     generate(engine)
     report = engine.summary()
     each = 2 * LAYERS
-    assert list(report.calls.items()) == [("dense", each), ("refresh", 0), ("reuse", 0), ("drafted", (STEPS - 1) * each)]
+    assert list(report.calls.items()) == [
+        ("dense", each),
+        ("refresh", 0),
+        ("reuse", 0),
+        ("drafted", (STEPS - 1) * each),
+    ]
     assert report.steps == {"dense": [0], "refresh": [], "reuse": [], "drafted": [1, 2, 3, 4]}
     assert report.state_bytes == 7
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
@@ -109,7 +121,7 @@ def test_a_call_that_must_be_dense_or_whose_step_is_unknown_is_the_hosts_own_att
         engine.begin_run(total_steps=STEPS)
     out = engine.attend(*given, layer=0, dense=lambda: stock(*given), reason=reason)
     assert torch.equal(out, stock(*given)) and not method.sites
-    assert engine.summary().dense_because == {reason or "the step is unknown: the host has not set engine.clock.step": 1}
+    assert engine.summary().dense_because == {reason or "the step is unknown: engine.clock.step is None": 1}
 
 
 def test_a_grid_of_another_number_of_tokens_is_not_passed_on():
@@ -134,7 +146,14 @@ def test_calls_of_one_layer_that_come_in_parts_have_branches_of_their_own():
 
 def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their_layer():
     log = RunLog()
-    calls = [(0, "dense", 3.0), (0, "dense", 2.0), (0, "dense", 9.0), (0, "refresh", 2.5), (0, "reuse", 1.0), (1, "reuse", 4.0)]
+    calls = [
+        (0, "dense", 3.0),
+        (0, "dense", 2.0),
+        (0, "dense", 9.0),
+        (0, "refresh", 2.5),
+        (0, "reuse", 1.0),
+        (1, "reuse", 4.0),
+    ]
     for layer, phase, seconds in calls:
         log.add(CallSite(layer=layer), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
     report = Summary.of("park", log, 0)

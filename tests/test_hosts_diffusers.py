@@ -355,3 +355,41 @@ def test_backend_and_parallelism_chosen_while_enabled_survive_disable(wan):
     wan.transformer.reset_attention_backend()
     for block in wan.transformer.blocks:
         vars(block.attn1.processor).pop("_attention_backend", None)
+
+
+def test_a_reuse_call_goes_down_through_three_files_of_host_and_engine(wan, monkeypatch):
+    """stand_ins, processor, engine, and then the method: nothing below calls back."""
+    import inspect
+    import sys
+    from pathlib import Path
+
+    import parkattn
+
+    root = Path(parkattn.__file__).parent
+    enable(wan, SPARSE, refresh_interval=4)
+    processor, files = wan.transformer.blocks[0].attn1.processor, []
+    stock = type(processor).__call__
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(root):
+            files.append(str(path.relative_to(root)))
+
+    def traced(self, *args, **kwargs):
+        site_is_reuse = self is processor and self.engine.clock.step == 1
+        before = sys.getprofile()
+        sys.setprofile(note if site_is_reuse else before)
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            sys.setprofile(before)
+
+    traced.__signature__ = inspect.signature(stock)
+    monkeypatch.setattr(type(processor), "__call__", traced)
+    tiny.run_wan(wan, guidance_scale=1.0)
+    assert summary(wan).calls["reuse"] > 0
+    above = [name for name in files if name.startswith(("hosts", "engine"))]
+    order = list(dict.fromkeys(above))
+    assert order == ["hosts/diffusers/stand_ins.py", "hosts/diffusers/processor.py", "engine/__init__.py"]
+    # once the engine is reached, hosts are not entered again
+    assert not [name for name in above[above.index("engine/__init__.py") :] if name.startswith("hosts")]

@@ -176,7 +176,10 @@ def test_guidance_whose_branches_come_and_go_keeps_each_branch_its_plan():
         for timestep, branches in ((900.0, ("uncond", "cond")), (600.0, ("cond",)), (300.0, ("uncond", "cond"))):
             for branch in branches:
                 order.append(branch)
-                transformer(**{**inputs, "timestep": torch.tensor([timestep]), "encoder_hidden_states": words[branch]}, return_dict=False)
+                transformer(
+                    **{**inputs, "timestep": torch.tensor([timestep]), "encoder_hidden_states": words[branch]},
+                    return_dict=False,
+                )
         where = [(site.step, site.branch) for site, _ in seen if site.layer == 0]
     names = {"uncond": "forward 0", "cond": "forward 1"}
     assert where == [(step, names[branch]) for step, branch in zip((0, 0, 1, 2, 2), order, strict=True)]
@@ -233,7 +236,15 @@ def test_plans_are_gone_before_the_video_is_decoded():
     held = []
     decode = pipe.vae.decode
     pipe.vae.decode = lambda *args, **kwargs: held.append(plans(pipe)) or decode(*args, **kwargs)
-    pipe(prompt="a cat", height=64, width=64, num_frames=9, num_inference_steps=2, max_sequence_length=16, output_type="pt")
+    pipe(
+        prompt="a cat",
+        height=64,
+        width=64,
+        num_frames=9,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        output_type="pt",
+    )
     assert held == [0] and summary(pipe).peak_state_bytes > 0
 
 
@@ -312,7 +323,8 @@ def test_checkpointing_that_nobody_told_us_of_is_refused_with_a_reason():
     with enable(transformer, SPARSE, total_steps=50):
         out = transformer(**inputs, return_dict=False)[0]
         with pytest.raises(
-            RuntimeError, match=r"expected a backward pass that does not call attention again.*enable_gradient_checkpointing"
+            RuntimeError,
+            match=r"expected a backward pass that does not call attention again.*enable_gradient_checkpointing",
         ):
             out.sum().backward()
 

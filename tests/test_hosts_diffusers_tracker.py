@@ -255,6 +255,36 @@ def test_a_bare_transformer_forgets_a_run_that_failed_inside():
         assert summary(transformer).calls == {"dense": 0, "refresh": 2, "reuse": 2}
 
 
+def test_a_new_video_after_reset_counts_from_its_first_step():
+    """What cannot be seen: a video that begins at a lower timestep with the same prompt."""
+    transformer = tiny.wan_transformer()
+    session = enable(transformer, SPARSE, total_steps=3)
+    seen = trace(transformer)
+    with torch.no_grad():
+        forward(transformer, 900.0)
+        session.reset()
+        forward(transformer, 600.0, seed=7)
+    assert [(site.step, stats.phase) for site, stats in seen if site.layer == 0] == [(0, "refresh"), (0, "refresh")]
+
+
+def test_forwards_of_one_step_without_names_keep_a_bounded_number_of_plans():
+    """A scheduler that does not move on: every forward is a branch of its own, until there are too many."""
+    from types import SimpleNamespace
+
+    from parkattn.engine import Clock
+    from parkattn.hosts.diffusers.tracker import StepTracker
+
+    scheduler, told = SimpleNamespace(timesteps=torch.tensor([9.0, 5.0]), step_index=0), []
+    clock = Clock()
+    tracker = StepTracker(clock, lambda: scheduler, lambda: told.append("run"), lambda: told.append("drop"))
+    branches = []
+    for _ in range(10):
+        tracker.begin_forward({})
+        branches.append(clock.branch)
+    assert len(set(branches)) == 10  # no plan is ever another forward's
+    assert told == ["run", "drop", "drop"]  # the 9th and the 10th find none
+
+
 def test_a_bare_transformer_asks_for_the_number_of_steps_at_once():
     with pytest.raises(ValueError, match="total_steps: expected the number of steps, got None"):
         enable(tiny.wan_transformer())

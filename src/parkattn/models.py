@@ -1,7 +1,7 @@
-"""What is known of each model: one row per transformer class, one row per released size. No torch, no copied model code.
+"""What is known of each model: one row per transformer class, one per released size. No torch, no copied model code.
 
-A class says where its video self-attention is, where text stands in the sequence and how its tokens lie on the grid; a size
-says how large the released model is. Presets, hosts, doctor and benchmarks read the same rows.
+A class says where its video self-attention is, where text stands in the sequence and how its tokens lie on the grid; a
+size says how large the released model is. Hosts, doctor and benchmarks read the same rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _patched(arguments: Mapping[str, Any], config: Any, channels: int) -> Grid |
         patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
     if len(shape) != 5 or not isinstance(patch, (tuple, list)) or len(patch) != 3:
         return None
-    frames, height, width = (size // p for size, p in zip([*shape[1:channels], *shape[channels + 1 :]], patch, strict=True))
+    sizes = [*shape[1:channels], *shape[channels + 1 :]]
+    frames, height, width = (size // p for size, p in zip(sizes, patch, strict=True))
     return frames, height, width
 
 
@@ -48,7 +49,7 @@ class ModelRow:
     blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention).
     text: where text tokens stand in the attention sequence: "none", "last" or "first".
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
-    pair_mask: the stock processor blows its key padding up to a [tokens, tokens] mask, which hosts keep from being built.
+    pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
     """
 
@@ -75,7 +76,10 @@ MODELS: dict[str, ModelRow] = {
     "WanVACETransformer3DModel": ModelRow((("blocks", "attn1"), ("vace_blocks", "attn1"))),
     "SkyReelsV2Transformer3DModel": _WAN,
     "HunyuanVideoTransformer3DModel": ModelRow(
-        (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")), text="last", preset="hunyuanvideo", sequence_parallel=True
+        (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
+        text="last",
+        preset="hunyuanvideo",
+        sequence_parallel=True,
     ),
     "HunyuanVideo15Transformer3DModel": ModelRow((("transformer_blocks", "attn"),), text="last", preset="hunyuanvideo", pair_mask=True),
     "CogVideoXTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="first", grid=grid_of_frames_first),
@@ -101,10 +105,10 @@ def without_compile_wrapper(module: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """One released model. layers: blocks with video self-attention; text: places for text tokens; passes: forwards per step.
+    """One released model. layers: blocks with video self-attention; text: places for text; passes: forwards per step.
 
     frames, pixels: how many make one token in each direction, after the first frame, which makes one by itself.
-    made_with: arguments by which the class makes it, where they are not its defaults. video: (frames, height, width) of the paper.
+    made_with: arguments by which the class makes it, where they are not its defaults. video: the paper's, in frames and pixels.
     """
 
     transformer: str

@@ -1,4 +1,4 @@
-"""What every host shares: the clock of a run, the engine that puts a method into one attention call, and the log of the calls.
+"""What every host shares: the clock of a run, the engine that puts a method into attention calls, and their log.
 
 A host says where a run stands and hands its attention calls over; it needs nothing else of this package:
 
@@ -26,8 +26,8 @@ from parkattn.engine.summary import Summary
 from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite
 
 _UNTOLD = (
-    "attention: expected a backward pass that does not call attention again, got one that does, after steps whose plans are remembered; "
-    "use transformer.enable_gradient_checkpointing(), which is seen, or disable before training."
+    "attention: expected a backward pass that does not call attention again, got one that does, after steps whose plans "
+    "are remembered; use transformer.enable_gradient_checkpointing(), which is seen, or disable before training."
 )
 
 
@@ -47,9 +47,9 @@ class Clock:
 
 
 class Engine:
-    """One method in the attention calls of one model. unknown_step: what the log says of calls at a step that is not known."""
+    """One method in the attention calls of one model. unknown_step: why calls are dense while the step is not known."""
 
-    def __init__(self, method: AttentionMethod, unknown_step: str = "the step is unknown: the host has not set engine.clock.step") -> None:
+    def __init__(self, method: AttentionMethod, unknown_step: str = "the step is unknown: engine.clock.step is None") -> None:
         self.method = method
         self.clock = Clock()
         self.log = RunLog()
@@ -87,13 +87,13 @@ class Engine:
     ) -> Tensor:
         """One attention call of the host: [b h n d].
 
-        dense: the host's own attention of this call. part: which call of the same layer, where a host attends to one batch element
-        after the other. reason: why the call must be dense; None leaves that to the method.
+        dense: the host's own attention of this call. part: which call of the same layer, where a host attends to one
+        batch element after the other. reason: why the call must be dense; None leaves that to the method.
         """
         clock, recomputing = self.clock, torch._C._current_graph_task_id() != -1  # inside a backward pass
         if recomputing and self._remembers_with_gradient:
             raise RuntimeError(_UNTOLD)
-        # what is computed twice must not depend on what was remembered in between: plans are built from this call alone, at step 0
+        # what is computed twice must not depend on what was remembered in between: a plan of this call alone, at step 0
         alone = recomputing or clock.recomputed
         self._remembers_with_gradient = not alone and (self._remembers_with_gradient or clock.gradient)
         video_tokens = q.shape[2] - (text.stop - text.start if text is not None else 0)
@@ -124,7 +124,7 @@ class Engine:
         return out
 
     def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
-        """As if nothing had been before, and as if gradients were asked for: reentrant checkpointing runs its first pass without."""
+        """As if nothing had been before, and as if gradients were asked for: reentrant checkpointing hides that at first."""
         asked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         self.method.reset()
         with torch.enable_grad():
@@ -186,7 +186,7 @@ class RunLog:
 
 
 def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Starts; calling the result stops; calling what that returns reads the seconds, which is where a GPU is waited for."""
+    """Starts; calling the result stops; calling what that returns reads the seconds, and waits for a GPU."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(device)

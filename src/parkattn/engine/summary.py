@@ -36,7 +36,12 @@ class Summary:
 
     @classmethod
     def of(
-        cls, method: str, log: RunLog, state_bytes: int, fused: Mapping[str, int] | None = None, missed: Mapping[str, int] | None = None
+        cls,
+        method: str,
+        log: RunLog,
+        state_bytes: int,
+        fused: Mapping[str, int] | None = None,
+        missed: Mapping[str, int] | None = None,
     ) -> Summary:
         """missed: reason -> layers whose calls did not reach the engine, where a host knows of some."""
         names = tuple(dict.fromkeys((*PHASES, *(phase for entry in log.layers.values() for phase in entry.phases))))
@@ -54,7 +59,8 @@ class Summary:
         for row in rows:
             reasons.update(row["dense_because"])
         reasons.update(missed or {})
-        times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in log.layers.values()]
+        entries = log.layers.values()
+        times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in entries]
         return cls(
             method=method,
             steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names},
@@ -81,7 +87,8 @@ class Summary:
         lines = [
             f"{self.method}: "
             + ", ".join(f"{len(self.steps[phase])} steps {phase}" for phase in self.steps if self.steps[phase])
-            + f"; mean density {self.density:.2f}; plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
+            + f"; mean density {self.density:.2f}; "
+            + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
             f"attention took {sum(self.attention_seconds.values()):.1f} s{saved}",
             *(f"sparse calls: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
@@ -111,5 +118,6 @@ def _mean(values: list[Tensor]) -> float | None:
 
 def _saved(times: list[dict[str, list[float]]]) -> float | None:
     sparse = [[s for phase, seconds in layer.items() if phase != "dense" for s in seconds] for layer in times]
-    measured = [(statistics.median(layer["dense"]), own) for layer, own in zip(times, sparse, strict=True) if layer["dense"]]
+    both = zip(times, sparse, strict=True)
+    measured = [(statistics.median(layer["dense"]), own) for layer, own in both if layer["dense"]]
     return sum(dense * len(own) - sum(own) for dense, own in measured) if measured else None

@@ -55,7 +55,7 @@ def disable(target: Any) -> None:
 
 
 def summary(target: Any) -> Summary:
-    """What the last generation did, per layer; of all transformers of a pipeline, also where they were enabled one by one."""
+    """What the last generation did, per layer; of all transformers of a pipeline, also if enabled one by one."""
     sessions = sessions_of(target)
     if not sessions:
         raise ValueError(
@@ -64,11 +64,12 @@ def summary(target: Any) -> Summary:
     if len(set(sessions.values())) == 1:
         return next(iter(sessions.values())).summary()
     return summary_of(
-        sessions, {name: sessions[name].name_of(transformer) for name, transformer in transformers_of(target).items() if name in sessions}
+        sessions,
+        {name: sessions[name].name_of(module) for name, module in transformers_of(target).items() if name in sessions},
     )
 
 
 def sequence_parallel_plan(target: Any) -> dict[str, Any] | None:
-    """The cp_plan to pass to enable_parallelism: ours where diffusers has none (HunyuanVideo), None where it has its own."""
+    """The cp_plan for enable_parallelism: ours where diffusers has none (HunyuanVideo), None where it has its own."""
     row = row_for(next(iter(transformers_of(target).values())))
     return hunyuan_sequence_parallel() if row.sequence_parallel else None

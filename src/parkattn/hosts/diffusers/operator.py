@@ -28,7 +28,15 @@ def number_for_graphs(processor: MethodProcessor) -> None:
 
 def put_into_graph(processor: MethodProcessor, tokens: Tokens, options: CallOptions) -> Tensor:
     """While a graph is traced: the operator in place of the call."""
-    flags = (options.scale, options.dropout, options.causal, options.parallel, options.by_head, options.part, options.usp)
+    flags = (
+        options.scale,
+        options.dropout,
+        options.causal,
+        options.parallel,
+        options.by_head,
+        options.part,
+        options.usp,
+    )
     return attention_in_graph(tokens.q, tokens.k, tokens.v, tokens.mask, processor.handle, tokens.text_tokens, *flags)
 
 

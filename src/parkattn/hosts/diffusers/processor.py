@@ -1,7 +1,8 @@
 """What stands in for the attention processor of one layer: it runs the stock code and answers its attention call.
 
-The stock `__call__` is kept as it is, projections, norms, RoPE and LoRA included (`stand_ins.py`). Its attention call comes
-here, finds all tokens of its heads (`sequence_parallel.py` and `xdit.py` where they are spread over ranks), and goes to the engine.
+The stock `__call__` is kept as it is, projections, norms, RoPE and LoRA included (`stand_ins.py`). Its attention call
+comes here, finds all tokens of its heads (through `sequence_parallel.py` or `xdit.py` where they are spread over ranks),
+and goes to the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CallOptions:
     parallel: bool = False
     by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
     part: int = 0
-    usp: str = ""  # the stock code calls xDiT's USP: with each rank's "share" of the text, or the "whole text" on every rank
+    usp: str = ""  # the stock code calls xDiT's USP: with a rank's "share" of the text, or the "whole text" on every rank
 
     def why_dense(self) -> str | None:
         if self.causal:
@@ -43,7 +44,7 @@ class CallOptions:
 
 
 class Tokens(NamedTuple):
-    """What one attention call is about: q, k, v [b s h d], of which text_tokens are text, at the end the model's row names."""
+    """What one attention call is about: q, k, v [b s h d], of which text_tokens are text."""
 
     q: Tensor
     k: Tensor
@@ -55,7 +56,7 @@ class Tokens(NamedTuple):
 class MethodProcessor:
     """Stands in for one attention module's processor. Made by `stand_ins.replace_processor`.
 
-    on_compiled_call(transformer, layer) is told of calls out of compiled graphs, which may be all that is seen of a forward.
+    on_compiled_call(transformer, layer) is told of calls out of compiled graphs: they may be all one sees of a forward.
     """
 
     _attention_backend: Any = None
@@ -63,7 +64,13 @@ class MethodProcessor:
     _cp_config: Any = None
 
     def __init__(
-        self, stock: Any, engine: Engine, row: ModelRow, transformer: str, layer: int, on_compiled_call: Callable[[str, int], None]
+        self,
+        stock: Any,
+        engine: Engine,
+        row: ModelRow,
+        transformer: str,
+        layer: int,
+        on_compiled_call: Callable[[str, int], None],
     ) -> None:
         self.stock = stock
         self.retired = False
@@ -77,7 +84,7 @@ class MethodProcessor:
             setattr(self, name, getattr(stock, name, None))
 
     def give_back(self) -> Any:
-        """The stock processor, with the backend and the parallelism that were chosen in the meantime. From now on we only run it."""
+        """The stock processor, with the backend and the parallelism chosen meanwhile. From now on we only run it."""
         self.retired = True
         return self._share(self.stock)
 
@@ -92,7 +99,7 @@ class MethodProcessor:
         return stock
 
     def choose_route(self, tokens: Tokens, options: CallOptions, compiled: bool = False) -> Tensor:
-        """Where the tokens of a sequence are spread over ranks, they are brought together first: [b s h d] -> [b s h d]."""
+        """Where tokens are spread over ranks, they are brought together first: [b s h d] -> [b s h d]."""
         if compiled:
             self._on_compiled_call(self.transformer, self.layer)
         if options.usp:
@@ -104,7 +111,8 @@ class MethodProcessor:
         parallel = self._parallel_config if options.parallel else None
         # tensor parallelism spreads heads, not tokens
         if parallel is None or getattr(parallel, "context_parallel_config", parallel) is None:
-            return self._ask_engine(tokens, options, options.why_dense(), functools.partial(self._stock_attention, tokens, options, None))
+            stock = functools.partial(self._stock_attention, tokens, options, None)
+            return self._ask_engine(tokens, options, options.why_dense(), stock)
         return self._route_ulysses(tokens, options, parallel)
 
     def _route_ulysses(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
@@ -113,11 +121,13 @@ class MethodProcessor:
             tokens = tokens._replace(mask=mask_in_one_piece(tokens.mask, parallel, tokens.text_tokens, self.row.text))
         refusal = why_not_ulysses(parallel, tokens.text_tokens)
         if refusal is not None:
-            return self._ask_engine(tokens, options, refusal, functools.partial(self._stock_attention, tokens, options, parallel))
+            spread = functools.partial(self._stock_attention, tokens, options, parallel)
+            return self._ask_engine(tokens, options, refusal, spread)
 
         def with_all_tokens(*found: Any) -> Tensor:
             whole = Tokens(*found)
-            return self._ask_engine(whole, options, options.why_dense(), functools.partial(self._stock_attention, whole, options, None))
+            stock = functools.partial(self._stock_attention, whole, options, None)
+            return self._ask_engine(whole, options, options.why_dense(), stock)
 
         return run_in_ulysses(with_all_tokens, *tokens, self.row.text, parallel, options.scale)
 
@@ -129,7 +139,8 @@ class MethodProcessor:
 
         def between_exchanges(q: Tensor, k: Tensor, v: Tensor, text_tokens: int) -> Tensor:
             whole = Tokens(q, k, v, None, text_tokens)
-            return self._ask_engine(whole, options, options.why_dense(), functools.partial(exchange.run_xdit_backend, q, k, v))
+            stock = functools.partial(exchange.run_xdit_backend, q, k, v)
+            return self._ask_engine(whole, options, options.why_dense(), stock)
 
         return exchange.run_usp_around(between_exchanges, q, k, v)
 

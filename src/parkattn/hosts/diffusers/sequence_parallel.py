@@ -55,7 +55,18 @@ def run_in_ulysses(
 
     # the mask goes past diffusers, which cannot know its order, and in 0.36 refuses any
     return _templated_context_parallel_attention(
-        q, k, v, None, 0.0, False, scale, False, False, forward_op=forward_op, backward_op=None, _parallel_config=parallel
+        q,
+        k,
+        v,
+        None,
+        0.0,
+        False,
+        scale,
+        False,
+        False,
+        forward_op=forward_op,
+        backward_op=None,
+        _parallel_config=parallel,
     )
 
 
@@ -81,9 +92,14 @@ def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor
 
 
 def hunyuan_sequence_parallel() -> dict[str, Any]:
-    """Split video and text at the first block, gather video at the last projection; every rank then holds [video_i, text_i]."""
+    """Split video and text at the first block, gather video at the last projection: each rank holds [video_i, text_i]."""
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
     rope = {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in (0, 1)}
-    tokens = {name: ContextParallelInput(split_dim=1, expected_dims=3) for name in ("hidden_states", "encoder_hidden_states")}
-    return {"rope": rope, "transformer_blocks.0": tokens, "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    names = ("hidden_states", "encoder_hidden_states")
+    tokens = {name: ContextParallelInput(split_dim=1, expected_dims=3) for name in names}
+    return {
+        "rope": rope,
+        "transformer_blocks.0": tokens,
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }

@@ -1,4 +1,4 @@
-"""One method on the transformers of one pipeline: who is replaced, what is remembered, and how it all comes off again."""
+"""One method on the transformers of one pipeline: who is replaced, when state goes, and how it all comes off again."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class Session:
             raise
 
     def reset(self) -> None:
-        """Forget plans and statistics. Happens by itself when a run begins."""
-        self.engine.reset()
-        self.fusing.outcomes.clear()
+        """Forget plans, statistics and the step: whatever comes next begins a run. Happens by itself where that can be seen."""
+        self._clear()
+        self.tracker.forget_run()
 
     def close(self) -> None:
         """Put every processor object back and forget all state."""
@@ -83,7 +83,6 @@ class Session:
             self._take_off(self._attached[-1])
         while self._undo:
             self._undo.pop()()
-        self.tracker.forget_run()
         self.reset()
 
     def release(self, transformer: torch.nn.Module) -> None:
@@ -94,9 +93,8 @@ class Session:
             self.close()
 
     def summary(self) -> Summary:
-        return summary_of(
-            {attached.name: self for attached in self._attached}, {attached.name: attached.name for attached in self._attached}
-        )
+        lost = sum(attached.lost() for attached in self._attached)
+        return _summary(self.method.name, self.engine.log, self.method.state_bytes, self.fusing.outcomes, lost)
 
     @property
     def method(self) -> AttentionMethod:
@@ -145,7 +143,7 @@ class Session:
         if hasattr(pipeline, "prepare_latents"):
             self._undo.append(self._call_after(pipeline, "prepare_latents", Session._see_latents))
         if hasattr(pipeline, "progress_bar"):
-            self._undo.append(self._call_after(pipeline, "progress_bar", lambda session, bar: _WatchedBar(bar, weakref.ref(session))))
+            self._undo.append(self._call_after(pipeline, "progress_bar", Session._watch))
 
     def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
         """Returns how to take it off."""
@@ -170,12 +168,16 @@ class Session:
         return put_on_instance(owner, name, received)
 
     def _see_latents(self, made: Any) -> Any:
-        """All that shows the grid of a transformer that is compiled whole; others say it themselves in every forward."""
+        """All that shows the grid of a transformer compiled whole; others say it themselves in every forward."""
         transformer = self._attached[0].transformer()
         latents = made[0] if isinstance(made, tuple) else made
         if transformer is not None:
-            self.engine.clock.grid = row_for(transformer).grid({"hidden_states": latents}, getattr(transformer, "config", None))
+            grid, config = row_for(transformer).grid, getattr(transformer, "config", None)
+            self.engine.clock.grid = grid({"hidden_states": latents}, config)
         return made
+
+    def _watch(self, bar: Any) -> _WatchedBar:
+        return _WatchedBar(bar, weakref.ref(self))
 
     def _begin_call(self) -> None:
         self._end_call()  # an earlier one may have failed where nobody saw it
@@ -189,17 +191,21 @@ class Session:
         self._inside_call = False
         self._runs_in_call = 0
 
+    def _clear(self) -> None:
+        self.engine.reset()
+        self.fusing.outcomes.clear()
+
     def _begin_run(self) -> None:
-        """A call of a pipeline may be several runs, one per chunk of a long video: plans are new in each, and the log is of them all."""
+        """A pipeline's call may be several runs, one per chunk of a long video: new plans in each, one log for all."""
         if self._runs_in_call:
             self.engine.end_run()
         else:
-            self.reset()
+            self._clear()
         self._runs_in_call += self._inside_call
 
 
 class _WatchedBar:
-    """A pipeline's progress bar, around its denoising loop: whatever ends the loop, plans are dropped before anything else runs."""
+    """A pipeline's progress bar, around its denoising loop: whatever ends the loop, plans are dropped at once."""
 
     def __init__(self, bar: Any, of_session: weakref.ref[Session]) -> None:
         self._bar = bar
@@ -224,7 +230,7 @@ class _WatchedBar:
 
 
 class _SchedulerOf:
-    """The scheduler of a pipeline that is held weakly; of one that is gone, the last: `pipe = Pipeline.from_pipe(pipe)` hands it on."""
+    """The scheduler of a pipeline held weakly; of one that is gone, its last, which `from_pipe` has handed on."""
 
     def __init__(self, target: Any) -> None:
         self._target = weakref.ref(target)
@@ -243,7 +249,7 @@ def session_of(target: Any) -> Session | None:
 
 def sessions_of(target: Any) -> dict[str, Session]:
     """By the name that a transformer has in target."""
-    return {name: _SESSIONS[transformer] for name, transformer in transformers_of(target).items() if transformer in _SESSIONS}
+    return {name: _SESSIONS[module] for name, module in transformers_of(target).items() if module in _SESSIONS}
 
 
 def release(target: Any) -> None:
@@ -260,16 +266,19 @@ def release(target: Any) -> None:
 
 def summary_of(sessions: Mapping[str, Session], names: Mapping[str, str]) -> Summary:
     """names: what each transformer is called in its session, by what it is called here."""
-    log, fused, missed = RunLog(), Counter[str](), 0
+    log, fused, lost = RunLog(), Counter[str](), 0
     different = list(dict.fromkeys(sessions.values()))
     for session in different:
         own = {names[name]: name for name, of in sessions.items() if of is session}
         log.take(session.engine.log, own)
         fused.update(session.fusing.outcomes)
-        missed += sum(session.lost(name) for name in own)
+        lost += sum(session.lost(name) for name in own)
     methods = " + ".join(dict.fromkeys(session.method.name for session in different))
-    held = sum(session.method.state_bytes for session in different)
-    return Summary.of(methods, log, held, dict(fused.most_common()), {_LOST: missed} if missed else {})
+    return _summary(methods, log, sum(session.method.state_bytes for session in different), fused, lost)
+
+
+def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lost: int) -> Summary:
+    return Summary.of(method, log, state_bytes, dict(fused.most_common()), {_LOST: lost} if lost else {})
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:

@@ -1,7 +1,7 @@
 """The stock code of an attention processor, with other values behind a few of its names.
 
-A copy of the stock `__call__` looks `dispatch_attention_fn`, `F` and `USP` up among globals of ours. So nothing of a model is
-copied by hand, and a new release of diffusers brings its own code along.
+A copy of the stock `__call__` looks `dispatch_attention_fn`, `F` and `USP` up among globals of ours. So nothing of a model
+is copied by hand, and a new release of diffusers brings its own code along.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _RUNNING: contextvars.ContextVar[_Caller] = contextvars.ContextVar("parkattn_run
 
 
 def replace_processor(
-    attention: Any, engine: Engine, row: ModelRow, transformer: str, layer: int, on_compiled_call: Callable[[str, int], None]
+    attention: Any,
+    engine: Engine,
+    row: ModelRow,
+    transformer: str,
+    layer: int,
+    on_compiled_call: Callable[[str, int], None],
 ) -> MethodProcessor:
     """Put a MethodProcessor in place of the attention module's own processor, and return it."""
     stock = attention.processor
@@ -211,7 +216,7 @@ class FunctionalStandIn:
 
 
 class KeyPadding:
-    """Stands in for a text mask [b s] in stock code that expands it to [b 1 n n]: every reshape on that way returns it unchanged."""
+    """Stands in for a text mask [b s] that stock code expands to [b 1 n n]: every reshape on that way returns it as it is."""
 
     def __init__(self, valid: Tensor) -> None:
         self.valid = valid

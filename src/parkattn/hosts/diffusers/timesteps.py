@@ -3,7 +3,7 @@
 What such a forward shows is its timestep, its latents and its prompt:
 - a timestep that changes is the next step; one that turns back begins a run;
 - within a step every branch denoises the same latents, so other latents begin a run;
-- a prompt that no branch of the run has had begins a run; padding belongs to the prompt and is compared with it, by its values;
+- a prompt that no branch of the run has had begins a run; padding is part of the prompt and compared by its values;
 - a training step is a run of its own, because its neighbours are other videos.
 All of it reads device values, a few synchronisations per forward, which pipelines are spared.
 """
@@ -40,7 +40,7 @@ class TimestepCounter:
         self._seen: list[str] = []  # branches of the step
 
     def count(self, arguments: Mapping[str, Any], name: str | None, schedule: Sequence[float], training: bool) -> Counted:
-        """arguments: of a forward with its timestep; name: of the branch, where a cache context gives one; schedule: of the scheduler."""
+        """arguments: of a forward, its timestep included; name: of the branch, where a cache context gives one."""
         timestep = arguments["timestep"]
         # the largest, because image-to-video gives the tokens of its clean first frame the timestep 0
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
@@ -49,7 +49,8 @@ class TimestepCounter:
             self._last = value
             return Counted(schedule.index(value), None, False)
         prompt = {key: x for key, x in arguments.items() if key.startswith(_PROMPT) and isinstance(x, Tensor)}
-        begins = training or last is None or (value == last and not _equal(latents, self._latents)) or self._turns(value, last)
+        one_video = value != last or _equal(latents, self._latents)
+        begins = training or last is None or not one_video or self._turns(value, last)
         branch = None if begins else self._branch_of(prompt, name, [] if value != last else self._seen)
         if branch is None:
             self.forget()
@@ -68,7 +69,7 @@ class TimestepCounter:
         return self._rising is not None and value != last and (value > last) != self._rising
 
     def _branch_of(self, prompt: dict[str, Tensor], name: str | None, seen: list[str]) -> str | None:
-        """The branch by its name, else by its prompt; None where this run has no such branch. seen: what this step has had."""
+        """By its name, else by its prompt; None where this run has no such branch. seen: what this step has had."""
         if name is not None:
             return name if name not in self._prompts or _same(prompt, self._prompts[name]) else None
         free = [branch for branch in self._prompts if branch not in seen]
@@ -85,7 +86,8 @@ def _same(prompt: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def _equal(x: Tensor | None, other: Tensor | None) -> bool:
     if x is None or other is None:
         return x is other
-    return x.shape == other.shape and x.dtype == other.dtype and x.device == other.device and (x.is_meta or torch.equal(x, other))
+    alike = (x.shape, x.dtype, x.device) == (other.shape, other.dtype, other.device)
+    return alike and (x.is_meta or torch.equal(x, other))
 
 
 def _kept(x: Tensor | None) -> Tensor | None:

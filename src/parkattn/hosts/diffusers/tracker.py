@@ -1,7 +1,7 @@
 """Where a generation stands: step, number of steps, branch and token grid, read without touching the GPU.
 
-One tracker per pipeline, so that Wan2.2's second expert does not restart the warm-up. Sources of the step, best first: the
-pipeline's cache context (step_index), the scheduler's counters, and, where neither counts, forwards whose timestep changed.
+One tracker per pipeline, so that Wan2.2's second expert does not restart the warm-up. Sources of the step, best first:
+the pipeline's cache context (step_index), the scheduler's counters, and, where neither counts, `timesteps.py`.
 Everything is put on instances and taken off again.
 """
 
@@ -24,7 +24,7 @@ class StepTracker:
     """Sets a clock by what a pipeline does.
 
     scheduler_of returns the pipeline's scheduler, which users may replace between runs; None for a bare transformer.
-    begin_run is called when a run begins, drop_plans when plans are of no use any more while the run, or its log, goes on.
+    begin_run is called when a run begins, drop_plans when plans are of no use any more, while the log goes on.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepTracker:
         self.clock.step = None
         self._run: Any = None  # the scheduler's timesteps: a new tensor for every run
         self._begun = False
-        self._uncounted: set[str | None] = set()  # branches of a compiled transformer seen before the scheduler began to count
+        self._uncounted: set[str | None] = set()  # branches of a compiled transformer before the scheduler began to count
         self._by_timestep.forget()
         self._forwards_in_step = 0
         self._inside_forward = False
@@ -111,7 +111,7 @@ class StepTracker:
             self.forget_run()
 
     def at_layer(self, transformer: str, layer: int) -> None:
-        """Called by compiled attention. Where the whole transformer is compiled its forwards are not seen: a layer that comes again begins one."""
+        """Compiled attention. Forwards of a transformer compiled whole are not seen: a layer that comes again begins one."""
         if self._inside_forward:
             return
         if not self._layers_seen or (transformer, layer) in self._layers_seen:
@@ -172,4 +172,5 @@ def _noise_levels(scheduler: Any) -> tuple[float, ...] | None:
     sigmas, timesteps = getattr(scheduler, "sigmas", None), getattr(scheduler, "timesteps", None)
     if sigmas is None or timesteps is None or not 0 <= len(sigmas) - len(timesteps) <= 1:
         return None  # before set_timesteps, sigmas are those of training
-    return tuple(float(sigma) for sigma in sigmas.tolist()[: len(timesteps)])  # after the last step comes where it ends, mostly 0
+    # one more is where the last step ends, mostly 0
+    return tuple(float(sigma) for sigma in sigmas.tolist()[: len(timesteps)])

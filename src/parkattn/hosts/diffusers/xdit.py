@@ -78,7 +78,13 @@ class Exchange:
         out: Tensor = USP(*given, **self.options, **joint, backend=backend, attention_kwargs=self.extras)
         return out.transpose(1, 2)
 
-    def run_usp_around(self, with_all_tokens: Callable[[Tensor, Tensor, Tensor, int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run_usp_around(
+        self,
+        with_all_tokens: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
         """with_all_tokens(q, k, v, text_tokens) sees every token of this rank's heads, in the order of one process."""
         from xfuser.core.distributed import get_ulysses_parallel_world_size
 
