@@ -58,7 +58,7 @@ def configured_method(
     model: str | None = None,
     **changes: Any,
 ) -> AttentionMethod:
-    """A method from what a user said. config: as for make_method, or the name of a preset; None: what suits the model.
+    """A method from what a user said. config: as for make_method, or the name of a profile or preset; None: what suits the model.
 
     changes override single fields of the config. A method that is given as an object is set already.
     """
@@ -72,7 +72,7 @@ def configured_method(
     if config is None:
         return entry.make(entry.config.for_model(model, **changes))
     if isinstance(config, str):
-        return entry.make(entry.config.preset(config, **changes))
+        return entry.make(entry.config.named(config, model=model, **changes))
     if isinstance(config, Mapping):
         return entry.make(entry.config.from_dict({**config, **changes}))
     if entry.config is MethodConfig and isinstance(config, MethodConfig):  # a method without settings takes any

@@ -27,6 +27,8 @@ from parkattn.site import CallSite
 _PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_interval": 10, "alpha": 0.05, "s_min": 1e-12}
 # not the paper's: borders where the attention kernel's tiles begin (DESIGN.md, "Block borders"); 1 and 1 give the paper's blocks
 _BORDERS = {"query_multiple": 64, "key_multiple": 32}
+# not the paper's: what stands in for skipped blocks (docs/corrections.md)
+_CORRECTED = {"compensate": True, "residual_rank": 8}
 _BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
 
 
@@ -42,6 +44,12 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
         "wan2.1-14b": {**_PAPER, **_BORDERS, "key_clusters": 512},
         "wan2.2-14b": {**_PAPER, **_BORDERS, "key_clusters": 512},
         "hunyuanvideo": {**_PAPER, **_BORDERS, "key_clusters": 1024},
+    }
+
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {},
+        "quality": {**_CORRECTED, "top_p": 0.8, "anchors": 12},
+        "fast": {**_CORRECTED, "top_p": 0.5, "anchors": 6},
     }
 
     def __post_init__(self) -> None:

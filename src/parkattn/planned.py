@@ -7,7 +7,6 @@ plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  �
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from parkattn.attend import dense_attention
 from parkattn.backend import Backend, explain_out_of_memory, resolve_for
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_scale, shape_of
 from parkattn.plan import Plan
-from parkattn.residual import factor
 from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
 from parkattn.segments import outside_autocast
 from parkattn.settings import PlannedConfig
@@ -83,8 +81,8 @@ class PlannedMethod:
         else:
             plan, residual = held.plan, held.residual
         out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
-        if residual is not None and residual.fits(out):
-            out = backend.add_low_rank(out, residual)
+        if residual is not None:
+            out = backend.add_residual(out, residual)
         error = None
         if self.config.guard_rows:
             error = sampled_error(q, k, v, out, self.config.guard_rows, scale=site.scale, key_valid=site.key_valid)
@@ -98,14 +96,16 @@ class PlannedMethod:
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
         plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
-        rank, residual = self.config.residual_rank, None
-        if rank:
-            out, sparse = attend_dense_and_planned(q, k, v, plan, backend, dense=site.dense, **self._how(site))
+        kept = None
+        if self.config.residual_rank:
+            out, residual = attend_dense_and_rest(q, k, v, plan, backend, **self._how(site))
             with torch.no_grad():
-                residual = factor(out.detach().float() - self._sparse(q, k, v, plan, site, sparse).detach().float(), rank)
+                if self.repair is not None:
+                    residual = out - self._sparse(q, k, v, plan, site, out - residual)
+                kept = backend.factor(residual.detach(), self.config.residual_rank)
         else:
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
-        self.plans.put(site.key, plan, site.step, site.text, residual)
+        self.plans.put(site.key, plan, site.step, site.text, kept)
         return AttentionOutput(out, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason))
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
@@ -152,20 +152,12 @@ def attend_planned(
 
 @explain_out_of_memory
 @outside_autocast
-def attend_dense_and_planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    backend: Backend,
-    *,
-    dense: Callable[[], Tensor] | None = None,
-    scale: float | None = None,
-    compensate: bool = False,
+def attend_dense_and_rest(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention and attend_planned of one call: [b h n d] each. dense: the model's own dense attention of this call."""
+    """Dense attention, and what of it attend_planned misses: [b h n d] each."""
     _expect_attendable(q, k, v, plan, backend, scale)
-    return backend.attend_anchor(q, k, v, plan, scale=scale, compensate=compensate, dense=dense)
+    return backend.attend_anchor(q, k, v, plan, scale=scale, compensate=compensate)
 
 
 @outside_autocast

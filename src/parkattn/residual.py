@@ -1,96 +1,102 @@
-"""What sparse attention left out of one dense step, kept per token as a product of two thin matrices.
+"""What a sparse step leaves out, kept from a step that ran dense: merging partial attention, and a low-rank residual in 8 bits.
 
-At a step whose dense output D [n d] is known, the sparse output S of the same q, k, v and plan misses R = D - S. Later steps
-add what is kept of it: S' + L(R). By Eckart and Young the best R_r of rank r projects on the r leading eigenvectors V of
-R^T R [d d], and what it leaves out is known: |R - R V V^T|^2 = the sum of the other eigenvalues.
+Kept and skipped keys attended apart, each with its log-sum-exp, give the dense output without a second pass over either:
+    out = sum_p exp(lse_p - lse) out_p,    lse = log sum_p exp(lse_p).
 
-residual [b h n d]  ──▶  factor  ──▶  LowRank: A = R V in 8 bits, V  ──▶  add to later outputs: out + A V^T
-
-A column of A is stored as whole multiples of its largest entry / 127, so that rounding moves an entry by at most 1/254 of it.
+The residual R = dense - sparse [n d] of a head is kept as R ~ A B with B [r d] the top-r eigenvectors of R^T R and A = R B^T, the best
+approximation of rank r (Eckart-Young): |R - A B|^2 is the sum of the discarded eigenvalues, 0 where R has rank r or less. A is stored
+in 8 bits with one step s per column, at most max|A_column| / 127, so rounding adds at most s / 2 to an entry of A, and, because the rows
+of B are orthonormal, at most sqrt(sum_c s_c^2) / 2 to the norm of a row. What neither bound covers is age: at a later step the residual is
+that of another step.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parkattn.segments import compute_dtype
 
-LEVELS = 127  # of an int8 on either side of 0
-# of the subspace iteration: each shrinks what is not leading by lambda_(rank+spare+1) / lambda_rank
-ITERATIONS, SPARE = 8, 8
+LEVELS = 127  # of int8, either side of 0
 
 
-class LowRank(NamedTuple):
-    """A diag(scale) B^T, for every batch element and head."""
+@dataclass(frozen=True)
+class LowRank:
+    """A B as it is stored: rank / d of a tensor, and half of that again in bf16's terms."""
 
     a: Tensor  # [b h n r] int8
-    scale: Tensor  # [b h r] float32: what one step of a column of a is worth
-    b: Tensor  # [b h d r] float32, orthonormal columns
+    step: Tensor  # [b h r] fp32: what 1 in a column of `a` stands for
+    b: Tensor  # [b h r d] fp32, orthonormal rows
 
     @property
     def nbytes(self) -> int:
-        return sum(part.untyped_storage().nbytes() for part in self)
+        return sum(x.numel() * x.element_size() for x in (self.a, self.step, self.b))
 
-    def fits(self, out: Tensor) -> bool:
-        """Whether it was made of an output of this shape on this device."""
-        return self.a.shape[:3] == out.shape[:3] and self.b.shape[2] == out.shape[3] and self.a.device == out.device
+    def expand(self) -> Tensor:
+        """A B [b h n d] fp32"""
+        return self.a.float() @ (self.step.unsqueeze(-1) * self.b)
+
+    def add_to(self, out: Tensor) -> Tensor:
+        """out + A B, rounded once to out's dtype."""
+        return (out.to(compute_dtype(out.dtype)) + self.expand()).to(out.dtype)
+
+    def to(self, device: torch.device | str) -> LowRank:
+        return LowRank(self.a.to(device), self.step.to(device), self.b.to(device))
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over disjoint sets of keys, (out [b h n d], lse [b h n]) each -> that over all of them; 0 and -inf where no part has a key."""
+    dtype = compute_dtype(parts[0][0].dtype)
+    each = torch.stack([lse.to(dtype) for _, lse in parts])
+    lse = each.logsumexp(0)
+    weights = torch.exp(each - lse.masked_fill(lse == -torch.inf, 0.0))
+    out = sum(weight.unsqueeze(-1) * part.to(dtype) for weight, (part, _) in zip(weights, parts, strict=True))
+    return torch.as_tensor(out).to(parts[0][0].dtype), lse
 
 
 def factor(residual: Tensor, rank: int) -> LowRank:
-    """The rank-r matrix nearest to residual [b h n d], its left factor rounded to 8 bits. Does not wait for a GPU."""
+    """residual [b h n d] -> its best approximation of that rank, in 8 bits."""
     rows = residual.to(compute_dtype(residual.dtype))
-    basis = leading_eigenvectors(rows.mT @ rows, min(rank, *rows.shape[2:]))
-    left = rows @ basis
-    scale = (left.abs().amax(-2) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
-    # not finite where dense attention was not: an int8 has no NaN, the scale has
-    whole = (left / scale.unsqueeze(-2)).nan_to_num(0.0).round().clamp(-LEVELS, LEVELS)
-    return LowRank(whole.to(torch.int8), scale.float(), basis.float())
+    return quantise(residual, top_directions(rows.mT @ rows, rank))
 
 
-def expand(kept: LowRank) -> Tensor:
-    """A diag(scale) B^T: [b h n d] float32"""
-    return kept.a.float() @ (kept.b * kept.scale.unsqueeze(-2)).mT
+def top_directions(gram: Tensor, rank: int) -> Tensor:
+    """The eigenvectors of the largest eigenvalues of gram [b h d d], as orthonormal rows [b h r d]."""
+    return torch.linalg.eigh(gram).eigenvectors[..., -rank:].mT.float().contiguous()
 
 
-def add_low_rank(out: Tensor, kept: LowRank) -> Tensor:
-    """out + A diag(scale) B^T in out's dtype, summed in float32: out [b h n d] -> [b h n d]"""
-    return (out.to(compute_dtype(out.dtype)) + expand(kept)).to(out.dtype)
+def iterate_directions(gram: Tensor, rank: int, *, iterations: int = 16) -> Tensor:
+    """`top_directions` without a host synchronisation: orthogonal iteration in float64, Y <- orth(G Y).
 
-
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention over the union of two disjoint sets of keys, from out [b h n d] and log-sum-exp [b h n] over each:
-    out = (e^l1 out_1 + e^l2 out_2) / (e^l1 + e^l2). A set without keys has the log-sum-exp -inf."""
-    (out, lse), (more, more_lse) = one, other
-    largest = torch.maximum(lse, more_lse).nan_to_num(neginf=0.0)
-    weight, more_weight = (torch.exp(x - largest).unsqueeze(-1) for x in (lse, more_lse))
-    total = (weight + more_weight).clamp(min=torch.finfo(weight.dtype).tiny)
-    return ((weight * out + more_weight * more) / total).to(out.dtype)
-
-
-def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Of symmetric gram [... d d], the eigenvectors of its r largest eigenvalues: [... d r].
-
-    On a GPU by subspace iteration, because eigh waits for the device: exact where the spectrum has a gap after r + SPARE,
-    and where it has none, as good as another choice of equally large directions.
+    The subspace converges as (eigenvalue r+1 / eigenvalue r)^iterations; where these are close, missing one for the other costs as little.
+    orth(Y) = Y L^-T with L L^T = Y^T Y + a trace of the identity, which leaves the directions of a rank-deficient G short instead of
+    undefined; applied twice it is orthonormal to rounding.
     """
-    if not gram.is_cuda:
-        return torch.linalg.eigh(gram.nan_to_num(0.0))[1][..., -rank:].contiguous()  # not a view that holds the others
-    return subspace_iteration(gram, rank)
+    d = gram.shape[-1]
+    gram = gram.double()
+    gram = gram / gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=1e-300)
+    place = torch.arange(1, d + 1, device=gram.device, dtype=torch.float64)
+    y = torch.cos(place[:, None] * place[:rank] * 0.7).expand(*gram.shape[:-1], rank)
+    for _ in range(iterations):
+        y = _orthonormal(gram @ y)
+    return _orthonormal(y).mT.float().contiguous()
 
 
-def subspace_iteration(gram: Tensor, rank: int) -> Tensor:
-    """V <- orth(G V) from the columns of the identity that G moves most, then V's own eigenvectors."""
-    gram = gram.nan_to_num(0.0)
-    wide = min(rank + SPARE, gram.shape[-1])
-    largest = gram.norm(dim=-2).topk(wide, dim=-1).indices  # [... wide]
-    basis = gram.gather(-1, largest.unsqueeze(-2).expand(*gram.shape[:-1], wide))
-    for _ in range(ITERATIONS):
-        basis = torch.linalg.qr(basis / basis.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(basis.dtype).tiny))[0]
-        basis = gram @ basis
-    basis = torch.linalg.qr(basis / basis.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(basis.dtype).tiny))[0]
-    energy = (gram @ basis).norm(dim=-2)  # of each column: qr keeps the order of a power iteration, leading first
-    best = energy.topk(rank, dim=-1).indices
-    return basis.gather(-1, best.unsqueeze(-2).expand(*gram.shape[:-1], rank))
+def _orthonormal(y: Tensor) -> Tensor:
+    """y [... d r] -> columns of the same span."""
+    y = y / y.norm(dim=-2, keepdim=True).clamp(min=1e-300)
+    ridge = 1e-14 * torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
+    lower = torch.linalg.cholesky_ex(y.mT @ y + ridge, check_errors=False).L
+    return torch.linalg.solve_triangular(lower, y.mT, upper=False).mT
+
+
+def quantise(residual: Tensor, directions: Tensor) -> LowRank:
+    """A = R B^T in 8 bits, for directions B [b h r d]."""
+    a = (residual @ directions.mT.to(residual.dtype)).float()
+    step = a.abs().amax(-2) / LEVELS
+    # a column of zeros has no step: 0 / 1 instead of 0 / 0
+    codes = (a / torch.where(step > 0, step, 1.0).unsqueeze(-2)).round_().to(torch.int8)
+    return LowRank(codes, step, directions)

@@ -211,6 +211,8 @@ def _levels(site: CallSite) -> tuple[int, tuple[float, ...] | None]:
 
 def dense_prefix(when: When, total_steps: int | None) -> int:
     """How many first steps are dense."""
+    if when.anchors is not None:
+        return min(1, anchor_count(when, total_steps))
     if total_steps is None and (when.dense_last_steps or (when.dense_steps is None and when.dense_fraction > 0)):
         raise ValueError("total_steps: expected the number of steps, got None; pass it, or set dense_steps and dense_last_steps=0.")
     if when.dense_steps is not None:

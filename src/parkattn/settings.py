@@ -28,9 +28,11 @@ LARGEST_SEED = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """What every method's config can do. PRESETS: changes of the defaults by the name of a model."""
+    """What every method's config can do. PRESETS: changes of the defaults by the name of a model. PROFILES: changes of any
+    model's settings by what is wanted."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         try:
@@ -52,6 +54,20 @@ class MethodConfig:
     def for_model(cls, name: str | None, **changes: Any) -> Self:
         """What `enable` takes when nothing is said: the model's preset where the method has one, else the defaults."""
         return cls.from_dict({**cls.PRESETS.get(name or "", {}), **changes})
+
+    @classmethod
+    def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
+        """What is wanted ("paper", "quality", "fast"), with the settings of a model underneath."""
+        expect_choice("profile", name, cls.PROFILES)
+        return cls.for_model(model, **{**cls.PROFILES[name], **changes})
+
+    @classmethod
+    def named(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
+        """A profile or a preset; no name is both."""
+        if name in cls.PROFILES:
+            return cls.profile(name, model=model, **changes)
+        expect_choice("config", name, [*cls.PROFILES, *cls.PRESETS])
+        return cls.preset(name, **changes)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:

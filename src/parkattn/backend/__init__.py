@@ -21,12 +21,12 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from parkattn.attend import attend, attend_with_lse, gather, scatter
+from parkattn.attend import attend, dense_attention, gather, scatter
 from parkattn.borders import round_borders
 from parkattn.checks import expect_choice, shape_of
 from parkattn.cluster import Clustering, cluster_keys, first_centroids, kmeans, lloyd
 from parkattn.plan import Blocks, Plan, arrange
-from parkattn.residual import LowRank, add_low_rank, merge
+from parkattn.residual import LowRank, factor
 from parkattn.retrieval import ESTIMATORS
 from parkattn.segments import segment_mean
 from parkattn.settings import BACKENDS, KeyMetric
@@ -86,14 +86,14 @@ class Backend(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         """Attention over the plan's kept blocks; tensors in and out are in token order."""
 
-    def attend_anchor(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool, dense: Callable[[], Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Dense attention (padding left out) and `attend` of the same call. dense: the model's own dense attention, for a
-        backend that has none faster."""
+    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
+        """Dense attention (over every key that is not padding), and what of it `attend` with this plan misses: dense - sparse."""
 
-    def add_low_rank(self, out: Tensor, kept: LowRank) -> Tensor:
-        """out [b h n d] plus what an anchor showed to be missing of it."""
+    def factor(self, residual: Tensor, rank: int) -> LowRank:
+        """residual [b h n d] as its nearest matrices of a rank, in 8 bits."""
+
+    def add_residual(self, out: Tensor, residual: LowRank) -> Tensor:
+        """out [b h n d] + residual; out may be written to."""
 
 
 @dataclass(frozen=True)
@@ -173,26 +173,18 @@ class ReferenceBackend:
         )
         return scatter(out, plan.queries)
 
-    def attend_anchor(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool, dense: Callable[[], Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Without the model's own dense attention: kept and skipped blocks attended apart, merged by their normalisers."""
-        sparse = self.attend(q, k, v, plan, scale=scale, compensate=compensate)
-        if dense is not None:
-            return dense(), sparse
-        skipped = ~plan.mask
-        if plan.padding:
-            skipped[..., -1] = False
-        kept_part, skipped_part = (self._attend_blocks(q, k, v, plan, mask, scale) for mask in (plan.mask, skipped))
-        return merge(kept_part, skipped_part), sparse
+    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
+        # padding keys are the last block of every head
+        valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None
+        dense = dense_attention(q, k, v, scale=scale, key_valid=valid)
+        return dense, dense - self.attend(q, k, v, plan, scale=scale, compensate=compensate)
 
-    def add_low_rank(self, out: Tensor, kept: LowRank) -> Tensor:
-        return add_low_rank(out, kept)
+    def factor(self, residual: Tensor, rank: int) -> LowRank:
+        # where dense attention is not finite there is nothing to keep, and eigenvectors of NaN raise
+        return factor(residual.where(residual.isfinite(), 0.0), min(rank, *residual.shape[2:]))
 
-    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        rows, keys, values = gather(q, plan.queries), gather(k, plan.keys), gather(v, plan.keys)
-        out, lse = attend_with_lse(rows, keys, values, plan.queries, plan.keys, mask, scale=scale)
-        return scatter(out, plan.queries), scatter(lse.unsqueeze(-1), plan.queries).squeeze(-1)
+    def add_residual(self, out: Tensor, residual: LowRank) -> Tensor:
+        return residual.add_to(out)
 
 
 Given = ParamSpec("Given")

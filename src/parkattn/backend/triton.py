@@ -16,7 +16,7 @@ from parkattn.attend import dense_attention
 from parkattn.checks import shape_of
 from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise, uniform
 from parkattn.plan import Blocks, Plan
-from parkattn.residual import LowRank, add_low_rank
+from parkattn.residual import LowRank, iterate_directions, quantise
 from parkattn.settings import KeyMetric
 
 HEAD_DIMS = (64, 128, 256)
@@ -208,18 +208,20 @@ class TritonBackend:
         by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
         return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=token_of_row, out=out, **stand_ins)[0]
 
-    def attend_anchor(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool, dense: Callable[[], Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
         """In two passes, the dense one by PyTorch."""
-        sparse = self.attend(q, k, v, plan, scale=scale, compensate=compensate)
-        if dense is not None:
-            return dense(), sparse
-        valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None  # padding keys are the last block of every head
-        return dense_attention(q, k, v, scale=scale, key_valid=valid), sparse
+        # padding keys are the last block of every head
+        valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None
+        dense = dense_attention(q, k, v, scale=scale, key_valid=valid)
+        return dense, dense - self.attend(q, k, v, plan, scale=scale, compensate=compensate)
 
-    def add_low_rank(self, out: Tensor, kept: LowRank) -> Tensor:
-        return add_low_rank(out, kept)
+    def factor(self, residual: Tensor, rank: int) -> LowRank:
+        """Without waiting for the GPU, as eigh would."""
+        rows = residual.float()
+        return quantise(residual, iterate_directions(rows.mT @ rows, min(rank, *residual.shape[2:])))
+
+    def add_residual(self, out: Tensor, residual: LowRank) -> Tensor:
+        return residual.add_to(out)
 
     def _expect_dense_rows(self, **tensors: Tensor) -> None:
         for name, x in tensors.items():

@@ -1,4 +1,4 @@
-"""What a dense step shows to be missing: exact at the anchor, what the rank leaves out, and when it is dropped."""
+"""Methods out of a planner and a schedule: anchors are dense, what they show to be missing is added later, and when it is dropped."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from parkattn.attend import dense_attention
 from parkattn.backend import resolve_for
 from parkattn.park import build_plan
 from parkattn.planned import sampled_error
-from parkattn.residual import LEVELS, LowRank, add_low_rank, expand, factor, merge, subspace_iteration
 
 SMALL = ParkConfig(query_clusters=4, key_clusters=9, top_p=0.4, compensate=True, residual_rank=8, anchors=4)
 STEPS = 16
@@ -25,101 +24,40 @@ def site(step=0, **more):
     return CallSite(step=step, total_steps=STEPS, **more)
 
 
-def low_rank_matrix(n=90, dim=32, rank=3, seed=1):
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(1, 2, n, rank, generator=random) @ torch.randn(1, 2, rank, dim, generator=random)
-
-
-def rounding_bound(kept: LowRank) -> torch.Tensor:
-    """Columns are moved by at most half a step each, and the basis is orthonormal: |error| <= half a step * sqrt(n r), per head."""
-    return (kept.scale.square().sum(-1) * kept.a.shape[2] / 4).sqrt()
-
-
-def test_a_matrix_of_no_more_than_the_rank_comes_back_up_to_eight_bits():
-    matrix = low_rank_matrix(rank=3)
-    kept = factor(matrix, 8)
-    assert kept.a.dtype == torch.int8 and kept.a.shape == (1, 2, 90, 8) and kept.a.abs().max() <= LEVELS
-    error = (expand(kept) - matrix).flatten(2).norm(dim=-1)
-    float32 = 1e-5 * matrix.flatten(2).norm(dim=-1)
-    assert (error <= rounding_bound(kept) + float32).all()
-
-
-@pytest.mark.parametrize("rank", [1, 4, 12])
-def test_what_the_rank_leaves_out_is_the_sum_of_the_other_eigenvalues(rank):
-    matrix = torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(2))
-    kept = factor(matrix, rank)
-    left_out = (matrix - expand(kept)).double().flatten(2).norm(dim=-1)
-    others = torch.linalg.eigvalsh(matrix.double().mT @ matrix.double())[..., :-rank].sum(-1).sqrt()
-    assert ((left_out - others).abs() <= rounding_bound(kept).double() + 1e-5 * others).all()
-
-
-def test_a_rank_above_the_head_dimension_keeps_everything():
-    matrix = torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(3))
-    kept = factor(matrix, 64)
-    assert kept.b.shape == (1, 1, 8, 8)
-    assert ((expand(kept) - matrix).flatten(2).norm(dim=-1) <= rounding_bound(kept) + 1e-5).all()
-
-
-def test_factors_take_a_32th_of_an_output_in_half_precision():
-    n, dim = 4096, 128
-    kept = factor(torch.randn(1, 1, n, dim), 8)
-    assert kept.nbytes <= n * dim * 2 / 32 + 4 * (dim * 8 + 8)
-
-
-def test_no_residual_adds_nothing_and_what_is_not_finite_stays_visible():
-    out = torch.randn(1, 1, 20, 8)
-    assert torch.equal(add_low_rank(out, factor(torch.zeros_like(out), 4)), out)
-    broken = torch.zeros_like(out)
-    broken[0, 0, 3] = torch.nan
-    assert add_low_rank(out, factor(broken, 4)).isnan().any()
-
-
-@pytest.mark.parametrize("decay", [0.5, 0.8, 0.95])
-def test_the_iteration_for_gpus_keeps_what_the_eigenvectors_keep(decay):
-    """All but 2 % of the energy, even where each eigenvalue is only 5 % below the one before and a wrong choice costs little."""
-    random = torch.Generator().manual_seed(4)
-    basis = torch.linalg.qr(torch.randn(3, 32, 32, generator=random))[0]
-    spectrum = decay ** torch.arange(32)
-    gram = (basis * spectrum) @ basis.mT
-    found = subspace_iteration(gram, 8)
-    assert torch.allclose(found.mT @ found, torch.eye(8).expand(3, 8, 8), atol=1e-5)
-    energy = (found * (gram @ found)).sum((-1, -2))
-    assert (energy >= 0.98 * spectrum[:8].sum()).all()
-
-
-def test_the_iteration_survives_a_matrix_of_rank_one_and_of_zeros():
-    one = torch.ones(1, 16, 1)
-    for gram in (one @ one.mT, torch.zeros(1, 16, 16)):
-        found = subspace_iteration(gram, 4)
-        assert found.isfinite().all()
-        assert torch.allclose((found.mT @ gram @ found).diagonal(dim1=-2, dim2=-1).sum(), gram.diagonal(dim1=-2, dim2=-1).sum(), rtol=1e-4)
-
-
 @pytest.mark.parametrize("text", [None, slice(100, 120)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_kept_and_skipped_blocks_merge_into_dense_attention(text, padded):
+def test_a_backend_gives_dense_attention_and_what_the_plan_misses_of_it(text, padded):
     q, k, v = tokens()
     key_valid = torch.arange(120)[None] < 110 if padded else None
     plan = build_plan(q, k, SMALL, text=text, key_valid=key_valid, scale=0.2)
     assert plan.density().max() < 0.9
     backend = resolve_for(q, "reference")
-    dense, sparse = backend.attend_anchor(q, k, v, plan, scale=0.2, compensate=True, dense=None)
-    torch.testing.assert_close(dense, dense_attention(q, k, v, scale=0.2, key_valid=key_valid), rtol=1e-5, atol=1e-5)
-    assert torch.equal(sparse, backend.attend(q, k, v, plan, scale=0.2, compensate=True))
+    dense, missed = backend.attend_anchor(q, k, v, plan, scale=0.2, compensate=True)
+    torch.testing.assert_close(dense, dense_attention(q, k, v, scale=0.2, key_valid=key_valid))
+    torch.testing.assert_close(dense - missed, backend.attend(q, k, v, plan, scale=0.2, compensate=True))
 
 
-def test_a_part_without_keys_changes_nothing_in_a_merge():
-    out, lse = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5)
-    nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    assert torch.equal(merge((out, lse), nothing), out)
-    assert torch.equal(merge(nothing, nothing), nothing[0])
+def test_an_anchor_returns_dense_attention():
+    q, k, v = tokens()
+    made = Park(SMALL)(q, k, v, site())
+    assert made.stats.phase == "anchor" and torch.equal(made.out, dense_attention(q, k, v)) and (made.stats.density == 1).all()
 
 
-def test_an_anchor_returns_the_models_own_dense_output():
+def test_an_anchor_without_a_residual_returns_the_models_own_dense_output():
     q, k, v = tokens()
     own = torch.randn(q.shape)
-    made = Park(SMALL)(q, k, v, site(dense=lambda: own))
-    assert made.stats.phase == "anchor" and torch.equal(made.out, own) and (made.stats.density == 1).all()
+    park = Park(SMALL.replace(residual_rank=0))
+    assert torch.equal(park(q, k, v, site(dense=lambda: own)).out, own)
+    assert park(q, k, v, site(1)).stats.phase == "reuse"
+
+
+def test_what_is_not_finite_at_an_anchor_is_returned_and_keeps_nothing():
+    q, k, v = tokens()
+    v[0, 0, 3] = torch.nan
+    park = Park(SMALL)
+    assert park(q, k, v, site(0)).out.isnan().any()
+    v[0, 0, 3] = 0.0
+    assert park(q, k, v, site(1)).out.isfinite().all()
 
 
 def test_right_after_an_anchor_only_what_the_rank_leaves_out_is_missing():

@@ -1,0 +1,162 @@
+"""Where anchors lie: the fixed rule over noise levels, and the adaptive one over measured errors."""
+
+import itertools
+
+import pytest
+import torch
+
+from parkattn import CallSite, Park, ParkConfig
+from parkattn.reuse import AdaptiveSchedule, History, Schedule, anchor_count, anchor_steps, dense_prefix
+
+RUNS = [1, 2, 4, 16, 30, 50, 100]
+
+
+def flow_levels(total: int, shift: float) -> tuple[float, ...]:
+    """Noise levels of a flow scheduler: shift s / (1 + (shift - 1) s) of levels s that fall linearly."""
+    plain = [1 - step / total for step in range(total)]
+    return tuple(shift * s / (1 + (shift - 1) * s) for s in plain)
+
+
+def phases(when: ParkConfig, total: int, *, levels=None, ran=None, schedule=None) -> list[str]:
+    schedule, last, names = schedule or Schedule(when), None, []
+    for step in ran or range(total):
+        name = schedule.phase(CallSite(step=step, total_steps=total, noise_levels=levels), History(last)).name
+        last = step if name == "anchor" else last
+        names.append(name)
+    return names
+
+
+def test_six_anchors_of_thirty_linear_steps_are_dense_early():
+    assert anchor_steps(6, 30, flow_levels(30, 1.0)) == anchor_steps(6, 30) == (0, 2, 5, 9, 15, 22)
+
+
+@pytest.mark.parametrize("total", RUNS)
+@pytest.mark.parametrize("count", [1, 2, 6, 12, 50])
+@pytest.mark.parametrize("shift", [None, 1.0, 3.0, 5.0, 12.0])
+def test_anchors_are_distinct_steps_from_the_first_on(total, count, shift):
+    steps = anchor_steps(count, total, None if shift is None else flow_levels(total, shift))
+    assert steps[0] == 0 and len(steps) == min(count, total)
+    assert all(a < b for a, b in itertools.pairwise(steps)) and steps[-1] < total
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 7.0, 12.0])
+def test_no_stretch_between_anchors_is_most_of_a_run(shift):
+    steps = (*anchor_steps(6, 50, flow_levels(50, shift)), 50)
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 25
+
+
+def test_levels_that_belong_to_another_run_are_not_used():
+    when = ParkConfig(anchors=6)
+    assert phases(when, 30, levels=flow_levels(50, 12.0)) == phases(when, 30)
+
+
+def test_a_run_with_anchors_is_anchors_and_reuse_and_nothing_else():
+    names = phases(ParkConfig(anchors=6), 50)
+    assert [step for step, name in enumerate(names) if name == "anchor"] == list(anchor_steps(6, 50))
+    assert set(names) == {"anchor", "reuse"}
+
+
+def test_shorter_runs_have_fewer_anchors_but_more_than_in_proportion():
+    when = ParkConfig(anchors=8)
+    counts = [anchor_count(when, total) for total in RUNS]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == counts[-2] == 8
+    assert all(8 * total / 50 <= count <= max(1, total) for total, count in zip(RUNS[2:6], counts[2:6], strict=True))
+
+
+def test_an_anchor_that_a_cache_skipped_is_made_up_at_the_next_step_that_runs():
+    steps = anchor_steps(6, 50)
+    ran = [step for step in range(50) if step not in (steps[2], steps[2] + 1)]
+    names = dict(zip(ran, phases(ParkConfig(anchors=6), 50, ran=ran), strict=True))
+    assert names[steps[2] + 2] == "anchor" and list(names.values()).count("anchor") == 6
+
+
+def test_layers_last_steps_and_earlier_runs_are_as_without_anchors():
+    schedule = Schedule(ParkConfig(anchors=6, dense_layers=(3,), dense_last_steps=2))
+    assert schedule.phase(CallSite(step=0, layer=3, total_steps=50), History()).name == "dense"
+    assert schedule.phase(CallSite(step=48, total_steps=50), History(40)).name == "dense"
+    assert schedule.phase(CallSite(step=50, total_steps=50), History(40)).name == "dense"
+    late = schedule.phase(CallSite(step=7, total_steps=50), History(30))
+    assert late.name == "anchor" and "earlier run" in late.reason
+
+
+def test_a_second_transformer_begins_with_an_anchor_of_its_own():
+    random = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 40, 16, generator=random).unbind(0)
+    park = Park(ParkConfig(anchors=2, residual_rank=4, compensate=True, query_clusters=2, key_clusters=4))
+    both = [park(q, k, v, CallSite(step=step, total_steps=50, transformer=name)) for step, name in ((0, "a"), (1, "a"), (2, "b"), (3, "b"))]
+    assert [made.stats.phase for made in both] == ["anchor", "reuse", "anchor", "reuse"]
+
+
+@pytest.mark.parametrize("field", ["dense_steps", "refresh_steps"])
+def test_anchors_beside_another_rule_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field}: expected None beside anchors=6"):
+        ParkConfig(anchors=6, **{field: 3 if field == "dense_steps" else (3,)})
+
+
+def test_anchors_need_the_number_of_steps():
+    with pytest.raises(ValueError, match="total_steps: expected the number of steps"):
+        dense_prefix(ParkConfig(anchors=6), None)
+
+
+def test_an_error_to_hold_needs_rows_to_measure_and_a_bound():
+    with pytest.raises(ValueError, match="guard_rows"):
+        ParkConfig(anchors=6, anchor_error=0.1)
+    with pytest.raises(ValueError, match="anchors: expected a bound"):
+        ParkConfig(anchor_error=0.1, guard_rows=8)
+
+
+class Drift:
+    """A run whose error grows by a fixed amount per step since the anchor, seen by two layers."""
+
+    def __init__(self, growth: float, **settings):
+        self.schedule = AdaptiveSchedule(ParkConfig(anchor_error=0.1, guard_rows=8, **settings))
+        self.growth = growth
+
+    def run(self, total: int = 50) -> list[int]:
+        last, anchors = {0: None, 1: None}, []
+        for step in range(total):
+            names = set()
+            for layer in last:
+                site = CallSite(step=step, layer=layer, total_steps=total)
+                name = self.schedule.phase(site, History(last[layer])).name
+                names.add(name)
+                if name == "anchor":
+                    last[layer] = step
+                else:
+                    self.schedule.observe(site, torch.full((1, 2), self.growth * (step - last[layer])))
+            assert len(names) == 1
+            anchors += [step] if names == {"anchor"} else []
+        return anchors
+
+
+def test_an_error_that_stays_small_asks_for_no_second_anchor():
+    assert Drift(0.0019, anchors=6).run() == [0]
+
+
+def test_an_anchor_comes_two_steps_after_the_error_passed_and_all_layers_take_it():
+    # 0.04 a step: 0.12 is measured at the third step after an anchor and acted on at the fifth
+    assert Drift(0.04, anchors=50).run(20) == [0, 5, 10, 15]
+
+
+def test_the_number_of_adaptive_anchors_is_bounded():
+    assert len(Drift(1.0, anchors=6).run()) == 6
+
+
+def test_an_adaptive_run_forgets_the_run_before():
+    drift = Drift(0.04, anchors=50)
+    first = drift.run(20)
+    assert drift.run(20) == first
+    drift.schedule.reset()
+    assert drift.run(20) == first
+
+
+def test_a_method_with_an_error_to_hold_measures_and_anchors():
+    random = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 1, 2, 80, 16, generator=random).unbind(0)
+    config = ParkConfig(
+        anchors=8, anchor_error=1e-3, guard_rows=16, residual_rank=2, compensate=True, query_clusters=4, key_clusters=8, top_p=0.3
+    )
+    park = Park(config)
+    found = [park(q + 0.1 * step, k, v, CallSite(step=step, total_steps=50)).stats for step in range(8)]
+    assert [stats.phase for stats in found] == ["anchor", "reuse", "reuse", "anchor", "reuse", "reuse", "anchor", "reuse"]
+    assert all((stats.error is None) == (stats.phase == "anchor") for stats in found)

@@ -1,0 +1,52 @@
+"""paper, quality and fast, for every model."""
+
+import pytest
+
+from parkattn import ParkConfig, make_method
+from parkattn.methods import configured_method
+
+MODELS = [None, *ParkConfig.PRESETS]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_paper_is_what_enable_takes_by_itself(model):
+    assert ParkConfig.profile("paper", model=model) == ParkConfig.for_model(model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["quality", "fast"])
+def test_a_profile_changes_what_is_kept_and_when_but_no_blocks(name, model):
+    profile, paper = ParkConfig.profile(name, model=model), ParkConfig.profile("paper", model=model)
+    changed = {field for field, value in profile.to_dict().items() if value != paper.to_dict()[field]}
+    assert {"compensate", "residual_rank", "anchors", "top_p"} <= changed
+    assert profile.counts(75_600, 75_600) == paper.counts(75_600, 75_600)
+
+
+def test_fast_has_fewer_anchors_and_keeps_less_than_quality():
+    fast, quality = (ParkConfig.profile(name) for name in ("fast", "quality"))
+    assert fast.anchors < quality.anchors and fast.top_p < quality.top_p
+
+
+@pytest.mark.parametrize("name", ["paper", "quality", "fast"])
+def test_a_profile_is_accepted_where_a_presets_name_is(name):
+    made = configured_method("park", name, model="hunyuanvideo", top_p=0.45)
+    assert made.config == ParkConfig.profile(name, model="hunyuanvideo", top_p=0.45)
+    assert made.config.long_video_blocks == (128, 1024)
+
+
+def test_a_presets_name_still_is_the_preset():
+    assert configured_method("park", "hunyuanvideo").config == ParkConfig.preset("hunyuanvideo")
+
+
+def test_an_unknown_name_is_answered_with_profiles_and_presets():
+    with pytest.raises(ValueError, match=r"config: expected one of fast, hunyuanvideo, paper, quality, .*did you mean fast"):
+        configured_method("park", "fats")
+
+
+def test_ablations_have_the_profiles_of_park():
+    assert configured_method("park-no-qrkc", "fast").config == ParkConfig.profile("fast", key_metric="euclidean")
+
+
+def test_a_profile_survives_a_record():
+    config = ParkConfig.profile("quality", model="wan2.1-14b")
+    assert ParkConfig.from_dict(config.to_dict()) == config == make_method("park", config.to_dict()).config
