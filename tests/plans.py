@@ -57,6 +57,13 @@ def problem(seed, *, largest=(4, 3, 4), dim=5):
     return Problem(*tensors, grid, text, valid, draw.choice((None, 0.3, 1.0)), seed)
 
 
+def attend(module, given, *, step=0, **settings):
+    """One call of the module's first method with the PyTorch definitions, at a step that is not dense."""
+    entry = module.ENTRIES[0]
+    method = entry.make(entry.config(backend="reference", dense_steps=0, dense_layers=(), **settings))
+    return method(*given.tensors, given.site(step=step, total_steps=10))
+
+
 def _text(place, cells, draw):
     if place == "none":
         return None, 0

@@ -11,18 +11,9 @@ from definitions import output_rounding
 from parkattn.baselines import sol, sparge, xattention
 from parkattn.plan import assign_roles
 from parkattn.planned import PlannedMethod
-from plans import Problem, problem, token_mask
+from plans import Problem, attend, problem, token_mask
 
 CASES = 240
-
-
-def method_of(module, **settings):
-    entry = module.ENTRIES[0]
-    return entry.make(entry.config(backend="reference", dense_steps=0, dense_layers=(), **settings))
-
-
-def attend(module, given, **settings):
-    return method_of(module, **settings)(*given.tensors, given.site(total_steps=10))
 
 
 def video_tokens(given):
