@@ -4,14 +4,17 @@ import itertools
 from dataclasses import replace
 from random import Random
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.baselines import svg2
+from parkattn.baselines import svg2, svoo
+from parkattn.baselines.density_profile import DensityProfile, DensityProfiler, profile_densities, required_density
 from parkattn.cluster import first_centroids, initial_tokens, lloyd
 from parkattn.planned import make_plan
 from parkattn.site import CallSite
 from restated import svg2 as restated_svg2
+from restated import svoo as restated_svoo
 from restated.cases import cases
 
 COUNT = 200
@@ -136,3 +139,104 @@ def test_svg2_plans_at_every_sparse_step_from_the_centroids_before():
     assert method.state_bytes > 0
     held = method.plans.get(sites[0].key).plan.memory
     assert held["query_centroids"].shape[2:] == (4, case.q.shape[-1]) and held["key_centroids"].shape[2] == 6
+
+
+def svoo_problem(case):
+    """A config, a profile of steps 10 and 11, and the settings of the restatement at both."""
+    query_clusters, key_clusters, top_p, floor, clip = chosen(
+        case, [0.3, 0.88, 1.0], [0.0, 0.1, 0.35], [(0.15, 0.2), (0.0, 1.0), (0.3, 0.3)]
+    )
+    heads = case.q.shape[1]
+    draw = Random(case.seed + 1)
+    densities = torch.tensor([[[draw.uniform(0.01, 1) for _ in range(heads)]] for _ in range(12)], dtype=torch.float64)
+    if draw.random() < 0.2:
+        densities[10, 0, draw.randrange(heads)] = torch.nan
+    config = svoo.SvooConfig(
+        query_clusters=query_clusters,
+        key_clusters=key_clusters,
+        top_p=top_p,
+        floor=floor,
+        floor_clip=clip,
+        backend="reference",
+        dense_steps=10,
+    )
+    settings = [{"p": top_p, "min_kc_ratio": floor, "floor_clip": clip, "profile": densities[step, 0].tolist()} for step in (10, 11)]
+    if draw.random() < 0.2:
+        for setting in settings:
+            setting["profile"] = None
+        return config, None, settings
+    return config, DensityProfile(densities), settings
+
+
+def test_svoo_sees_what_its_restatement_sees_at_a_reclustering_and_after():
+    for i, case in enumerate(problems(COUNT, seed=31)):
+        config, profile, settings = svoo_problem(case)
+        planner = svoo.SvooPlanner(config, profile)
+        first = make_plan(case.q, case.k, planner, site_of(case, step=10), None)
+        later = case.q + 0.3 * case.k, case.k - 0.3 * case.v
+        reused = make_plan(*later, planner, site_of(case, step=11), first)
+        for b in range(len(case.q)):
+            tensors, inputs = alone(case, b)
+            starts = {
+                "initial_queries": first_tokens(case, b, config.query_clusters, seed=10),
+                "initial_keys": first_tokens(case, b, config.key_clusters, seed=10),
+            }
+            expected = restated_svoo.restate(*tensors, **inputs, **settings[0], **starts)
+            assert matches(first, b, expected), (case.seed, b)
+            if i % 4:
+                continue
+            again = restated_svoo.restate(*(x[b : b + 1] for x in later), tensors[2], **inputs, **settings[1], earlier=expected)
+            assert matches(reused, b, again), (case.seed, b)
+
+
+def test_required_density_is_the_restatements():
+    for case in problems(40, seed=32):
+        expected = restated_svoo.required_density(case.q, case.k, text=case.text, key_valid=case.key_valid, scale=case.scale)
+        found = required_density(case.q, case.k, text=case.text, key_valid=case.key_valid, scale=case.scale)
+        torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_svoo_clusters_again_at_its_interval_and_makes_the_map_of_old_centroids_between():
+    case = next(problems(1, seed=33))
+    config = svoo.SvooConfig(query_clusters=4, key_clusters=6, dense_steps=3, recluster_interval=2, backend="reference")
+    method, reclustered, labels = svoo.ENTRIES[0].make(config), [], None
+    for step in range(3, 9):
+        moving = case.q + 0.5 * step * case.v, case.k.roll(step, 2), case.v
+        stats = method(*moving, site_of(case, step=step, total_steps=20)).stats
+        reclustered.append(labels is None or not torch.equal(labels, stats.plan.keys.labels))
+        labels = stats.plan.keys.labels
+    assert reclustered == [restated_svoo.reclusters(step + 1, 4, 2) for step in range(3, 9)] == [True, False] * 3
+
+
+def test_a_density_profile_holds_the_largest_density_of_every_head_and_survives_its_file(tmp_path):
+    some, other = itertools.islice((c for c in problems(99, seed=34) if c.q.shape[1] == 1), 2)
+    calls = [(some.q, some.k, site_of(some, step=1, layer=2, total_steps=4)), (other.q, other.k, site_of(other, step=1, layer=2))]
+    profile = profile_densities(calls)
+    assert profile.densities.shape == (4, 3, 1) and int(profile.densities.isnan().sum()) == 11
+    most = max(float(required_density(q, k, text=site.text, key_valid=site.key_valid, scale=site.scale).amax()) for q, k, site in calls)
+    assert float(profile.densities[1, 2]) == most
+    profile.save(tmp_path / "profile.safetensors")
+    assert torch.equal(DensityProfile.load(tmp_path / "profile.safetensors").densities.nan_to_num(), profile.densities.nan_to_num())
+    planner = svoo.SvooPlanner(svoo.SvooConfig(profile=str(tmp_path / "profile.safetensors"), floor_clip=(0.0, 1.0)))
+    assert planner.floors(some.q, calls[0][2]).tolist() == [most]
+    # half way through a run of any length
+    assert torch.equal(profile.at(CallSite(step=10, total_steps=40, layer=2)), profile.densities[1, 2])
+    assert profile.at(CallSite(step=1, layer=3)) is None
+
+
+def test_a_profiler_computes_dense_attention():
+    case = next(problems(1, seed=35))
+    site = site_of(case, dense=lambda: case.v)
+    assert DensityProfiler()(case.q, case.k, case.v, site).out is case.v
+
+
+def test_a_profile_of_other_heads_or_no_profile_at_all_is_refused(tmp_path):
+    case = next(problems(1, seed=36))
+    planner = svoo.SvooPlanner(svoo.SvooConfig(), DensityProfile(torch.full((50, 1, 7), 0.2, dtype=torch.float64)))
+    with pytest.raises(ValueError, match="profile: expected one density per head"):
+        planner.plan(case.q, case.k, site_of(case), None)
+    with pytest.raises(FileNotFoundError, match="profile: expected a file"):
+        svoo.SvooPlanner(svoo.SvooConfig(profile=str(tmp_path / "none")))
+    (tmp_path / "other").write_bytes(b"no safetensors")
+    with pytest.raises(ValueError, match="expected a density profile"):
+        DensityProfile.load(tmp_path / "other")

@@ -43,8 +43,9 @@ def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:
     if x.is_cuda:
         # index_add_ uses float atomics on CUDA; sorting first makes the sum repeatable
         order = row.argsort(stable=True)
-        lengths = torch.bincount(row, minlength=groups * (count + 1))
-        sums = torch.segment_reduce(values[order], "sum", lengths=lengths, axis=0)
+        lengths = segment_sizes(row, groups * (count + 1)).long()
+        # unsafe: bincount and the check of lengths would each wait for the GPU
+        sums = torch.segment_reduce(values[order], "sum", lengths=lengths, axis=0, unsafe=True)
     else:
         sums = values.new_zeros(groups * (count + 1), d).index_add_(0, row, values)
     return sums.view(*lead, count + 1, d)[..., :count, :]
