@@ -217,7 +217,7 @@ def test_a_density_profile_holds_the_largest_density_of_every_head_and_survives_
     assert float(profile.densities[1, 2]) == most
     profile.save(tmp_path / "profile.safetensors")
     assert torch.equal(DensityProfile.load(tmp_path / "profile.safetensors").densities.nan_to_num(), profile.densities.nan_to_num())
-    planner = svoo.SvooPlanner(svoo.SvooConfig(profile=str(tmp_path / "profile.safetensors"), floor_clip=(0.0, 1.0)))
+    planner = svoo.SvooPlanner(svoo.SvooConfig(density_profile=str(tmp_path / "profile.safetensors"), floor_clip=(0.0, 1.0)))
     assert planner.floors(some.q, calls[0][2]).tolist() == [most]
     # half way through a run of any length
     assert torch.equal(profile.at(CallSite(step=10, total_steps=40, layer=2)), profile.densities[1, 2])

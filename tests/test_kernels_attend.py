@@ -312,14 +312,20 @@ def test_work_list_kernels_build(arch):
 
 @on_compiler
 @pytest.mark.parametrize(
-    ("d", "element", "everything", "quick"),
-    [(64, "fp16", True, False), (128, "bf16", False, True), (128, "bf16", True, True), (128, "bf16", False, False)],
+    ("d", "element", "everything", "quick", "share"),
+    [
+        (64, "fp16", True, False, True),
+        (128, "bf16", False, True, True),
+        (128, "bf16", True, True, True),
+        (128, "bf16", False, False, True),
+        (128, "bf16", True, True, False),
+    ],
 )
-def test_gluon_kernel_builds_and_fits(d, element, everything, quick):
-    build_gluon(d, element, everything, quick, meetings={"8", "9"})
+def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share):
+    build_gluon(d, element, everything, quick, meetings={"8", "9"} if share else set(), share=share)
 
 
-def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: set[str]) -> None:
+def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: set[str], share: bool = True) -> None:
     from parkattn.kernels.attend_gluon import LINEAR, SWIZZLED, attend_hopper_kernel
     from parkattn.kernels.tiles_attend import gluon_tile
     from parkattn.kernels.triton_versions import NUMBER
@@ -335,7 +341,7 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
     types = {name: f"tensordesc<{element}[{height}, {width}],{SWIZZLED!r}>" for name, (height, width) in boxes.items()}
     types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "mailbox", "order", "again"), "*i32")
     types |= {"bias_desc": f"tensordesc<fp32[1, {tile.keys}],{LINEAR!r}>", "lse": "*fp32", "out": f"*{element}", "factor": "fp32"}
-    constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "QUICK": quick}
+    constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "QUICK": quick, "SHARE": share}
     shared, stack, ptx, code = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)
     assert shared <= SHARED_MEMORY[90]
     # a few words are kept on the stack and read once per query tile, none of them in the loops over keys

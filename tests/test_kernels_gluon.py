@@ -25,7 +25,7 @@ from test_kernels_attend import assert_close, in_interpreter, offsets, on_compil
 
 @on_compiler
 def test_the_hopper_kernels_on_the_cpu():
-    run_interpreted(__file__, at_least=39)
+    run_interpreted(__file__, at_least=38)
 
 
 @pytest.fixture
@@ -118,28 +118,6 @@ def test_heads_in_groups_have_the_bits_of_all_at_once(module, monkeypatch):
     assert torch.allclose(lse.double(), expected, atol=1e-4)
     monkeypatch.setattr(worklist, "SCRATCH_LIMIT", 1)
     assert all(torch.equal(a, b) for a, b in zip(run(), (out, lse), strict=True))
-
-
-@in_interpreter
-def test_tokens_in_block_order_are_read_in_place(module, monkeypatch):
-    from parkattn.backend.triton import TritonBackend
-    from parkattn.kernels import permute
-    from parkattn.plan import Blocks, Plan
-
-    *_, query_offsets, key_offsets, mask = problem(5, 90, 150, 64, 4, 9, 0.4, torch.bfloat16)
-    q, k, v = (torch.randn(1, t, 2, 64).bfloat16().transpose(1, 2) for t in (90, 150, 150))
-    kernels = module("attend_gluon")
-    kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel)
-    monkeypatch.setitem(sys.modules, "parkattn.kernels.attend_gluon", kernels)
-
-    def run(order):
-        sides = (Blocks(torch.zeros(1, 2, t), order(t), ends[None]) for t, ends in ((90, query_offsets), (150, key_offsets)))
-        plan = Plan(*sides, mask[None], 4, 9, False, torch.ones(1, 2))
-        return TritonBackend("on the CPU", gluon=True).attend(q, k, v, plan, scale=None, compensate=True)
-
-    expected = run(lambda tokens: torch.arange(tokens).int().expand(1, 2, -1))
-    monkeypatch.delattr(permute, "gather_rows")
-    assert torch.equal(run(lambda tokens: None), expected)
 
 
 def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated, orders=ORDERS):

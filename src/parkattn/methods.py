@@ -13,14 +13,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from parkattn import park
-from parkattn.baselines import dense, sol, sparge, svg2, xattention
+from parkattn.baselines import dense, radial, sol, sparge, sta, svg, svg2, svoo, xattention
 from parkattn.checks import expect_choice
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
-MODULES = (dense, park, sparge, xattention, svg2, sol)
+MODULES = (dense, park, sparge, xattention, svg, svg2, svoo, sol, sta, radial)
 METHODS: dict[str, MethodEntry] = {entry.name: entry for module in MODULES for entry in module.ENTRIES}
 
 

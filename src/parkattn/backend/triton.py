@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from parkattn.attend import dense_attention
 from parkattn.checks import shape_of
 from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise, uniform
 from parkattn.plan import Blocks, Plan
@@ -168,6 +167,65 @@ class TritonBackend:
 
     @on_its_gpu
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
+        over, stand_ins = self._attention(q, k, v, plan, scale, compensate)
+        return over(plan.mask, **stand_ins)[0]
+
+    @on_its_gpu
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """softmax(Q K^T scale) V as one block that keeps one block, and its log-sum-exp [b h n]; key_valid bool [b m].
+
+        q, k and v are read in place; in Gluon they are copied first unless they are contiguous. With key_valid keys and values are
+        gathered, those that count first: which do is known on the GPU alone.
+        """
+        (b, h, n, _), m = q.shape, k.shape[2]
+        order, ends = None, torch.tensor([0, m], dtype=torch.int32, device=q.device).expand(b, h, 2)
+        if key_valid is not None:
+            order = (~key_valid).to(torch.uint8).argsort(stable=True).int()[:, None].expand(b, h, m)
+            ends = torch.nn.functional.pad(key_valid.sum(-1, dtype=torch.int32)[:, None], (1, 1))[:, None].expand(b, h, 3).clone()
+            ends[..., 2] = m
+        one = torch.tensor([0, n], dtype=torch.int32, device=q.device).expand(b, h, 2)
+        mask = torch.arange(ends.shape[-1] - 1, device=q.device).expand(b, h, 1, -1) == 0
+        whole = torch.zeros((), dtype=torch.int32, device=q.device)
+        sides = Blocks(whole.expand(b, h, n), None, one), Blocks(whole.expand(b, h, m), order, ends)
+        over, _ = self._attention(q, k, v, Plan(*sides, mask, 1, 1, key_valid is not None, whole.expand(b, h).float()), scale, False)
+        out, lse = over(mask, with_lse=True)
+        return out, lse.view(b, h, n)
+
+    @on_its_gpu
+    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
+        """Dense attention, and what of it `attend` with this plan misses, in the work of one dense call: kept keys, skipped keys and the
+        stand-ins of skipped blocks are attended apart and merged."""
+        from parkattn.kernels.residual import merge_parts
+
+        over, stand_ins = self._attention(q, k, v, plan, scale, compensate)
+        skipped = ~plan.mask
+        if plan.padding:
+            skipped[..., -1] = False
+        parts = [over(kept, with_lse=True) for kept in (plan.mask, skipped)]
+        if compensate:
+            weight = plan.keys.sizes.float().log().unsqueeze(-2) if plan.bias is None else plan.bias
+            enters = {"pair_bias": torch.where(plan.mask, -torch.inf, weight).flatten(0, 1)}
+            parts.append(over(torch.zeros_like(plan.mask), with_lse=True, **(stand_ins | enters)))
+        return merge_parts(*parts)
+
+    @on_its_gpu
+    def factor(self, residual: Tensor, rank: int) -> LowRank:
+        """`residual.factor` without a host synchronisation."""
+        from parkattn.kernels import cluster
+
+        return quantise(residual, iterate_directions(cluster.query_metric(residual), rank))
+
+    @on_its_gpu
+    def add_residual(self, out: Tensor, residual: LowRank) -> Tensor:
+        """out + A B, in place."""
+        from parkattn.kernels.residual import add_low_rank
+
+        return add_low_rank(out, residual.a, residual.step, residual.b)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, compensate: bool
+    ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
+        """Attention over any mask of the plan's blocks, (out [b h n d] in token order, lse [b*h n]), and what it is told about stand-ins."""
         from parkattn.kernels import permute
 
         self._expect_dense_rows(q=q, k=k, v=v)
@@ -178,50 +236,41 @@ class TritonBackend:
         if scale is not None and not scale > 0:
             raise ValueError(f"scale: expected a positive number with backend={self.name!r}, got {scale}; use backend='reference'.")
         b, h, m, d = k.shape
-        blocks = tuple(x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
-        out = torch.empty_like(q)
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
+        offsets = [x.reshape(b * h, -1).contiguous() for x in (plan.queries.offsets, plan.keys.offsets)]
         order, key_order = (None if x is None else x.contiguous() for x in (plan.queries.order, plan.keys.order))
         token_of_row = None if order is None else order.view(b * h, -1)
-        stand_ins: dict[str, Any] = {}
-        means: list[Tensor] = []
-        if key_order is None:
-            keys, values = k, v
-            means = [permute.block_means(x, plan.keys.offsets.contiguous()) for x in (k, v)] if compensate else []
-        elif compensate:
+        keys, values, means = k, v, []
+        if key_order is not None and compensate:
             keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous())
-        else:
+        elif key_order is not None:
             keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)
+        elif compensate:
+            means = [permute.block_means(x, plan.keys.offsets.contiguous()) for x in (k, v)]
+        stand_ins: dict[str, Any] = {}
         if compensate:
             stand_ins = {"compensate": plan.compensable().reshape(b * h, -1), **dict(zip(("centroids", "mean_values"), means, strict=True))}
             if plan.bias is not None:
                 stand_ins["pair_bias"] = plan.bias.reshape(b * h, *plan.bias.shape[2:]).contiguous()
+        attend: Callable[..., Any]
         if self.gluon:
             from parkattn.kernels.attend_gluon import attend_hopper
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
             rows = q if order is None else permute.gather_rows(q, order)
             flat = (x.reshape(b * h, x.shape[-2], d) for x in (rows, keys, values))
-            return attend_hopper(*flat, *blocks, scale=scale, out_order=token_of_row, out=out, **stand_ins)[0]
-        from parkattn.kernels.attend_triton import attend_ragged
+            attend = functools.partial(attend_hopper, *flat, *offsets, out_order=token_of_row)
+        else:
+            from parkattn.kernels.attend_triton import attend_ragged
 
-        by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
-        return attend_ragged(q, *by_head, *blocks, scale=scale, query_order=token_of_row, out=out, **stand_ins)[0]
+            by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
+            attend = functools.partial(attend_ragged, q, *by_head, *offsets, query_order=token_of_row)
 
-    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
-        """In two passes, the dense one by PyTorch."""
-        # padding keys are the last block of every head
-        valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None
-        dense = dense_attention(q, k, v, scale=scale, key_valid=valid)
-        return dense, dense - self.attend(q, k, v, plan, scale=scale, compensate=compensate)
+        def over(mask: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+            found: Any = attend(mask.reshape(b * h, *mask.shape[2:]).contiguous(), scale=scale, out=torch.empty_like(q), **how)
+            return found
 
-    def factor(self, residual: Tensor, rank: int) -> LowRank:
-        """Without waiting for the GPU, as eigh would."""
-        rows = residual.float()
-        return quantise(residual, iterate_directions(rows.mT @ rows, min(rank, *residual.shape[2:])))
-
-    def add_residual(self, out: Tensor, residual: LowRank) -> Tensor:
-        return residual.add_to(out)
+        return over, stand_ins
 
     def _expect_dense_rows(self, **tensors: Tensor) -> None:
         for name, x in tensors.items():

@@ -68,7 +68,7 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
     warm_start: bool = False
     floor: float = 0.1
     refresh_interval: int | None = 1
-    profile: str | None = None
+    density_profile: str | None = None
     """File of a density profile (DensityProfile.save); None: `floor` for every head."""
     floor_clip: tuple[float, float] = (0.15, 0.20)
     """Least and largest floor that a profile may ask for."""
@@ -90,8 +90,10 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.profile is not None and not isinstance(self.profile, str):
-            raise TypeError(f"profile: expected the path of a density profile or None, got {self.profile!r}; pass a string.")
+        if self.density_profile is not None and not isinstance(self.density_profile, str):
+            raise TypeError(
+                f"density_profile: expected the path of a density profile or None, got {self.density_profile!r}; pass a string."
+            )
         if not isinstance(self.floor_clip, (tuple, list)) or len(self.floor_clip) != 2 or self.floor_clip[0] > self.floor_clip[1]:
             raise ValueError(f"floor_clip: expected the least and the largest floor, got {self.floor_clip!r}; write (0.15, 0.2).")
         for ratio in self.floor_clip:
@@ -103,7 +105,7 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
 class SvooPlanner:
     def __init__(self, config: SvooConfig, profile: DensityProfile | None = None) -> None:
         self.config = config
-        self._profile = DensityProfile.load(config.profile) if profile is None and config.profile is not None else profile
+        self._profile = DensityProfile.load(config.density_profile) if profile is None and config.density_profile is not None else profile
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
@@ -155,7 +157,7 @@ class SvooPlanner:
         if len(needed) != q.shape[1]:
             raise ValueError(
                 f"profile: expected one density per head, {q.shape[1]} of them, got {len(needed)}; "
-                "measure the profile with this model, or pass profile=None where heads are spread over devices."
+                "measure the profile with this model, or pass density_profile=None where heads are spread over devices."
             )
         # one head without an entry, and the whole layer takes the fallback
         return torch.where(needed.isnan().any(), self.config.floor, needed.clamp(*self.config.floor_clip))

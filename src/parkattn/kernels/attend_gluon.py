@@ -31,6 +31,7 @@ from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 WARPGROUP_ROWS = 64
+UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile is not shared
 # meetings of a shared query tile: no product reads its queries any more, the sums of one warpgroup lie in their place
 FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
 
@@ -113,7 +114,7 @@ def _list_lost_rows(acc, z, record, row, rows, count, again, A: gl.constexpr):
 @gluon.jit
 def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
               W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
-              QUICK: gl.constexpr):  # fmt: skip
+              QUICK: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
@@ -136,10 +137,17 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             total = all_tiles + bias_tiles
         end = begin + total
         # a tile of at most 64 rows is shared: both warpgroups hold its rows and take every other key tile
-        shared = (rows <= 64) & (total > 1)
+        if SHARE:
+            shared = (rows <= 64) & (total > 1)
+        else:
+            shared: gl.constexpr = False
         if shared | (rows > W * 64):
-            stride = gl.where(shared, 2, 1)
-            first = gl.where(shared, W, 0)
+            if SHARE:
+                stride = gl.where(shared, 2, 1)
+                first = gl.where(shared, W, 0)
+            else:
+                stride: gl.constexpr = 1
+                first: gl.constexpr = 0
             q = q_ring.index(W)
             if W == 1:  # noqa: SIM102 (the outer one is decided at compile time)
                 if shared:
@@ -233,7 +241,7 @@ def attend_hopper_kernel(
     q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, mailbox, again, out, order, lse, factor,
     heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
     D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr,
+    COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, SHARE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
@@ -267,8 +275,8 @@ def attend_hopper_kernel(
     result = (out, (out_b, out_h, out_n), heads, order, lse)
     rings = (q_ring, k_ring, v_ring, bias_ring)
     gl.warp_specialize([
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK)),
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE)),
+        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE)),
         (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -341,13 +349,16 @@ def _attend_heads(
     # each warpgroup of a query tile may lose its rows
     again = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
 
+    # of a long block one tile at most has few rows: shorter loops, without the code that shares it, gain more than sharing it
+    share = n < UNSHARED_ROWS * mask.shape[1]
+
     def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
         attend_hopper_kernel[(programs,)](
             *boxes, work.wide, work.tails, tiles, count, mailbox, again, out,
             q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), out.shape[1], n, m, kb,
             work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
-            QUICK=quick, **tile.constants(d), num_warps=4, maxnreg=168, **FP_FUSION,
+            QUICK=quick, SHARE=share or not quick, **tile.constants(d), num_warps=4, maxnreg=168, **FP_FUSION,
         )  # fmt: skip
 
     launch(work.tiles, work.count, quick=quick)

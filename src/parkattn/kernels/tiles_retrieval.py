@@ -35,6 +35,11 @@ def permute_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
     return {"ROWS": 4096 // head_dim, "num_warps": 4, "num_stages": 1}
 
 
+def residual_tile(head_dim: int) -> dict:
+    """Merging parts and adding a low rank: 16 elements a thread.  Not timed."""
+    return {"ROWS": 4096 // head_dim, "num_warps": 8, "num_stages": 1}
+
+
 def assign_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
     """Measured at (40, 75,600) with 128 / 512 / 1,024 clusters: 0.40 / 1.05 / 1.95.  Next best: 128x128, 8 warps 0.45 / 1.10 / 2.09;
     256x64, 8 warps 0.48 / 1.10 / 2.08.  Keeping the best of every column until the end (no reduction per chunk) is slower: 0.60 / 1.33 / 2.33."""

@@ -1,0 +1,187 @@
+"""Kernels of an anchor step and of the residual: under the interpreter against the definitions, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from gluon_on_cpu import on_cpu
+from interpreted import run_interpreted
+from parkattn.attend import dense_attention
+from parkattn.plan import Blocks, Plan
+from parkattn.residual import LowRank, factor, merge
+from test_kernels_attend import SHARED_MEMORY, compiled, in_interpreter, on_compiler, orders, problem, pytestmark  # noqa: F401 (pytest reads it)
+from test_kernels_gluon import ORDERS, module  # noqa: F401 (a fixture)
+
+HALF = torch.finfo(torch.float16).eps
+
+
+@on_compiler
+def test_the_residual_under_the_interpreter():
+    run_interpreted(__file__, at_least=13)
+
+
+def by_token(tokens: int, seed: int, heads: int = 2) -> torch.Tensor:
+    """A [b h n d] view of [b n h d] memory, as models have it"""
+    return torch.randn(1, tokens, heads, 64, generator=torch.Generator().manual_seed(seed)).half().transpose(1, 2)
+
+
+@in_interpreter
+@pytest.mark.parametrize("with_stand_ins", [False, True])
+def test_parts_merge_into_dense_and_residual(with_stand_ins):
+    from parkattn.kernels.residual import merge_parts
+
+    parts = [(by_token(70, i), 3 * torch.randn(2, 70)) for i in range(3 if with_stand_ins else 2)]
+    for out, lse in (parts[0], parts[1]):  # rows that keep nothing, and one that skips nothing
+        lse[0, 5 : 7 if out is parts[0][0] else 6] = -torch.inf
+        out[0, 0, 5 : 7 if out is parts[0][0] else 6] = 0
+    dense, residual = merge_parts(*parts)
+    exact = [(out.double(), lse.double().view(1, 2, 70)) for out, lse in parts]
+    whole, sparse = merge(exact[:2])[0], merge([exact[0], *exact[2:]])[0]
+    size = whole.abs().max()
+    assert dense.stride() == parts[0][0].stride()
+    assert (dense.double() - whole).abs().max() <= HALF * size
+    assert (residual.double() - (whole - sparse)).abs().max() <= HALF * (whole - sparse).abs().max()
+
+
+@in_interpreter
+@pytest.mark.parametrize("rank", [8, 3])
+def test_a_low_rank_is_added_in_place(rank):
+    from parkattn.kernels.residual import add_low_rank
+
+    out, residual = by_token(70, 1), factor(by_token(70, 2), rank)
+    exact = out.double() + residual.expand().double()
+    plain = (residual.add_to(out).double() - exact).abs().max()
+    changed = out.clone(memory_format=torch.preserve_format)
+    assert add_low_rank(changed, residual.a, residual.step, residual.b) is changed
+    assert (changed.double() - exact).abs().max() <= 2 * plain
+
+
+def plan_of(tokens: int, keys: int, *, padding: bool) -> Plan:
+    *_, query_offsets, key_offsets, mask = problem(5, tokens, keys, 64, 4, 9, 0.4, torch.float16)
+    if padding:
+        mask[..., -1] = False
+    sides = (Blocks(torch.zeros(1, 2, t), orders(t), ends[None]) for t, ends in ((tokens, query_offsets), (keys, key_offsets)))
+    return Plan(*sides, mask[None], 4, 9 - padding, padding, torch.ones(1, 2))
+
+
+@in_interpreter
+@pytest.mark.parametrize(("compensate", "padding"), [(False, False), (True, False), (True, True)])
+def test_an_anchor_is_dense_attention_and_what_the_sparse_one_misses(compensate, padding):
+    from parkattn.backend.triton import TritonBackend
+
+    backend, plan = TritonBackend("interpreted", gluon=False), plan_of(90, 150, padding=padding)
+    q, k, v = by_token(90, 1), by_token(150, 2), by_token(150, 3)
+    dense, residual = backend.attend_anchor(q, k, v, plan, scale=None, compensate=compensate)
+    attendable = torch.ones(1, 2, 150, dtype=torch.bool)
+    if padding:
+        for head in range(2):
+            attendable[0, head, plan.keys.order[0, head, plan.keys.offsets[0, head, -2] :].long()] = False
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=attendable[:, :, None])
+    unit = HALF * exact.abs().max()
+    # each of two parts is rounded, and so is their sum
+    assert (dense.double() - exact).abs().max() <= 2 * unit
+    sparse = backend.attend(q, k, v, plan, scale=None, compensate=compensate)
+    assert (residual.double() - (exact - sparse.double())).abs().max() <= 4 * unit
+
+
+@in_interpreter
+def test_dense_attention_leaves_out_keys_that_are_not_valid():
+    from parkattn.backend.triton import TritonBackend
+
+    q, k, v = by_token(90, 1), by_token(150, 2), by_token(150, 3)
+    backend = TritonBackend("interpreted", gluon=False)
+    scattered = torch.rand(1, 150, generator=torch.Generator().manual_seed(4)) < 0.6
+    for valid in (None, torch.arange(150)[None] < 100, scattered):
+        out, lse = backend.attend_dense(q, k, v, scale=None, key_valid=valid)
+        exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
+        plain = (dense_attention(q, k, v, key_valid=valid).double() - exact).abs().max()
+        assert (out.double() - exact).abs().max() <= 2 * plain + HALF * exact.abs().max()
+        scores = (q.double() @ k.double().mT / 8).masked_fill(
+            torch.zeros(1, 150, dtype=torch.bool) if valid is None else ~valid, -torch.inf
+        )
+        assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-4)
+
+
+@pytest.fixture
+def hopper(module, monkeypatch):  # noqa: F811 (a fixture)
+    """The backend with the Hopper kernel on the CPU; changes: what else stands in its module"""
+    from parkattn.backend.triton import TritonBackend
+
+    def make(order: dict, **changes):
+        kernels = module("attend_gluon")
+        kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, **order)
+        vars(kernels).update(changes)
+        monkeypatch.setitem(sys.modules, "parkattn.kernels.attend_gluon", kernels)
+        return TritonBackend("on the CPU", gluon=True)
+
+    return make
+
+
+@in_interpreter
+def test_the_hopper_kernel_reads_tokens_in_block_order_in_place(hopper, monkeypatch):
+    from parkattn.kernels import permute
+
+    plan, (q, k, v) = plan_of(90, 150, padding=False), (by_token(90, 1), by_token(150, 2), by_token(150, 3))
+
+    def run(order):
+        sides = (dataclasses.replace(side, order=order(side.tokens)) for side in (plan.queries, plan.keys))
+        plain = dataclasses.replace(plan, **dict(zip(("queries", "keys"), sides, strict=True)))
+        return hopper(ORDERS[0]).attend(q, k, v, plain, scale=None, compensate=True)
+
+    expected = run(lambda tokens: torch.arange(tokens).int().expand(1, 2, -1))
+    monkeypatch.delattr(permute, "gather_rows")
+    assert torch.equal(run(lambda tokens: None), expected)
+
+
+@in_interpreter
+@pytest.mark.parametrize("tokens", [40, 300], ids=["a tile of few rows", "three tiles"])
+def test_dense_attention_in_the_hopper_kernel_shares_no_tile(hopper, tokens):
+    q, k, v = (by_token(t, t).bfloat16() for t in (tokens, 500, 500))
+    valid = torch.arange(500)[None] < 430
+    exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
+    plain = (dense_attention(q, k, v, key_valid=valid).double() - exact).abs().max()
+    runs = [hopper(order, UNSHARED_ROWS=0).attend_dense(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
+    assert all(torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1]) for out, lse in runs)
+    assert (runs[0][0].double() - exact).abs().max() <= 2 * plain + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+
+
+@in_interpreter
+def test_an_anchor_in_the_hopper_kernel(hopper):
+    plan, (q, k, v) = plan_of(90, 150, padding=True), (by_token(90, 1), by_token(150, 2), by_token(150, 3))
+    backend = hopper(ORDERS[1])
+    dense, residual = backend.attend_anchor(q, k, v, plan, scale=None, compensate=True)
+    sparse = backend.attend(q, k, v, plan, scale=None, compensate=True)
+    unit = HALF * dense.abs().max()
+    assert (dense.double() - residual.double() - sparse.double()).abs().max() <= 4 * unit
+
+
+@in_interpreter
+def test_factors_made_without_a_synchronisation_hold_what_the_definition_holds():
+    from parkattn.backend.triton import TritonBackend
+
+    residual = by_token(200, 6) * torch.linspace(2, 0.1, 64).half()
+    left = [
+        (residual.double() - found.expand().double()).square().sum()
+        for found in (TritonBackend("interpreted", gluon=False).factor(residual, 8), factor(residual, 8))
+    ]
+    assert isinstance(factor(residual, 8), LowRank)
+    assert left[0] <= left[1] + 0.01 * residual.double().square().sum()
+
+
+@on_compiler
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_residual_kernels_build(arch):
+    from parkattn.kernels import residual
+    from parkattn.kernels.tiles_retrieval import residual_tile
+
+    tile = residual_tile(128)
+    options = {name: tile[name] for name in ("num_warps", "num_stages")}
+    rows = dict.fromkeys(("kept", "skipped", "stand_ins", "dense", "residual", "out"), "*bf16")
+    small = {**dict.fromkeys(("kept_lse", "skipped_lse", "stand_ins_lse", "step", "b"), "*fp32"), "a": "*i8"}
+    for kernel, constants in ((residual._merge_parts, {"STAND_INS": True}), (residual._add_low_rank, {"RANK": 8})):
+        assert compiled(kernel, rows | small, {"D": 128, "ROWS": tile["ROWS"], **constants}, arch, **options)[1] == 0
