@@ -236,7 +236,7 @@ def test_a_profile_of_other_heads_or_no_profile_at_all_is_refused(tmp_path):
     with pytest.raises(ValueError, match="profile: expected one density per head"):
         planner.plan(case.q, case.k, site_of(case), None)
     with pytest.raises(FileNotFoundError, match="profile: expected a file"):
-        svoo.SvooPlanner(svoo.SvooConfig(profile=str(tmp_path / "none")))
+        svoo.SvooPlanner(svoo.SvooConfig(density_profile=str(tmp_path / "none")))
     (tmp_path / "other").write_bytes(b"no safetensors")
     with pytest.raises(ValueError, match="expected a density profile"):
         DensityProfile.load(tmp_path / "other")
