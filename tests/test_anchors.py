@@ -1,12 +1,13 @@
 """Where anchors lie: the fixed rule over noise levels, and the adaptive one over measured errors."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from parkattn import CallSite, Park, ParkConfig
-from parkattn.reuse import AdaptiveSchedule, History, Schedule, anchor_count, anchor_steps, dense_prefix
+from parkattn.reuse import AdaptiveSchedule, History, Schedule, anchor_count, anchor_steps, dense_prefix, log_signal_to_noise
 
 RUNS = [1, 2, 4, 16, 30, 50, 100]
 
@@ -27,7 +28,28 @@ def phases(when: ParkConfig, total: int, *, levels=None, ran=None, schedule=None
 
 
 def test_six_anchors_of_thirty_linear_steps_are_dense_early():
-    assert anchor_steps(6, 30, flow_levels(30, 1.0)) == anchor_steps(6, 30) == (0, 2, 5, 9, 15, 22)
+    assert anchor_steps(6, 30, flow_levels(30, 1.0)) == anchor_steps(6, 30) == (0, 1, 4, 8, 15, 22)
+
+
+@pytest.mark.parametrize("total", [4, 16, 30, 50])
+@pytest.mark.parametrize("shift", [3.0, 5.0, 12.0])
+def test_a_shifted_flow_keeps_its_anchors(total, shift):
+    """A shift adds the same number to the log signal-to-noise of every step: log (1 - s) / s - log shift."""
+    assert anchor_steps(6, total, flow_levels(total, shift)) == anchor_steps(6, total)
+
+
+def test_anchors_follow_the_levels_and_not_the_steps():
+    """Steps that hardly change the noise need no anchor: a schedule that stays at two levels for long."""
+    levels = tuple(0.95 - 0.0001 * step for step in range(20)) + tuple(0.9 - 0.04 * step for step in range(20))
+    steps = anchor_steps(6, 40, levels)
+    assert sum(step < 20 for step in steps) <= 2
+
+
+def test_levels_above_one_are_those_of_noise_added_to_the_signal():
+    karras = tuple((80 ** (1 / 7) + step / 49 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7 for step in range(50))
+    found = log_signal_to_noise(50, karras)
+    assert found[10] == pytest.approx(-math.log(karras[10])) and found == sorted(found)
+    assert len(set(anchor_steps(8, 50, karras))) == 8
 
 
 @pytest.mark.parametrize("total", RUNS)

@@ -178,17 +178,22 @@ def anchor_count(when: When, total_steps: int | None) -> int:
     return max(1, min(total_steps, round(when.anchors * min(1.0, math.sqrt(total_steps / when.reference_steps)))))
 
 
-# anchors lie at equal distances of progress ** (1 / EARLY): denser early, where a step changes the picture most
-EARLY = 5 / 3
+# the last share of a run has no anchor of its own: what is wrong there has no later step to grow in
+UNANCHORED = 1 / 9
 
 
 @functools.lru_cache(maxsize=64)
 def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] | None = None) -> tuple[int, ...]:
-    """The steps nearest to progress (j / count) ** EARLY, j = 0, 1, ..., each once; progress runs from 0 to 1 (`progress`)."""
-    reached = progress(total_steps, noise_levels)
+    """Steps at equal distances of log signal-to-noise, from the first step to UNANCHORED before the end, each once.
+
+    Between two steps attention changes about as much as the log of signal to noise does (docs/corrections.md).
+    """
+    reached = log_signal_to_noise(total_steps, noise_levels)
+    last = min(total_steps - 1, total_steps * (1 - UNANCHORED))
+    end = reached[math.floor(last)] * (1 - last % 1) + reached[math.ceil(last)] * (last % 1)
     steps = [0]
     for j in range(1, min(count, total_steps)):
-        wanted = (j / count) ** EARLY
+        wanted = reached[0] + (end - reached[0]) * j / count
         nearest = min(range(total_steps), key=lambda step: abs(reached[step] - wanted))
         steps.append(max(steps[-1] + 1, nearest))
     # steps that were pushed past the last one move back
@@ -199,9 +204,18 @@ def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] |
     return tuple(steps)
 
 
-def progress(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
-    """How far a run is at each of its steps: 0 at the first, 1 after the last."""
-    return [step / total_steps for step in range(total_steps)]
+def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
+    """Of each step, from its noise level s: log (1 - s) / s where levels end at 1 (flow), -log s where they go beyond.
+
+    Without levels: those of a flow that falls linearly. The first step may be pure noise, minus infinity: it counts as one more
+    stride of the length of the next. Noise below a hundredth counts as a hundredth: it hides nothing.
+    """
+    levels = noise_levels or tuple(1 - step / total_steps for step in range(total_steps))
+    signal = (lambda level: 1 - level) if max(levels) <= 1 else (lambda level: 1.0)
+    reached = [math.log(max(signal(level), 1e-9) / max(level, 0.01)) for level in levels]
+    if len(reached) > 2:
+        reached[0] = max(reached[0], 2 * reached[1] - reached[2])
+    return reached
 
 
 def _levels(site: CallSite) -> tuple[int, tuple[float, ...] | None]:
