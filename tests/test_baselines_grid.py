@@ -7,9 +7,11 @@ from random import Random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from definitions import output_rounding
 from parkattn.baselines import radial, sol, sparge, sta, svg, xattention
+from parkattn.plan import Roles, assign_roles
 from plans import attend, problem, token_mask
 
 CASES = 240
@@ -223,6 +225,23 @@ def test_svg_without_values_is_refused():
     given = problem(0)
     with pytest.raises(ValueError, match="v: expected the values of this call"):
         svg.SvgPlanner(svg.SvgConfig()).plan(given.q, given.k, given.site(), None)
+
+
+@pytest.mark.parametrize("module", [svg, sta, radial, sparge, xattention, sol])
+def test_planning_never_asks_a_tensor_for_a_value(module, monkeypatch):
+    """Fake tensors have shapes and no values: what would wait for a GPU raises. Roles are made before, with values."""
+    for seed in range(12):  # every combination of text and padding
+        given = problem(seed)
+        attend(module, given)  # what depends on the grid alone is made on the CPU, once
+        roles = vars(assign_roles(given.q, given.k, given.text, given.key_valid))
+        planner = module.ENTRIES[0].make(module.ENTRIES[0].config(backend="reference")).planner
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, monkeypatch.context() as patch:
+            fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in roles.items()}
+            patch.setattr(module, "assign_roles", lambda *_, fake=fake: Roles(**fake))
+            q, k, v = (mode.from_tensor(x) for x in given.tensors)
+            if module is svg:
+                planner.values = v
+            assert planner.plan(q, k, given.site(), None).mask.shape[:2] == q.shape[:2]
 
 
 @pytest.mark.parametrize("module", [svg, sta, radial, sparge, xattention, sol])
