@@ -88,7 +88,7 @@ class Svg2Planner:
         roles = assign_roles(q, k, site.text, site.key_valid)
         queries, keys, memory = cluster_both(verbs, q, k, site, roles, earlier, config)
         weights = centroid_weights(queries, keys, site.scale)
-        ranked, order = weights.sort(dim=-1, descending=True, stable=True)
+        ranked, order = by_weight(weights, keys)
         keep = first_ranks(ranked, config, share_of(keys, config.floor), keys)
         mask = torch.zeros_like(keep).scatter_(-1, order, keep)
         return planned_blocks(verbs, roles, queries, keys, mask, weights, memory)
@@ -128,6 +128,12 @@ def centroid_weights(queries: Clustering, keys: Clustering, scale: float | None)
     log_mass = centroid_log_mass(queries.centroids, keys.centroids, keys.sizes, scale=scale)
     log_mass = log_mass.masked_fill((keys.sizes == 0).unsqueeze(-2), -torch.inf)
     return log_mass.softmax(-1).masked_fill((queries.sizes == 0).unsqueeze(-1), 0.0)
+
+
+def by_weight(weights: Tensor, keys: Clustering) -> tuple[Tensor, Tensor]:
+    """Weights [b h c_q c_k] in falling order, and the cluster at each rank: empty clusters last, ties to the lower index."""
+    ranked, order = weights.masked_fill((keys.sizes == 0).unsqueeze(-2), -1.0).sort(dim=-1, descending=True, stable=True)
+    return ranked.clamp(min=0), order
 
 
 def share_of(found: Clustering, ratio: float | Tensor, slack: float = 0.0) -> Tensor:

@@ -41,7 +41,7 @@ from torch.nn.functional import normalize
 
 from parkattn.backend import resolve_for
 from parkattn.baselines.density_profile import DensityProfile
-from parkattn.baselines.svg2 import AuthorsClusters, centroid_weights, first_ranks, planned_blocks, share_of, with_borders
+from parkattn.baselines.svg2 import AuthorsClusters, by_weight, centroid_weights, first_ranks, planned_blocks, share_of, with_borders
 from parkattn.checks import expect_count, expect_fraction
 from parkattn.cluster import Clustering
 from parkattn.plan import Plan, Roles, assign_roles
@@ -118,7 +118,7 @@ class SvooPlanner:
             queries = Clustering(kept.queries.labels, kept.memory["query_centroids"], kept.queries.sizes[..., : kept.query_clusters])
             keys = Clustering(kept.keys.labels, kept.memory["key_centroids"], kept.keys.sizes[..., : kept.key_clusters])
         weights = centroid_weights(queries, keys, site.scale)
-        ranked, order = weights.sort(dim=-1, descending=True, stable=True)
+        ranked, order = by_weight(weights, keys)
         keep = first_ranks(ranked, config, share_of(keys, self.floors(q, site)), keys)
         mask = torch.zeros_like(keep).scatter_(-1, order, keep)
         if kept is None:
