@@ -133,3 +133,8 @@ def test_every_pin_is_within_the_bounds_of_the_metadata():
 
 def test_every_dependency_names_its_lowest_version():
     assert not [line for line in requirements("video", "plots", "triton") if not re.search(r">=\d", line)]
+
+
+def test_the_matrix_names_tests_that_exist():
+    named = set(re.findall(r'"(test_\w+)"', (ROOT / "tools/matrix.py").read_text()))
+    assert "test_reuse" in named and not {name for name in named if not (ROOT / f"tests/{name}.py").is_file()}

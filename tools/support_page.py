@@ -83,7 +83,9 @@ def support_page(record: dict[str, Any], environments: list[tuple[str, str]]) ->
     outcomes = [(name, what, verdict(found.get(name))) for name, what in environments]
     extras = [(name or "(none)", verdict(entry)) for name, entry in sorted(record["extras"].items())]
     skipped = skipped_everywhere(record)
-    silent = "\n".join(f"- `{name}`: {why}" for name, why in sorted(skipped.items())) or "None."
+    silent = "\n".join(f"- `{name}`: {why}" for name, why in sorted(skipped.items())) or (
+        "None." if found else "No environment has been recorded yet."
+    )
     return f"""# What is supported, and what was tried
 
 Written by `make matrix` (`tools/matrix.py`) from `benchmarks/results/matrix.json`. Each row is an environment of its
