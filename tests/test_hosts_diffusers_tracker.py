@@ -107,35 +107,22 @@ def test_a_scheduler_whose_run_is_over_does_not_count_the_run_of_another_pipelin
 
 def test_conditional_and_unconditional_plans_are_kept_apart(wan):
     enable(wan, SPARSE)
-    seen = trace(wan)
-    guided = {}
-    from parkattn.hosts.diffusers.session import session_of
 
-    def keep(pipe, step, t, tensors):
-        if step == 0:
-            guided.update(session_of(pipe).method.plans._packed)
-        return tensors
+    def first_plans(**guidance):
+        seen = trace(wan)
+        tiny.run_wan(wan, **guidance)
+        return {site.key: stats.plan for site, stats in seen if site.step == 0}
 
-    tiny.run_wan(wan, callback_on_step_end=keep)
+    guided, unguided = first_plans(), first_plans(guidance_scale=1.0)
     assert {key.branch for key in guided} == {"cond", "uncond"}
     assert len(guided) == 4
     # the first step sees the same latents with and without guidance: so does the plan of the conditional branch
-    unguided = {}
-
-    def keep_unguided(pipe, step, t, tensors):
-        if step == 0:
-            unguided.update(session_of(pipe).method.plans._packed)
-        return tensors
-
-    tiny.run_wan(wan, guidance_scale=1.0, callback_on_step_end=keep_unguided)
     assert {key.branch for key in unguided} == {"cond"}
-    for key, (plan, step) in unguided.items():
-        assert step == 0
-        assert torch.equal(plan.key_labels, guided[key][0].key_labels)
+    for key, plan in unguided.items():
+        assert torch.equal(plan.keys.labels, guided[key].keys.labels)
     last = wan.transformer.config.num_layers - 1
-    labels = [guided[key][0].query_labels for key in guided if key.layer == last]
+    labels = [plan.queries.labels for key, plan in guided.items() if key.layer == last]
     assert not torch.equal(*labels)
-    assert len(seen) > 0
 
 
 def test_the_second_expert_of_wan22_does_not_restart_the_warm_up():

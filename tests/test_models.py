@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from parkattn import ParkConfig
 from parkattn.hosts.diffusers import disable, enable, summary
 from parkattn.models import MODELS, SIZES
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
@@ -194,9 +195,7 @@ def test_a_released_size_is_what_its_class_makes_of_it(name):
 
 
 def test_the_sizes_are_those_of_the_presets_and_of_the_paper():
-    from parkattn.config import PRESETS
-
-    assert set(SIZES) == set(PRESETS) and {row.preset for row in MODELS.values()} <= set(SIZES)
+    assert set(SIZES) == set(ParkConfig.PRESETS) and {row.preset for row in MODELS.values()} <= set(SIZES)
     assert {name: size.tokens(*size.video) for name, size in SIZES.items()} == {
         "wan2.1-1.3b": 75_600, "wan2.1-14b": 75_600, "wan2.2-14b": 75_600, "hunyuanvideo": 115_200,
     }  # fmt: skip

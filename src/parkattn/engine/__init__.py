@@ -38,9 +38,8 @@ class Clock:
     step: int | None = None
     total_steps: int | None = None
     branch: str = "cond"
-    grid: tuple[int, int, int] | None = (
-        None  # (frames, height, width) of the video tokens; calls with another number of them are given none
-    )
+    # (frames, height, width) of the video tokens; a call with another number of them is given none
+    grid: tuple[int, int, int] | None = None
     noise_levels: tuple[float, ...] | None = None  # one per step
     gradient: bool = False  # the model runs with gradients on
     recomputed: bool = False  # under gradient checkpointing: the backward pass calls attention again
