@@ -49,7 +49,7 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
         "quality": {**_CORRECTED, "top_p": 0.8, "anchors": 12},
-        "fast": {**_CORRECTED, "top_p": 0.5, "anchors": 6},
+        "fast": {**_CORRECTED, "top_p": 0.5, "anchors": 7},
     }
 
     def __post_init__(self) -> None:

@@ -271,12 +271,15 @@ class Running(MethodConfig):
     """One device synchronisation per call buys an error instead of NaN output."""
     backend: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
+    own_dense: bool = False
+    """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
     guard_rows: int = 0
     """Queries per head whose exact output is computed in every sparse call, to report its error; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("check_finite", self.check_finite)
+        expect_flag("own_dense", self.own_dense)
         expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
 
