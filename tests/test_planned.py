@@ -128,6 +128,17 @@ def test_a_residual_goes_with_its_plan():
     assert park.state_bytes == 0
 
 
+def test_short_videos_may_have_a_rank_of_their_own():
+    config = SMALL.replace(short_residual_rank=32)
+    assert (config.rank_for(16_383), config.rank_for(16_384), SMALL.rank_for(10)) == (32, 8, 8)
+    q, k, v = tokens()
+    few, many = Park(SMALL), Park(config)
+    for park in (few, many):
+        park(q, k, v, site(0))
+    heads, n, dim = 2, 120, 32
+    assert many.state_bytes - few.state_bytes == heads * 24 * (n + 4 + 4 * dim)
+
+
 def test_branches_layers_and_transformers_keep_residuals_apart():
     (q, k, v), (other, _, _) = tokens(), tokens(seed=5)
     park, alone = Park(SMALL), Park(SMALL)

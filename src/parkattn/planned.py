@@ -96,12 +96,13 @@ class PlannedMethod:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
         plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
         kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
-        if self.config.residual_rank:
+        rank = self.config.rank_for(q.shape[2])
+        if rank:
             out, residual = attend_dense_and_rest(q, k, v, plan, backend, **self._how(site))
             with torch.no_grad():
                 if self.repair is not None:
                     residual = out - self._sparse(q, k, v, plan, site, out - residual)
-                kept = backend.factor(residual.detach(), self.config.residual_rank)
+                kept = backend.factor(residual.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
         self.plans.put(site.key, plan, site.step, site.text, kept)
@@ -130,7 +131,7 @@ class PlannedMethod:
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
             phase, held = Phase("refresh", "text or padding changed"), None
-        if phase.name == "refresh" and self.config.residual_rank:
+        if phase.name == "refresh" and self.config.rank_for(q.shape[2]):
             phase = Phase("anchor", phase.reason)
         return phase, held
 
