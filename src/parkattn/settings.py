@@ -256,11 +256,19 @@ class Correction(MethodConfig):
     residual_rank: int = 0
     """Keep what a dense step shows to be missing as a matrix of this rank per head, and add it until the next; 8 is usual, 0: none.
     Plans are then built at dense steps. Held: one byte per token, head, layer, branch and unit of rank."""
+    short_residual_rank: int | None = None
+    """Rank of a residual below 16,384 tokens, where a higher one takes no more memory; None: residual_rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("compensate", self.compensate)
         expect_count("residual_rank", self.residual_rank, least=0)
+        if self.short_residual_rank is not None:
+            expect_count("short_residual_rank", self.short_residual_rank, least=0)
+
+    def rank_for(self, tokens: int) -> int:
+        """The rank of the residual of this many queries; 0: none is kept."""
+        return self.short_residual_rank if self.short_residual_rank is not None and tokens < LONG_VIDEO else self.residual_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,12 +279,15 @@ class Running(MethodConfig):
     """One device synchronisation per call buys an error instead of NaN output."""
     backend: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
+    own_dense: bool = False
+    """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
     guard_rows: int = 0
     """Queries per head whose exact output is computed in every sparse call, to report its error; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("check_finite", self.check_finite)
+        expect_flag("own_dense", self.own_dense)
         expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
 
