@@ -75,7 +75,7 @@ class PlannedMethod:
             return self._anchor(phase, q, k, v, site, backend, held)
         residual = None
         if phase.name == "refresh" or held is None:
-            plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
+            plan = self._plan(q, k, site, backend, held)
             self.plans.put(site.key, plan, site.step, site.text)
         else:
             plan, residual = held.plan, held.residual
@@ -94,7 +94,7 @@ class PlannedMethod:
         self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
-        plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
+        plan = self._plan(q, k, site, backend, held)
         kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
         rank = self.config.rank_for(q.shape[2])
         if rank:
@@ -116,6 +116,16 @@ class PlannedMethod:
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
             by = ""
         return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2]), backend=by))
+
+    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None) -> Plan:
+        """A new plan, or with `share_branches` the one that another branch made at this step."""
+        if self.config.share_branches:
+            sibling = self.plans.sibling(site.key, site.step)
+            other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
+            usable = other is not None and other.plan.fits(q, k) and other.text == site.text
+            if other is not None and usable and other.plan.padding == (site.key_valid is not None):
+                return other.plan
+        return make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
         """The method's own sparse output, from that of the kept blocks."""

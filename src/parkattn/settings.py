@@ -216,6 +216,8 @@ class When(MethodConfig):
     """Steps at which plans are rebuilt, instead of refresh_interval."""
     reference_steps: int = 50
     """Shorter runs refresh sooner, in proportion, and have fewer anchors (`anchor_count`)."""
+    share_branches: bool = False
+    """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the guidance."""
     anchors: int | None = None
     """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there and nowhere
     else. None: the first steps are dense, by the fields above."""
@@ -242,6 +244,7 @@ class When(MethodConfig):
         if self.refresh_interval is not None:
             expect_count("refresh_interval", self.refresh_interval)
         expect_count("reference_steps", self.reference_steps)
+        expect_flag("share_branches", self.share_branches)
         object.__setattr__(self, "dense_layers", expect_indices("dense_layers", self.dense_layers))
         if self.refresh_steps is not None:
             object.__setattr__(self, "refresh_steps", expect_indices("refresh_steps", self.refresh_steps))
