@@ -1,6 +1,6 @@
-"""Dense attention in our own kernel beside cuDNN's and FlashAttention-3's, an anchor step, and what the low-rank residual costs a reuse step.
+"""Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual.
 
-Everything is timed twice, the second time in reverse order. "Bar" is what issue and docs ask: a dense call at most 0.88 of cuDNN's time,
+Everything is timed twice, the second time in reverse order. The bars: a dense call takes at most 0.88 of cuDNN's time,
 adding the residual at most 3 % of a reuse call.
 """
 
@@ -27,7 +27,10 @@ DENSE_BAR, RESIDUAL_BAR = 0.88, 0.03
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    """Against float64: dense attention with and without padding, short and long, an anchor, the residual; and none of it waits for the GPU."""
+    """Against float64: dense attention with and without padding, short and long, an anchor, the residual.
+
+    None of it waits for the GPU.
+    """
     for dim in (64,) if rehearse else (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float16):
             ours = triton_backend("asked for", device, dtype, dim)
@@ -78,8 +81,9 @@ def _gate_anchor(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: 
         yield verdict(f"{name}: dense", (dense.double() - exact).abs().max(), 2 * unit)
         sparse = ours.attend(q, k, v, plan, scale=None, compensate=compensate)
         yield verdict(f"{name}: residual", (residual.double() - (exact - sparse.double())).abs().max(), 4 * unit)
-        left = [(residual.double() - found.expand().double()).square().sum() for found in (kept, factor(residual, RANK))]
-        yield verdict(f"{name}: energy that rank {RANK} leaves out", left[0], left[1] + 0.01 * residual.double().square().sum())
+        energy, best = residual.double().square().sum(), factor(residual, RANK)
+        left, least = ((residual.double() - x.expand().double()).square().sum() for x in (kept, best))
+        yield verdict(f"{name}: energy that rank {RANK} leaves out", left, least + 0.01 * energy)
         wanted = sparse.double() + kept.expand().double()
         plain = (kept.add_to(sparse).double() - wanted).abs().max()
         with _unsynchronised(device):
@@ -87,9 +91,18 @@ def _gate_anchor(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: 
         yield verdict(f"{name}: residual added", (added.double() - wanted).abs().max(), 2 * plain + unit)
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device,
+    peak: dict[str, float],
+    *,
+    repeats: int = 7,
+    rehearse: bool = False,
+) -> Iterator[dict[str, Any]]:
     shape = TINY if rehearse else WAN_14B
-    ours, plan = triton_backend("asked for", device, torch.bfloat16, shape.dim), random_plan(shape, DENSITY, device, multiples=(64, 32))
+    ours, plan = (
+        triton_backend("asked for", device, torch.bfloat16, shape.dim),
+        random_plan(shape, DENSITY, device, multiples=(64, 32)),
+    )
     q, k, v = rows(shape, device)
     together = [x.contiguous() for x in (q, k, v)]
     calls: dict[str, Call] = dict(dense_calls(q, k, v))
@@ -103,7 +116,8 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, r
     calls[reuse] = partial(ours.attend, q, k, v, plan, scale=None, compensate=True)
     calls["add residual"] = partial(ours.add_residual, torch.empty_like(q), kept)
     flops = dict.fromkeys((*dense_calls(q, k, v), "ours", "ours, rows of a head together", "anchor, compensated"), 1.0)
-    yield from _timed("tiny" if rehearse else "wan2.1-14b", shape, calls, flops, repeats, {"add residual": reuse}, kept.nbytes)
+    case = "tiny" if rehearse else "wan2.1-14b"
+    yield from _timed(case, shape, calls, flops, repeats, {"add residual": reuse}, kept.nbytes)
     del q, k, v, together, calls, residual, kept, plan
     free_memory()
 
@@ -116,12 +130,19 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, r
         "stock, with a mask": partial(dense_attention, q, k, v, key_valid=valid),
         "ours, padded": partial(ours.attend_dense, q, k, v, scale=None, key_valid=valid),
     }
-    yield from _timed("tiny, padded" if rehearse else "hunyuan, padded", shape, padded, dict.fromkeys(padded, 1.0), repeats, {}, None)
+    case = "tiny, padded" if rehearse else "hunyuan, padded"
+    yield from _timed(case, shape, padded, dict.fromkeys(padded, 1.0), repeats, {}, None)
     free_memory()
 
 
 def _timed(
-    case: str, shape: Shape, calls: dict[str, Call], flops: dict[str, float], repeats: int, beside: dict[str, str], kept_bytes: int | None
+    case: str,
+    shape: Shape,
+    calls: dict[str, Call],
+    flops: dict[str, float],
+    repeats: int,
+    beside: dict[str, str],
+    kept_bytes: int | None,
 ) -> Iterator[dict[str, Any]]:
     """beside: what a call's time is a share of, where that is not the first one."""
     rounds = [steady_ms(turn, repeats) for turn in (calls, dict(reversed(calls.items())))]

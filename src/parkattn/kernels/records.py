@@ -12,7 +12,7 @@ TILE_WIDE = tl.constexpr(4)  # key tiles made of wide granules; they come first
 TILE_PLAIN = tl.constexpr(5)  # key tiles that need no bias; the wide ones are among them
 TILE_KEYS = tl.constexpr(6)  # key tiles without stand-ins
 
-# counters of one attention call: query tiles, the next one to hand out, and the same for tiles that are computed a second time
+# counters of one attention call: query tiles, the next one to hand out; the same for tiles computed a second time
 COUNTERS = tl.constexpr(4)
 COUNT = tl.constexpr(0)
 NEXT = tl.constexpr(1)
