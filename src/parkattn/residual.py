@@ -74,8 +74,8 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
 def iterate_directions(gram: Tensor, rank: int, *, iterations: int = 16) -> Tensor:
     """`top_directions` without a host synchronisation: orthogonal iteration in float64, Y <- orth(G Y).
 
-    The subspace converges as (eigenvalue r+1 / eigenvalue r)^iterations; where these are close, one does for the other at
-    little cost. orth(Y) = Y L^-T with L L^T = Y^T Y + a little of the identity, which leaves the directions of a
+    The subspace converges as (eigenvalue r+1 / eigenvalue r)^iterations; where these are close, mistaking one for the
+    other costs little. orth(Y) = Y L^-T with L L^T = Y^T Y + a little of the identity, which leaves the directions of a
     rank-deficient G short instead of undefined; applied twice it is orthonormal to rounding.
     """
     d = gram.shape[-1]

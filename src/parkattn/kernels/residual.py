@@ -28,7 +28,8 @@ def _weights(first, second):
 @triton.jit
 def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse, dense, residual, heads, n,
                  stride_b, stride_h, stride_n, D: tl.constexpr, ROWS: tl.constexpr, STAND_INS: tl.constexpr):
-    """dense = kept and skipped keys merged; residual = dense - sparse.  sparse = kept keys and stand-ins merged, or kept ones.
+    """dense = kept and skipped keys merged; residual = dense - sparse, with sparse = kept keys,
+    merged with stand-ins where there are some.
 
     Grid (row tiles, b*h).  Traffic: 4 n d elements per head, 5 with stand-ins.
     """
@@ -55,7 +56,10 @@ def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse,
 @triton.jit
 def _add_low_rank(out, a, step, b, heads, n, stride_b, stride_h, stride_n, D: tl.constexpr, RANK: tl.constexpr,
                   ROWS: tl.constexpr):
-    """out[i, :] += sum_c a[i, c] step[c] b[c, :].  Grid (row tiles, b*h).  Traffic: 2 n d elements, n RANK bytes a head."""
+    """out[i, :] += sum_c a[i, c] step[c] b[c, :].
+
+    Grid (row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head.
+    """
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
