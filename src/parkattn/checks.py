@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -178,9 +178,12 @@ def expect_flag(name: str, value: object) -> None:
 
 def expect_indices(name: str, value: Any) -> tuple[int, ...]:
     """Sorted, each once, counted from 0."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    try:
+        indices = None if isinstance(value, (str, bytes, Mapping)) else tuple(value)
+    except TypeError:
+        indices = None
+    if indices is None:
         raise TypeError(f"{name}: expected a collection of indices counted from 0, got {shown(value)}; write (0, 1) or range(...).")
-    indices = tuple(value)
     for index in indices:
         expect_count(name, index, least=0)
     return tuple(sorted(set(indices)))
