@@ -1,4 +1,4 @@
-# make demo   set up, then dense attention against PARK with the small trained model on this CPU: videos, metrics, a page
+# make demo   set up, then park demo: dense attention against PARK with the small trained model on this CPU: videos, metrics, a page
 # make test   set up, then style, types, layout and every test
 # make bench  sparse against dense time on this machine's CPU
 # make extras each extra alone, from the built wheel in an empty environment, at its job (downloads several GB)
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test bench extras matrix lint clean
 
 demo: $(INSTALLED)
-	$(BIN)/park compare --methods dense,park --height 176 --width 288 --out out/demo
+	$(BIN)/park demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -16,12 +16,12 @@ def park(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PARK, *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_demo_writes_a_picture_and_a_record(tmp_path):
-    done = park("demo", "--out", str(tmp_path / "demo"))
+def test_the_scene_is_written_as_a_picture_and_a_record(tmp_path):
+    done = park("scene", "--out", str(tmp_path / "scene"))
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "demo" / "result.json").read_text())
+    record = json.loads((tmp_path / "scene" / "result.json").read_text())
     rows = {row["method"]: row for row in record["results"]}
-    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "scene" / "scene.png").read_bytes().startswith(b"\x89PNG")
     assert record["environment"]["torch"] and record["config"]["top_p"] == 0.9
     # at a fixed budget each half of PARK adds recall on this scene
     for budget in ("0.15", "0.2"):
@@ -32,7 +32,7 @@ def test_demo_writes_a_picture_and_a_record(tmp_path):
 def test_an_unwritable_folder_is_one_line_and_exit_code_2(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    failed = park("demo", "--out", str(blocker / "demo"))
+    failed = park("scene", "--out", str(blocker / "scene"))
     assert failed.returncode == 2
     assert failed.stderr.startswith("park: ") and "Traceback" not in failed.stderr
 
@@ -46,6 +46,22 @@ def test_version_is_the_packages():
     import parkattn
 
     assert park("--version").stdout.strip() == parkattn.__version__
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["genrate", "x"], "got 'genrate'; did you mean generate?"),
+        (["generate", "--sead", "1"], "--sead: expected an option of park generate, got none of them; did you mean --seed?"),
+        (["generate", "x", "--seed", "y"], "--seed: expected a value as its help says, got another ("),
+        (["bench", "cpuu"], "got 'cpuu'; did you mean cpu?"),
+        (["generate", "a", "b"], "park generate: expected its arguments as its help says, got another ("),
+    ],
+)
+def test_a_command_line_that_does_not_parse_is_one_line_with_the_nearest_name(words, said):
+    failed = park(*words)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("park: ") and failed.stderr.count("\n") == 1 and said in failed.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["demo", "--help"]])

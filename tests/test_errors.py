@@ -217,7 +217,7 @@ def test_text_outside_the_sequence_or_covering_all_of_it_is_refused(span):
     refused(park_attention, q, k, v, SMALL, text=span, named="text", came=str(span.stop))
 
 
-@pytest.mark.parametrize("span", [3, (0, 2), "text", slice(0, 6, 2), slice(None, 3)])
+@pytest.mark.parametrize("span", [3, (0, 2), "text", slice(0, 6, 2), slice(None, 3), slice("a", 3), slice(0, 2.5)])
 def test_text_that_is_no_plain_slice_is_refused(span):
     q, k, v = tensors()
     refused(park_attention, q, k, v, SMALL, text=span, named="text", came=repr(span), error=TypeError)

@@ -163,6 +163,13 @@ def test_a_file_without_prompts_or_with_one_twice_is_refused(tmp_path, text, mes
         prompts.read_prompts(tmp_path / "prompts.txt")
 
 
+def test_only_ends_of_lines_end_a_prompt_and_a_mark_of_the_encoding_is_none_of_it(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeff# two cats\r\na\u2028cat\rthe\x85dog\x0cruns\n  # nobody\n\n\u732b #2\n".encode())
+    found = prompts.read_prompts(file)
+    assert [(item.line, item.prompt) for item in found] == [(2, "a\u2028cat"), (3, "the\x85dog\x0cruns"), (6, "\u732b #2")]
+
+
 def test_other_bad_input_is_one_line_before_a_model_is_loaded(model, file, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"prompts: expected a text file with one prompt per line, got no file .*missing.txt; write one"):
         prompts.read_prompts(tmp_path / "missing.txt")

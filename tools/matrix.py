@@ -156,7 +156,7 @@ INTERPRETED = f"""TRITON_INTERPRET=1 python -c "{ATTEND.format(", dtype=torch.fl
 SANITIZE = "from parkattn.bench.sanitize import compute_sanitizer; print(compute_sanitizer())"
 EXTRAS = {
     "": {"attention": f'python -c "{ATTEND.format("", "")}"', "commands": DOCTOR},
-    "plots": {"pictures": "park demo --out $OUT/demo"},
+    "plots": {"pictures": "park scene --out $OUT/scene"},
     "diffusers": {"a model loads and runs": f'python -c "{LOAD}"'},
     "video": {"park generate": VIDEO},
     "triton": {"attention by the kernels, interpreted": INTERPRETED},

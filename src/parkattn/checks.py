@@ -6,14 +6,35 @@ Nothing here repairs or casts input.
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LARGEST = torch.finfo(torch.float32).max
+LARGEST_COUNT = 2**31 - 1  # blocks, layers and steps are counted in int32
+SHOWN = 120  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value on one line of bounded length, whatever its repr does."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {shape_of(value)}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr of somebody else's, or a whole number of more digits than Python prints
+        text = f"a value of type {type(value).__name__}"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
+
+
+def did_you_mean(given: object, known: Iterable[str], otherwise: str) -> str:
+    """Advice that ends a message: the nearest known name, where one is near."""
+    near = difflib.get_close_matches(str(given), sorted(known), n=1) if isinstance(given, str) else []
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -29,6 +50,10 @@ def expect_heads(name: str, value: object) -> None:
     """A floating [b, h, n, d] tensor that holds at least one element."""
     expect_tensor(name, value)
     assert isinstance(value, Tensor)
+    if value.layout != torch.strided or value.is_quantized:
+        raise TypeError(f"{name}: expected an ordinary tensor, got {value.layout} of {value.dtype}; convert it with {name}.to_dense().")
+    if value.device.type == "meta":
+        raise ValueError(f"{name}: expected a tensor with values, got one on the device meta; make it on a CPU or GPU.")
     if value.ndim != 4:
         raise ValueError(
             f"{name}: expected [batch, heads, tokens, dim], got {shape_of(value)}; add the missing axis with unsqueeze or view."
@@ -80,7 +105,7 @@ def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
         )
     if key_valid.device != k.device:
         raise ValueError(f"key_valid: expected device {k.device} as k has, got {key_valid.device}; move it with .to(k.device).")
-    empty = (~key_valid.any(dim=1)).nonzero().flatten().tolist() if key_valid.device.type != "meta" else []
+    empty = (~key_valid.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
             f"key_valid: expected at least one valid key per batch element, got none in element {empty[0]}; drop that element."
@@ -89,14 +114,14 @@ def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
 
 def expect_text(text: slice, n: int, m: int) -> None:
     """A span start:stop inside both sequences that leaves something to cluster."""
-    if not isinstance(text, slice) or text.start is None or text.stop is None or text.step not in (None, 1):
+    if not (isinstance(text, slice) and _is_whole(text.start) and _is_whole(text.stop) and text.step in (None, 1)):
         raise TypeError(
-            f"text: expected slice(start, stop) with both ends given, got {text!r}; write slice(first_text_token, last_text_token + 1)."
+            f"text: expected slice(start, stop) with both ends given, got {shown(text)}; write slice(first_text_token, last_text_token + 1)."
         )
     shorter = min(n, m)
     if not 0 <= text.start <= text.stop <= shorter:
         raise ValueError(
-            f"text: expected a span inside 0..{shorter} (the shorter of q and k), got {text.start}..{text.stop}; count tokens after patching."
+            f"text: expected a span inside 0..{shorter} (the shorter of q and k), got {shown(text.start)}..{shown(text.stop)}; count tokens after patching."
         )
     if text.stop - text.start >= shorter:
         raise ValueError(
@@ -104,25 +129,61 @@ def expect_text(text: slice, n: int, m: int) -> None:
         )
 
 
-def expect_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a whole number >= {least}, got {value!r}; pass an int.")
+def expect_count(name: str, value: object, least: int = 1, most: int = LARGEST_COUNT) -> None:
+    if not _is_whole(value):
+        raise TypeError(f"{name}: expected a whole number >= {least}, got {shown(value)}; pass an int.")
+    assert isinstance(value, int)
     if value < least:
-        raise ValueError(f"{name}: expected a whole number >= {least}, got {value}; raise it to at least {least}.")
-    if most is not None and value > most:
-        raise ValueError(f"{name}: expected a whole number <= {most}, got {value}; lower it.")
+        raise ValueError(f"{name}: expected a whole number >= {least}, got {shown(value)}; raise it to at least {least}.")
+    if value > most:
+        raise ValueError(f"{name}: expected a whole number <= {most}, got {shown(value)}; lower it.")
+
+
+def _fits_float32(value: float) -> bool:
+    """Not so for NaN and Inf; PyTorch takes no whole number past int64."""
+    return abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_COUNT)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def expect_string(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name}: expected some text, got {shown(value)}; pass a str.")
+
+
+def expect_path(name: str, value: object) -> None:
+    if not isinstance(value, (str, os.PathLike)) or os.fsdecode(value) == "" or "\0" in os.fsdecode(value):
+        raise TypeError(f"{name}: expected a path, got {shown(value)}; pass a str or a pathlib.Path.")
+
+
+def expect_device(name: str, value: object) -> None:
+    """A device that is here and holds values."""
+    advice = "pass cpu, or the device of q."
+    try:
+        device = torch.device(value) if isinstance(value, (str, torch.device)) else None
+    except RuntimeError:
+        device = None
+    if device is None or device.type == "meta":
+        raise TypeError(f"{name}: expected a device that holds values, got {shown(value)}; {advice}")
+    if device.type != "cpu" and not 0 <= (device.index or 0) < torch.get_device_module(device.type).device_count():
+        raise ValueError(f"{name}: expected a device that this machine has, got {shown(value)}; {advice}")
 
 
 def expect_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}; pass a bool.")
+        raise TypeError(f"{name}: expected True or False, got {shown(value)}; pass a bool.")
 
 
 def expect_indices(name: str, value: Any) -> tuple[int, ...]:
     """Sorted, each once, counted from 0."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}: expected a collection of indices counted from 0, got {value!r}; write ({value!r},) or range(...).")
-    indices = tuple(value)
+    try:
+        indices = None if isinstance(value, (str, bytes, Mapping)) else tuple(value)
+    except TypeError:
+        indices = None
+    if indices is None:
+        raise TypeError(f"{name}: expected a collection of indices counted from 0, got {shown(value)}; write (0, 1) or range(...).")
     for index in indices:
         expect_count(name, index, least=0)
     return tuple(sorted(set(indices)))
@@ -132,24 +193,23 @@ def expect_fraction(name: str, value: object, *, zero: bool) -> None:
     """A number in [0, 1] or, with zero=False, in (0, 1]."""
     interval = "[0, 1]" if zero else "(0, 1]"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number in {interval}, got {value!r}; pass a float.")
+        raise TypeError(f"{name}: expected a number in {interval}, got {shown(value)}; pass a float.")
     if not (0 <= value <= 1) or (value == 0 and not zero):
-        raise ValueError(f"{name}: expected a number in {interval}, got {value}; choose a value inside.")
+        raise ValueError(f"{name}: expected a number in {interval}, got {shown(value)}; choose a value inside.")
 
 
 def expect_positive(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a positive number, got {value!r}; pass a float.")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a positive finite number, got {value}; choose a small value such as 1e-6.")
+        raise TypeError(f"{name}: expected a positive number, got {shown(value)}; pass a float.")
+    if not (value > 0 and _fits_float32(value)):
+        raise ValueError(f"{name}: expected a positive number that float32 holds, got {shown(value)}; choose a small value such as 1e-6.")
 
 
 def expect_choice(name: str, value: object, choices: Iterable[str]) -> None:
     allowed = sorted(choices)
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        advice = f"did you mean {near[0]}?" if near else "pick one of these."
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}; {advice}")
+    if not isinstance(value, str) or value not in allowed:
+        advice = did_you_mean(value, allowed, "pick one of these.")
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}; {advice}")
 
 
 def expect_scale(scale: object) -> None:
@@ -157,6 +217,6 @@ def expect_scale(scale: object) -> None:
     if scale is None:
         return
     if not isinstance(scale, (int, float)) or isinstance(scale, bool):
-        raise TypeError(f"scale: expected a number or None for head_dim ** -0.5, got {scale!r}; pass a float.")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}; pass None for head_dim ** -0.5.")
+        raise TypeError(f"scale: expected a number or None for head_dim ** -0.5, got {shown(scale)}; pass a float.")
+    if not _fits_float32(scale):
+        raise ValueError(f"scale: expected a finite number that float32 holds, got {shown(scale)}; pass None for head_dim ** -0.5.")

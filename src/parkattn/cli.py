@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -14,26 +15,33 @@ from rich.table import Table
 
 import parkattn
 from parkattn.bench import commands as bench
+from parkattn.checks import did_you_mean, expect_count, shown
+from parkattn.files import explained, make_folder
 from parkattn.methods import METHODS, register_installed
+from parkattn.settings import LARGEST_SEED
 from parkattn.studio import commands as studio
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
 app.registered_commands += studio.app.registered_commands
 app.add_typer(bench.app, name="bench")
 console = Console()
+# typer brings its own copy of click, or uses the installed one: the classes are asked of typer itself
+CommandLineError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
 @app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the picture and the JSON record.")] = Path("out/demo"),
+def scene(
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the JSON record.")] = Path("out/scene"),
     seed: Annotated[int, typer.Option(help="Seed of the scene.")] = 0,
 ) -> None:
-    """PARK, its ablations and dense attention on a built-in scene: quality, density, time, and a picture."""
+    """PARK, its ablations and dense attention on a built-in scene, without a model: recall, density, time, and a picture."""
     from parkattn.demo import METHOD_ORDER, run_method, save_report, scene_for
 
-    out.mkdir(parents=True, exist_ok=True)  # before the work, so that a bad folder costs nothing
-    scene = scene_for(seed)
-    results = [run_method(name, scene) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)]
+    expect_count("seed", seed, least=0, most=LARGEST_SEED)
+    with explained(out):  # before the work, so that a bad folder costs nothing
+        make_folder(out)
+    built = scene_for(seed)
+    results = [run_method(name, built) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)]
     table = Table("method", "density", "recall", "output error", "plan ms", "attention ms", title="8,192 tokens, 4 heads, p = 0.9")
     for row in results:
         table.add_row(
@@ -45,7 +53,7 @@ def demo(
             f"{row.attention_ms:.0f}",
         )
     console.print(table)
-    for path in save_report(results, scene, out):
+    for path in save_report(results, built, out):
         console.print(f"wrote {path}")
 
 
@@ -94,10 +102,42 @@ def _options(
 def main() -> None:
     """What a user can cause is one line and exit code 2; anything else is a defect and keeps its traceback."""
     try:
-        app()
+        ended = app(prog_name="park", standalone_mode=False)
+    except typer.Abort:
+        sys.exit(130)
+    except CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        _refuse(in_one_line(error, sys.argv[1:]))
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"park: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _refuse(str(error))
+    sys.exit(ended if isinstance(ended, int) else 0)
+
+
+def in_one_line(error: Any, words: Sequence[str]) -> str:
+    """What typer refuses in the words of a command line, in the form of every other error."""
+    context = error.ctx
+    command = "park" if context is None else context.command_path
+    message, see = " ".join(error.format_message().split()).rstrip("."), f"see {command} --help."
+    if hasattr(error, "possibilities"):
+        options = [name for parameter in context.command.params for name in parameter.opts]
+        given = error.option_name
+        return f"{shown(given)[1:-1]}: expected an option of {command}, got none of them; {did_you_mean(given, options, see)}"
+    names = sorted(getattr(getattr(context, "command", None), "commands", ()))
+    parameter = getattr(error, "param", None)
+    if names and parameter is None:
+        given = next((word for word in words[len(command.split()) - 1 :] if not word.startswith("-")), "")
+        return f"{command}: expected one of {', '.join(names)}, got {shown(given)}; {did_you_mean(given, names, see)}"
+    what = f"{command}: expected its arguments" if parameter is None else f"{parameter.opts[-1]}: expected a value"
+    return f"{what} as its help says, got another ({shown(message)[1:-1]}); {see}"
+
+
+def _refuse(line: str) -> NoReturn:
+    # words of a command line that is no UTF-8 cannot be printed as they are
+    printable = line.encode("utf-8", "backslashreplace").decode()
+    Console(stderr=True).print(f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

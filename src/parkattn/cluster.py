@@ -158,7 +158,9 @@ def metric_root(metric: Tensor, kind: str = "cholesky") -> Tensor:
     if kind == "cholesky":
         root, failed = torch.linalg.cholesky_ex(exact)
         if bool((failed.bool() & finite).any()):
-            raise ValueError("metric: expected positive definite for root='cholesky', got a singular one; raise alpha or use root='sqrt'.")
+            raise ValueError(
+                "metric: expected positive definite for metric_root='cholesky', got a singular one; raise alpha or set metric_root='sqrt'."
+            )
         return root.to(metric.dtype)
     # eigh refuses NaN, and one head's NaN must not reach the others
     values, vectors = torch.linalg.eigh(torch.where(finite[..., None, None], exact, 0))

@@ -33,7 +33,7 @@ BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
 
 @dataclass(frozen=True)
-class DemoResult:
+class SceneResult:
     method: str
     density: float
     recall: dict[str, float]
@@ -48,13 +48,13 @@ def scene_for(seed: int) -> Scene:
     return clustered_scene(seed=seed)
 
 
-def run_method(method: str, scene: Scene) -> DemoResult:
+def run_method(method: str, scene: Scene) -> SceneResult:
     q, k, v = scene.q, scene.k, scene.v
     begin = time.perf_counter()
     reference = dense_attention(q, k, v)
     dense_ms = (time.perf_counter() - begin) * 1e3
     if method == "dense":
-        return DemoResult("dense", 1.0, {"mean": 1.0, "p05": 1.0, "worst": 1.0}, 0.0, 0.0, dense_ms, {}, None)
+        return SceneResult("dense", 1.0, {"mean": 1.0, "p05": 1.0, "worst": 1.0}, 0.0, 0.0, dense_ms, {}, None)
     config = CONFIG.replace(**VARIANTS[method])
     begin = time.perf_counter()
     plan = build_plan(q, k, config)
@@ -68,7 +68,7 @@ def run_method(method: str, scene: Scene) -> DemoResult:
     # recall is the exact importance that a mask keeps, so one pass over all scores serves every budget
     masks = {str(ratio): select_top_k(estimate, ratio, sizes=plan.keys.sizes) for ratio in BUDGETS}
     budgets = {ratio: kept_mass(truth, mask, plan.queries.sizes).mean().item() for ratio, mask in masks.items()}
-    return DemoResult(
+    return SceneResult(
         method,
         plan.density().mean().item(),
         recall_summary(kept_mass(truth, plan.mask, plan.queries.sizes)),
@@ -80,17 +80,17 @@ def run_method(method: str, scene: Scene) -> DemoResult:
     )
 
 
-def save_report(results: list[DemoResult], scene: Scene, out: Path) -> list[Path]:
-    """result.json and demo.png in `out`."""
+def save_report(results: list[SceneResult], scene: Scene, out: Path) -> list[Path]:
+    """result.json and scene.png in `out`."""
     rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
     record = {"config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment()}
     picture = _picture(results, scene)
     write_atomically(out / "result.json", json.dumps(record, indent=1).encode())
-    write_atomically(out / "demo.png", picture)
-    return [out / "result.json", out / "demo.png"]
+    write_atomically(out / "scene.png", picture)
+    return [out / "result.json", out / "scene.png"]
 
 
-def _picture(results: list[DemoResult], scene: Scene) -> bytes:
+def _picture(results: list[SceneResult], scene: Scene) -> bytes:
     plt = pyplot("pictures")
     by_name = {r.method: r for r in results}
     figure, (film, blocks, curve) = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)

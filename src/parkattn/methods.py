@@ -14,7 +14,7 @@ from typing import Any
 
 from parkattn import park
 from parkattn.baselines import dense, radial, sol, sparge, sta, svg, svg2, svoo, xattention
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, expect_string, shown
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
@@ -28,6 +28,7 @@ def register(entry: MethodEntry) -> MethodEntry:
     """Make a method known by its name in this process."""
     if not isinstance(entry, MethodEntry):
         raise TypeError(f"entry: expected a MethodEntry, got {type(entry).__name__}; write MethodEntry(name, make, line, config).")
+    expect_string("name", entry.name)
     known = METHODS.get(entry.name)
     if known is not None and known != entry:
         raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
@@ -37,6 +38,7 @@ def register(entry: MethodEntry) -> MethodEntry:
 
 def method_entry(name: str) -> MethodEntry:
     """The entry of a method, of another package's too."""
+    expect_string("method", name)
     if name not in METHODS:
         register_installed()
     expect_choice("method", name, METHODS)
@@ -64,9 +66,11 @@ def configured_method(
     """
     if not isinstance(method, str):
         if not isinstance(method, AttentionMethod):
-            raise TypeError(f"method: expected a name out of park methods or an AttentionMethod, got {method!r}; pass a name.")
+            raise TypeError(f"method: expected a name out of park methods or an AttentionMethod, got {shown(method)}; pass a name.")
         if config is not None or changes:
-            raise ValueError(f"config: expected none beside a method that is set already, got {config!r} {changes}; set the method itself.")
+            raise ValueError(
+                f"config: expected none beside a method that is set already, got {shown(config)} {shown(changes)}; set the method itself."
+            )
         return method
     entry = method_entry(method)
     if config is None:
@@ -80,7 +84,7 @@ def configured_method(
     if not isinstance(config, entry.config):
         raise TypeError(
             f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the method {method!r}, "
-            f"got {config!r}; pass one of these."
+            f"got {shown(config)}; pass one of these."
         )
     return entry.make(config.replace(**changes))
 

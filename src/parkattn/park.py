@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.borders import fitting_multiple
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite, shown
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod, attend_planned, make_plan
 from parkattn.registry import MethodEntry
@@ -179,7 +179,9 @@ class Park(PlannedMethod):
 
 def _expect_config(config: ParkConfig | None) -> ParkConfig:
     if config is not None and not isinstance(config, ParkConfig):
-        raise TypeError(f"config: expected a ParkConfig or None, got {config!r}; write ParkConfig(top_p=0.8), or ParkConfig.preset(name).")
+        raise TypeError(
+            f"config: expected a ParkConfig or None, got {shown(config)}; write ParkConfig(top_p=0.8), or ParkConfig.preset(name)."
+        )
     return ParkConfig() if config is None else config
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_choice, expect_key_valid, expect_text
+from parkattn.checks import expect_choice, expect_device, expect_key_valid, expect_path, expect_text
 from parkattn.files import write_atomically
 from parkattn.segments import segment_sizes
 
@@ -119,6 +119,7 @@ class Plan:
         """One safetensors file, complete or absent."""
         from safetensors.torch import save
 
+        expect_path("path", path)
         sides = {"queries": self.queries, "keys": self.keys}
         tensors = {f"{name}.{part}": getattr(side, part) for name, side in sides.items() for part in _PARTS}
         tensors |= {"mask": self.mask, "estimated_mass": self.estimated_mass, "bias": self.bias}
@@ -131,10 +132,14 @@ class Plan:
         """A plan that was saved; a file that holds anything else is refused."""
         from safetensors import SafetensorError, safe_open
 
+        expect_path("path", path)
+        expect_device("device", device)
         try:
             with safe_open(str(path), framework="pt", device=str(device)) as file:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except OSError:
+            raise OSError(f"{path}: expected a plan written by Plan.save, got no file that can be read; check the path.") from None
         except SafetensorError as error:
             raise ValueError(
                 f"{path}: expected a plan written by Plan.save, got a file that does not parse ({error}); save it again."

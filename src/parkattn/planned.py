@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parkattn.attend import dense_attention
 from parkattn.backend import Backend, explain_out_of_memory, resolve_for
-from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_scale, shape_of
+from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_key_valid, expect_scale, shape_of
 from parkattn.plan import Plan
 from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
 from parkattn.segments import outside_autocast
@@ -63,12 +63,15 @@ class PlannedMethod:
         self.schedule.reset()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        expect_attention_inputs(q, k, v)
         # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
         backend = resolve_for(q, self.config.backend)
         phase = self.schedule.phase(site, History(self.plans.refreshed_at(site.key)))
         if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
             phase = Phase("dense", "gradients are asked for, which the kernels do not compute; use torch.no_grad()")
         if phase.name == "dense":
+            if site.key_valid is not None and site.dense is None:
+                expect_key_valid(site.key_valid, k)
             return self._dense(phase, q, k, v, site, backend)
         phase, held = self._usable(phase, q, k, site, backend)
         if phase.name == "anchor":

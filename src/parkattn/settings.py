@@ -8,12 +8,20 @@ class MyConfig(Selection, When, Correction, Running, MethodConfig):
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fraction, expect_indices, expect_positive
+from parkattn.checks import (
+    did_you_mean,
+    expect_choice,
+    expect_count,
+    expect_flag,
+    expect_fraction,
+    expect_indices,
+    expect_positive,
+    shown,
+)
 
 BACKENDS = ("auto", "reference", "triton", "flashinfer")
 KEY_METRICS = ("query-response", "euclidean")
@@ -24,6 +32,7 @@ QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
 # where the attention kernel's tiles begin
 QUERY_TILE, KEY_GRANULE = 64, 32
 LARGEST_SEED = 2**63 - 1
+MOST_ITERATIONS = 1000  # of k-means, which is long still by then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +81,7 @@ class MethodConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         if not isinstance(fields, Mapping):
-            raise TypeError(f"{cls.__name__}: expected a mapping of field names to values, got {fields!r}; pass a dict.")
+            raise TypeError(f"{cls.__name__}: expected a mapping of field names to values, got {shown(fields)}; pass a dict.")
         expect_known_fields(cls, fields)
         return cls(**fields)
 
@@ -89,9 +98,8 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
     unknown = sorted(set(map(str, given)) - set(known))
     if not unknown:
         return
-    near = difflib.get_close_matches(unknown[0], known, n=1)
-    advice = f"did you mean {near[0]}?" if near else "correct or remove that name."
-    raise ValueError(f"{config.__name__}: expected fields out of {', '.join(known)}, got {', '.join(unknown)}; {advice}")
+    advice = did_you_mean(unknown[0], known, "correct or remove that name.")
+    raise ValueError(f"{config.__name__}: expected fields out of {', '.join(known)}, got {shown(', '.join(unknown))[1:-1]}; {advice}")
 
 
 class BlockCounts(NamedTuple):
@@ -130,7 +138,7 @@ class Clusters(MethodConfig):
             if getattr(self, name) is not None:
                 expect_count(name, getattr(self, name))
         for name in ("kmeans_iterations", "warm_iterations"):
-            expect_count(name, getattr(self, name))
+            expect_count(name, getattr(self, name), most=MOST_ITERATIONS)
         expect_count("seed", self.seed, least=0, most=LARGEST_SEED)
         expect_flag("warm_start", self.warm_start)
         object.__setattr__(self, "long_video_blocks", _pair("long_video_blocks", self.long_video_blocks))
@@ -191,7 +199,7 @@ class Selection(MethodConfig):
         expect_fraction("floor", self.floor, zero=True)
         if (self.top_p is None) == (self.top_k is None):
             raise ValueError(
-                f"top_p, top_k: expected exactly one of them, got top_p={self.top_p}, top_k={self.top_k}; for a fixed ratio pass top_p=None, top_k=0.1."
+                f"top_p, top_k: expected exactly one of them, got top_p={shown(self.top_p)}, top_k={shown(self.top_k)}; for a fixed ratio pass top_p=None, top_k=0.1."
             )
         for name in ("top_p", "top_k"):
             if getattr(self, name) is not None:
@@ -309,7 +317,7 @@ class PlannedConfig(When, Correction, Running):
 
 def _pair(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name}: expected two whole numbers, query blocks and key blocks, got {value!r}; write (128, 512).")
+        raise TypeError(f"{name}: expected two whole numbers, query blocks and key blocks, got {shown(value)}; write (128, 512).")
     for count in value:
         expect_count(name, count)
     return value[0], value[1]

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 
+from parkattn.checks import did_you_mean, shown
+
 COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "white")
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 MOTIONS = ("moves right", "moves left", "moves up", "moves down", "bounces", "orbits")
@@ -77,7 +79,7 @@ def held_out_scenes(count: int, seed: int = 0) -> list[Scene]:
     wanted = {"pair": count - count // 2, "sentence": count // 2}
     for kind, scenes in by_kind.items():
         if wanted[kind] > len(scenes):
-            raise ValueError(f"count: expected at most {2 * len(scenes)} held-out prompts, got {count}; ask for fewer")
+            raise ValueError(f"count: expected at most {2 * len(scenes)} held-out prompts, got {count}; ask for fewer.")
     return [scene for kind in by_kind for scene in drawn.sample(by_kind[kind], wanted[kind])]
 
 
@@ -86,12 +88,17 @@ def parse(prompt: str) -> Scene:
     words = prompt.lower().strip().rstrip(".").split()
     for word in words:
         if word not in WORDS:
-            raise ValueError(f"prompt: unknown word {word!r}; allowed words: {', '.join(WORDS)}; for example: {EXAMPLE}")
+            advice = did_you_mean(word, WORDS, f"write for example: {EXAMPLE}.")
+            raise ValueError(
+                f"prompt: expected words this model was trained on, got unknown word {shown(word)}; allowed words: {', '.join(WORDS)}; {advice}"
+            )
     for_motion = 2 if "moves" in words else 1
     if len(words) != 6 + for_motion or words[0] not in ("a", "an") or words[3 + for_motion] != "over":
-        raise ValueError(f'prompt: expected "a COLOUR SHAPE MOTION over COLOUR TEXTURE", got {prompt!r}; for example: {EXAMPLE}')
+        raise ValueError(
+            f'prompt: expected "a COLOUR SHAPE MOTION over COLOUR TEXTURE", got {shown(prompt)}; write for example: {EXAMPLE}.'
+        )
     found = (words[1], words[2], " ".join(words[3 : 3 + for_motion]), words[4 + for_motion], words[5 + for_motion])
     for field, slot, entry in zip(fields(Scene), SLOTS, found, strict=True):
         if entry not in slot:
-            raise ValueError(f"prompt: {entry!r} cannot be the {field.name}; allowed here: {', '.join(slot)}")
+            raise ValueError(f"prompt: expected as {field.name} one of {', '.join(slot)}, got {entry!r}; write for example: {EXAMPLE}.")
     return Scene(*found)

@@ -26,7 +26,7 @@ from parkattn.metrics.budget import solve_budget
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
-from parkattn.settings import MethodConfig, When
+from parkattn.settings import LARGEST_SEED, MethodConfig, When
 from parkattn.site import AttentionOutput, CallSite
 from parkattn.sprites.grammar import held_out_scenes
 from parkattn.store import Cell, Content, Making, Record, Say, Store, content_hash
@@ -54,6 +54,10 @@ class AblationSettings:
         expect_count("prompts", self.prompts)
         expect_fraction("density", self.density, zero=False)
         expect_choice("budget", self.budget, BUDGETS)
+        if not self.methods or not self.seeds:
+            raise ValueError("methods, seeds: expected at least one of each, got none; name some, separated by commas.")
+        for seed in self.seeds:
+            expect_count("seeds", seed, least=0, most=LARGEST_SEED)
         for name in self.methods:
             if not method_entry(name).budgets:
                 raise ValueError(f"methods: expected methods with a budget, got {name!r}, whose density cannot be set; leave it out.")
@@ -82,6 +86,8 @@ def run_ablation(
     expect_settings_used(request, settings.methods)
     prepared, folder = prepare(dataclasses.replace(for_method(request, "dense"), prompt=spare.sentence))
     request = dataclasses.replace(prepared, method=request.method, preset=request.preset, changes=request.changes)
+    for name in settings.methods:
+        _expect_sparse_steps(for_method(request, name))
     if not checkpoints.is_shipped(folder):
         raise ValueError(
             f"model: expected the shipped model, whose held-out prompts are known, got {request.model}; use park compare for others."
@@ -119,6 +125,15 @@ def run_ablation(
 
     rows = Store(out / "rows", say).fill(cells, measure, overwrite=overwrite)
     return _write_table(list(rows.values()), settings, facts, budgets, Store(out, say))
+
+
+def _expect_sparse_steps(request: Request) -> None:
+    """Without one every method is dense, and its density is no density."""
+    config = method_entry(request.method).config.for_model(None, **request.changes)
+    if isinstance(config, When) and request.steps is not None:
+        dense = dense_prefix(config, request.steps) + config.dense_last_steps
+        if dense >= request.steps:
+            raise ValueError(f"steps: expected more than the {dense} that are dense with these settings, got {request.steps}; raise it.")
 
 
 class _Model:

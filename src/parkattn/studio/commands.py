@@ -1,4 +1,4 @@
-"""The commands `park generate`, `park compare`, `park ablation` and `park doctor`: parsing, one call, printing."""
+"""The commands `park generate`, `park compare`, `park demo`, `park ablation` and `park doctor`: parsing, one call, printing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 console = Console()
+DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
 
 Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the shipped model when not given.")]
 Preset = Annotated[str | None, typer.Option(help="The paper's settings by name (park presets); the model's own when not given.")]
@@ -41,7 +42,9 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line, shared out over the ranks of torchrun.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with one prompt per line (# begins a comment), shared out over the ranks of torchrun.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The mp4 (out/video.mp4), with --prompts a folder (out/videos).")] = None,
     model: Model = None,
     method: Annotated[str, typer.Option(help="dense, park or another method's name.")] = "park",
@@ -177,6 +180,16 @@ def compare(
     for note in filter(None, (report["timing_warning"], _why_slower(report))):
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/demo"),
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Dense attention against PARK with the shipped model on this machine: two videos, their metrics and a page. Minutes on a CPU."""
+    compare(methods="dense,park", out=out, seed=seed, height=DEMO_SIZE[0], width=DEMO_SIZE[1], overwrite=overwrite)
 
 
 def _why_slower(report: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from parkattn.checks import did_you_mean
 from parkattn.methods import METHODS, register_installed
 from parkattn.metrics import fidelity
 from parkattn.record import environment
@@ -51,7 +52,8 @@ def choose_methods(asked: str | None) -> list[str]:
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise ValueError(
-            f"methods: expected all or some of {', '.join(METHODS)}, got {', '.join(unknown) or repr(asked)}; separate names by commas."
+            f"methods: expected all or some of {', '.join(METHODS)}, got {', '.join(unknown) or repr(asked)}; "
+            + did_you_mean(unknown[0] if unknown else asked, METHODS, "separate names by commas.")
         )
     return [REFERENCE, *dict.fromkeys(name for name in names if name != REFERENCE)]
 

@@ -38,7 +38,7 @@ OPTIONAL = {
     "triton": ("GPU kernels", "pip install triton"),
     "accelerate": ("--offload", INSTALL),
     "lpips": ("the LPIPS column", "pip install lpips torchvision"),
-    "matplotlib": ("park demo", "pip install 'parkattn[plots]'"),
+    "matplotlib": ("park scene", "pip install 'parkattn[plots]'"),
 }
 
 

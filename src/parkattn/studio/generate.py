@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.hosts.diffusers import Session
+from parkattn.checks import LARGEST_COUNT, shown
+from parkattn.hosts.diffusers import Session, expect_layers
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.models import row_for
 from parkattn.record import environment
-from parkattn.settings import Clusters, MethodConfig
+from parkattn.settings import LARGEST_SEED, Clusters, MethodConfig
 from parkattn.site import AttentionMethod
 from parkattn.sprites import grammar
 from parkattn.store import Cell, Making, Say, Store
@@ -94,6 +95,8 @@ def prepare(request: Request) -> tuple[Request, Path]:
         value = filled.get(name, getattr(request, name))
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
+        if value is not None and value > (LARGEST_SEED if name == "seed" else LARGEST_COUNT):
+            raise ValueError(f"{name}: expected a whole number that fits its generator or int32, got {shown(value)}; lower it.")
     if request.guidance is not None and not (math.isfinite(request.guidance) and request.guidance >= 0):
         raise ValueError(f"guidance: expected a number from 0 on, got {request.guidance}; 1 is none, 3 to 6 are usual.")
     configured_method(request.method, request.preset, **request.changes)
@@ -168,6 +171,7 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
     name = request.preset or row_for(pipe.transformer).preset
     entry = method_entry(request.method)
     config = (entry.config.preset(name) if request.preset else entry.config.for_model(name)).replace(**request.changes)
+    expect_layers(pipe, config)
     if not isinstance(config, Clusters):
         return config
     assert request.frames and request.height and request.width

@@ -51,9 +51,10 @@ class Outcome:
 
 
 def read_prompts(path: Path) -> list[Item]:
-    """One prompt per line; empty lines are skipped."""
+    """One prompt per line, in UTF-8; empty lines and lines that begin with # are skipped."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # a mark of the encoding is no part of a prompt; only ends of lines end one, not what Unicode calls a separator
+        lines = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except FileNotFoundError:
         raise ValueError(
             f"prompts: expected a text file with one prompt per line, got no file {path}; write one, or check the path."
@@ -63,7 +64,7 @@ def read_prompts(path: Path) -> list[Item]:
     items: dict[str, Item] = {}
     for number, line in enumerate(lines, 1):
         prompt = line.strip()
-        if not prompt:
+        if not prompt or prompt.startswith("#"):
             continue
         item = Item(number, prompt, video_name(prompt))
         if item.video in items:

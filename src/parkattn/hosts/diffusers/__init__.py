@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from parkattn.checks import expect_count
 from parkattn.engine.summary import Summary
 from parkattn.hosts.diffusers.sequence_parallel import hunyuan_sequence_parallel
 from parkattn.hosts.diffusers.session import Session, release, sessions_of, summary_of, transformers_of
@@ -44,9 +45,20 @@ def enable(
     """
     model = row_for(next(iter(transformers_of(target).values()))).preset
     made = configured_method(method, config, model=model, **changes)
+    if total_steps is not None:
+        expect_count("total_steps", total_steps)
+    expect_layers(target, getattr(made, "config", None))
     if isinstance(target, torch.nn.Module) and isinstance(made, PlannedMethod):
         dense_prefix(made.config, total_steps)  # refuses now what would fail in the first forward
     return Session(target, made, total_steps, fuse)
+
+
+def expect_layers(target: Any, config: MethodConfig | None) -> None:
+    """A layer that no transformer has would be left out without a word."""
+    named = getattr(config, "dense_layers", ())
+    layers = max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(target).values())
+    if named and named[-1] >= layers:
+        raise ValueError(f"dense_layers: expected layers from 0 to {layers - 1}, which this model has, got {named[-1]}; remove it.")
 
 
 def disable(target: Any) -> None:

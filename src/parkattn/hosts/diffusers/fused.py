@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parkattn.checks import shown
+
 # steps x blocks x elements of hidden_states from which on compiling pays in one run: on an H200 it takes 15 s, and a fused block saves 7e-11 s
 # per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %), twice that in a run with guidance, which cannot be known before
 WORTH_IT = 1.5e11
@@ -32,7 +34,9 @@ class Fusing:
 
     def __init__(self, wanted: bool | None, steps: Callable[[], int | None] = lambda: None) -> None:
         if wanted is not None and not isinstance(wanted, bool):
-            raise TypeError(f"fuse: expected True, False or None, got {wanted!r}; None lets the device and the size of the run decide.")
+            raise TypeError(
+                f"fuse: expected True, False or None, got {shown(wanted)}; None lets the device and the size of the run decide."
+            )
         self.wanted = wanted
         self._steps = steps
         self.outcomes: Counter[str] = Counter()  # since the run began, by calls of blocks

@@ -1,0 +1,259 @@
+"""python tests/fuzz_commands.py [--lines N] [--seed N]
+
+Wrong command lines of `park`. Each may succeed or end with exit code 2 and one line `park: name: expected X, got Y; do Z.`; anything else
+is a raw error. They run in this process with frames that cost nothing, in a temporary folder, without a network or a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import disturbed_files as disturb
+from fuzz_calls import Tally, report
+from parkattn import cli, demo
+from parkattn.bench import cpu, decisions, e2e_turns, gpu, sanitize
+from parkattn.scene import clustered_scene
+from parkattn.sprites.grammar import EXAMPLE
+from parkattn.studio import ablation, checkpoints, doctor
+
+NUMBERS = (
+    "0",
+    "1",
+    "-1",
+    "2",
+    "7",
+    "16",
+    "0.5",
+    "1.5",
+    "-0.5",
+    "nan",
+    "inf",
+    "1e400",
+    "x",
+    "",
+    "1e3",
+    "0x10",
+    str(2**31),
+    str(2**63),
+    str(2**64),
+)
+NUMBERS += ("9" * 5000, "None", "True", "1,2", " 1", "١", "1_0")
+WORDS = ("", " ", "x", "park", "prak", "dense,park", "dense,,park", "all", "auto", "cpu", "cuda", "cuda:7", "cuda:x", "float32", "float8")
+WORDS += ("none", "model", "wan2.1-14b", "wan2.1-1.3b", "wan2.1", "hunyuanvideo", "NVIDIA H200", "H100", "top_p", "top_k", "topp", "\udcff")
+WORDS += (
+    "é" * 300,
+    "a\nb",
+    "[red]",
+    "[/]",
+    "--",
+    "-",
+    "-x",
+    "../..",
+    "/dev/null",
+    "/proc/self/mem",
+    "no/such",
+    ".",
+    "~",
+    "a;b",
+    "%s",
+    "{}",
+)
+PROMPTS = (
+    EXAMPLE,
+    EXAMPLE.upper(),
+    EXAMPLE + ".",
+    "a cat",
+    "a red circle",
+    "",
+    " ",
+    "a red circle moves right over red red",
+    "\udcff",
+    "x" * 9999,
+)
+SETTINGS = ("top_p=0.8", "top_p=2", "topp=0.8", "top_p", "=", "top_p=", "=1", "top_k=0.1", "seed=-1", f"seed={2**64}", "dense_layers=[99]")
+SETTINGS += (
+    "dense_layers=3",
+    "dense_steps=1e9",
+    "key_metric=euclidian",
+    "backend=triton",
+    "check_finite=yes",
+    "top_p=NaN",
+    "\udcff=1",
+    "top_p=[[[[",
+)
+SETTINGS += ("refresh_steps=[1,2]", "query_clusters=null", "long_video_blocks=[1]", "top_p=" + "9" * 5000, "method=park", "compensate=true")
+
+
+class Lines:
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = random.Random(seed)
+        self.folder = folder
+        (folder / "file").write_text("a file")
+        (folder / "prompts.txt").write_text(f"# two\n{EXAMPLE}\n{EXAMPLE.replace('red', 'green')}\n")
+        (folder / "bad.txt").write_bytes(b"\xff\xfe\0")
+        (folder / "twice.txt").write_text(f"{EXAMPLE}\n{EXAMPLE}\n")
+        (folder / "model").mkdir(exist_ok=True)
+        self.paths = tuple(
+            str(folder / name) for name in ("out", "out/a.mp4", "b.mp4", "file", "file/x", "model", "prompts.txt", "bad.txt", "twice.txt")
+        )
+        self.paths += (
+            "relative",
+            "relative/c.mp4",
+            "é" * 300 + ".mp4",
+            "d.mp4",
+            "\udcff.mp4",
+            "a\nb.mp4",
+            "",
+            ".",
+            "/proc/nothing/x.mp4",
+            "/dev/full",
+        )
+
+    def pick(self, values: Any) -> Any:
+        return values[self.random.randrange(len(values))]
+
+    def __iter__(self) -> Iterator[list[str]]:
+        while True:
+            yield self.line()
+
+    def line(self) -> list[str]:
+        command = self.pick((*COMMANDS, "generate", "compare", "ablation", "doctor"))
+        words = command.split()
+        if self.random.random() < 0.05:
+            words[-1] = self.pick(("generat", "bench x", "", "-h", "--helpp", "\udcff", "doctor "))
+        if command == "generate" and self.random.random() < 0.9:
+            words.append(self.pick(PROMPTS) if self.random.random() < 0.6 else EXAMPLE)
+        options = OPTIONS.get(command, {"record": "path", "repeats": "number"})
+        for name in self.random.sample(sorted(options), self.random.randrange(min(4, len(options) + 1))):
+            words += self.option(name, options[name])
+        if self.random.random() < 0.1:
+            words.append(self.pick((*WORDS, "--overwrit", "--sead=1", "--help", "--version", "--json")))
+        if command in ("generate", "compare", "ablation", "demo", "scene") and "--out" not in words:
+            words += ["--out", str(self.folder / f"{self.random.randrange(10**6)}{'.mp4' * (command == 'generate')}")]
+        return words
+
+    def option(self, name: str, kind: str) -> list[str]:
+        if kind == "flag":
+            return [f"--{name}"]
+        usual = {"number": NUMBERS, "path": self.paths, "word": WORDS, "setting": SETTINGS}[kind]
+        value = self.pick(usual) if self.random.random() < 0.85 else self.pick(self.pick((NUMBERS, WORDS, self.paths, SETTINGS)))
+        return [f"--{name}={value}"] if self.random.random() < 0.5 else [f"--{name}", value]
+
+
+_RUN = dict.fromkeys(("seed", "steps", "height", "width", "frames", "fps", "guidance", "text-tokens"), "number")
+_RUN |= {"model": "word", "preset": "word", "set": "setting", "negative": "word", "device": "word", "dtype": "word", "offload": "word"}
+_RUN |= {"overwrite": "flag", "out": "path"}
+OPTIONS: dict[str, dict[str, str]] = {
+    "generate": _RUN | {"prompts": "path", "method": "word"},
+    "compare": _RUN | {"methods": "word", "recall-rows": "number"},
+    "ablation": {name: _RUN[name] for name in ("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")}
+    | {"prompts": "number", "seeds": "number", "methods": "word", "density": "number", "budget": "word"},
+    "doctor": {
+        "json": "flag",
+        "model": "word",
+        "frames": "number",
+        "height": "number",
+        "width": "number",
+        "gpu": "word",
+        "density": "number",
+    },
+    "demo": {"out": "path", "seed": "number", "overwrite": "flag"},
+    "scene": {"out": "path", "seed": "number"},
+    "methods": {"json": "flag"},
+    "presets": {},
+    "bench cpu": {"record": "path", "repeats": "number", "threads": "number"},
+    "bench sanitize": {"record": "path", "only": "word", "limit": "number"},
+    "bench scaling": {"record": "path", "plot": "path", "from": "path", "repeats": "number", "rehearse": "flag"},
+    "bench e2e": {"record": "path", "only": "word", "budget": "number", "full": "flag"},
+    "bench gpu": {"out": "path", "budget": "number", "rehearse": "flag"},
+}
+COMMANDS = (*OPTIONS, "bench attend", "bench pama", "bench layer", "bench decisions", "bench flashinfer", "bench")
+
+
+@contextlib.contextmanager
+def nothing_runs() -> Iterator[None]:
+    """No model, no network, no measurement: what is left is what words mean."""
+
+    def offline(name: str) -> Path:
+        raise ValueError(f"model: expected a folder or a reachable hub id, got {name!r} (offline); check the name and the network.")
+
+    find_model = checkpoints.find_model
+    tested = doctor.self_test()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(disturb.without_a_model())
+        for module, name, value in (
+            (checkpoints, "_download", offline),
+            (checkpoints, "find_model", lambda model: find_model(model)),
+            (
+                ablation,
+                "calibrate",
+                lambda pipe, request, settings, say: {key: {"value": 0.5, "density": 0.5} for key in settings.methods},
+            ),
+            (demo, "clustered_scene", functools.partial(clustered_scene, heads=1, grid=(2, 8, 8))),
+            (demo, "_picture", lambda results, scene: b"a picture"),
+            (doctor, "self_test", lambda: tested),
+            (cpu, "measure_cpu", lambda **options: iter(())),
+            (decisions, "measure_decisions", lambda: iter(())),
+            (sanitize, "run_rounds", lambda only, limit: iter(())),
+            (e2e_turns, "run_and_tabulate", lambda record, **options: ({}, [])),
+            (gpu, "run_all", lambda out, **options: {}),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def run_line(words: list[str]) -> None:
+    """Raises for what is neither success nor a refusal in one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.object(sys, "argv", ["park", *words]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+    said = err.getvalue().rstrip("\n")
+    if code == 2 and said.startswith("park: "):
+        raise ValueError(said)
+    if code == 2 and "Usage: park" in out.getvalue() + said:  # a group without a command shows its help
+        return
+    if code not in (0, 1) or "Traceback" in said:
+        raise AssertionError(f"exit code {code}: {said[-300:]}")
+
+
+def fuzz_commands(count: int, seed: int = 0) -> Tally:
+    tally, before = Tally(), Path.cwd()
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings(), nothing_runs():
+        warnings.simplefilter("ignore")
+        lines = iter(Lines(seed, Path(place)))
+        os.chdir(place)
+        try:
+            for _ in range(count):
+                words = next(lines)
+                tally.add(f"park {' '.join(word[:60] for word in words)!r}", lambda words=words: run_line(words))
+        finally:
+            os.chdir(before)
+    return tally
+
+
+def main() -> None:
+    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader.add_argument("--lines", type=int, default=1_000)
+    reader.add_argument("--seed", type=int, default=0)
+    asked = reader.parse_args()
+    sys.exit(report("command lines", fuzz_commands(asked.lines, asked.seed)))
+
+
+if __name__ == "__main__":
+    main()
