@@ -214,9 +214,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             _store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
             if QUICK:
                 _list_lost_rows(acc, z, record, row, own_rows, count, lost_tiles, A)
-            if (
-                shared
-            ):  # not before the store: it uses the sums that were loaded from the buffer, and a barrier alone does not wait for loads
+            if shared:  # not before the store, which uses what was loaded from that buffer: no barrier waits for loads
                 mbarrier.arrive(q_empty.index(W), count=1)
         else:  # one key tile for at most 64 rows: nothing to share
             mbarrier.arrive(q_empty.index(W), count=1)
