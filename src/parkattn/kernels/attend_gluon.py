@@ -26,7 +26,7 @@ from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_
 from .meeting import announce, meet
 from .records import LOST, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_PLAIN, TILE_ROW, TILE_ROWS
 from .tiles_attend import GluonTile, gluon_tile
-from .triton_versions import FP_FUSION, reinterpret, thread_barrier
+from .triton_versions import ALWAYS_SHARE, FP_FUSION, reinterpret, thread_barrier
 from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -214,9 +214,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             _store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
             if QUICK:
                 _list_lost_rows(acc, z, record, row, own_rows, count, lost_tiles, A)
-            if (
-                shared
-            ):  # not before the store: it uses the sums that were loaded from the buffer, and a barrier alone does not wait for loads
+            if shared:  # not before the store, which uses what was loaded from that buffer: no barrier waits for loads
                 mbarrier.arrive(q_empty.index(W), count=1)
         else:  # one key tile for at most 64 rows: nothing to share
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -354,7 +352,7 @@ def _attend_heads(
     lost_tiles = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
 
     # of a long block one tile at most has few rows: shorter loops, without the code that shares it, gain more than sharing it
-    share = n < UNSHARED_ROWS * mask.shape[1]
+    share = ALWAYS_SHARE or n < UNSHARED_ROWS * mask.shape[1]
 
     def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
         attend_hopper_kernel[(programs,)](
