@@ -161,6 +161,16 @@ def test_radial_band_halves_as_the_distance_doubles_and_then_leaves_frames_out()
     assert [distance for distance in range(64, 128) if bands[distance] >= 0] == list(range(64, 128, 4))
 
 
+def test_radial_drops_a_block_of_which_exactly_three_fifths_are_dense():
+    """Five frames of 13 tokens in blocks of 10 hold such a block: 3 of the 5 columns that are used."""
+    q = torch.randn(1, 1, 65, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    given = replace(problem(0), q=q, k=q, v=q, grid=(5, 1, 13))
+    restate = importlib.import_module("restated.radial").restate
+    for sink in (True, False):
+        mask = token_mask(attend(radial, given, block=10, sink=sink).stats.plan)
+        assert torch.equal(mask, restate(*given.tensors, **given.inputs, block=10, sink=sink).allowed)
+
+
 def test_radial_is_dense_where_one_block_holds_the_video():
     given = replace(grid_problem(5), key_valid=None)
     assert attend(radial, given, block=1000).stats.plan.mask.all()

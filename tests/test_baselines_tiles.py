@@ -181,6 +181,19 @@ def test_sol_keeps_the_normaliser_over_all_keys():
         torch.testing.assert_close(out, dense, rtol=0, atol=bound)
 
 
+def test_sol_of_nearly_equal_scores_is_that_of_the_restatement():
+    """Here the 1e-6 under the root decides, and with it the base of the logarithm that scores are in."""
+    restate = importlib.import_module("restated.sol").restate
+    kept = []
+    for seed in range(48):
+        given = replace(problem(seed), scale=1e-3)
+        settings = {"block": 1, "tau": 0.5, "threshold": ("diag", "exact")[seed % 2]}
+        mask = token_mask(attend(sol, given, **settings).stats.plan)
+        assert torch.equal(mask, restate(*given.tensors, **given.inputs, **settings).allowed), seed
+        kept.append(mask.double().mean())
+    assert min(kept) < 1
+
+
 def test_sol_is_not_compensated_if_told_so():
     given = problem(48)
     settings = {"block": 1, "tau": 1e6}

@@ -216,8 +216,6 @@ def temporal_heads(
     tokens = rows if not words_in(site) else _tokens(rows, site)
     counted = q.new_ones(1, len(rows), dtype=dtype) if valid is None else valid[:, rows].to(dtype)  # [1 or b, r]
     masks = profile_masks(rows, bands, block)
-    if valid is not None:
-        masks = masks & valid[:, None, None]
     chosen = []
     for queries, keys, values in zip(*(x.split(HEADS_AT_ONCE, 1) for x in (q, k, v)), strict=True):
         keys, values = _cells(keys, site, 2).to(dtype), _cells(values, site, 2).to(dtype)
@@ -226,19 +224,19 @@ def temporal_heads(
             scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
         exact = scores.softmax(-1) @ values
         errors = []
-        for mask in masks.unbind(1):
-            out = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1) @ values
+        for mask in masks:
+            out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
             errors.append(_mean_square(out - exact, counted))
         chosen.append(errors[0] - errors[1] > 1e-9 * _mean_square(exact, counted))
     return torch.cat(chosen, 1)
 
 
 def profile_masks(rows: Tensor, bands: Bands, block: int) -> Tensor:
-    """What sampled rows see in a spatial and in a temporal head's profile: [1 2 r cells] bool"""
+    """What sampled rows see in a spatial and in a temporal head's profile: [2 r cells] bool"""
     numbers = bands.numbers(rows.device)
     near = max(1, int(PROFILED_FRAMES[bands.layout] * bands.per_frame / block))
     away = (numbers[:, rows].unsqueeze(-1) // block - numbers.unsqueeze(1) // block).abs()
-    return ((away < near) | (numbers.unsqueeze(1) < bands.sink)).unsqueeze(0)
+    return (away < near) | (numbers.unsqueeze(1) < bands.sink)
 
 
 def _mean_square(x: Tensor, counted: Tensor) -> Tensor:
