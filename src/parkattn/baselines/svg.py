@@ -32,7 +32,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.baselines.video import arrange_keys, arrange_queries, expect_grid, words_in
-from parkattn.checks import expect_choice, expect_count, expect_fraction
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_fraction
 from parkattn.cluster import uniform
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod
@@ -161,6 +161,7 @@ class Svg(PlannedMethod):
         super().__init__("svg", self.profiling, config)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        expect_attention_inputs(q, k, v)
         self.profiling.values = v.detach()
         try:
             return super().__call__(q, k, v, site)
