@@ -2,6 +2,7 @@
 # make test   set up, then style, types, layout and every test
 # make bench  sparse against dense time on this machine's CPU
 # make extras each extra alone, from the built wheel in an empty environment, at its job (downloads several GB)
+# make campaign the long tests: stops, full disks, hostile folders, fuzzed calls, 200 videos; DIFFUSERS_SOURCE=PATH adds its own tests
 # make matrix the lowest, the pinned and the newest versions, each in an environment of its own; writes docs/support.md (an hour or more)
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV ?= .venv
 INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench extras matrix lint clean
+.PHONY: demo test bench extras campaign matrix lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/park demo
@@ -22,6 +23,9 @@ bench: $(INSTALLED)
 
 extras:
 	$(PYTHON) tools/matrix.py extras
+
+campaign: $(INSTALLED)
+	$(BIN)/python tools/campaign.py $(if $(DIFFUSERS_SOURCE),--diffusers $(DIFFUSERS_SOURCE))
 
 matrix:
 	$(PYTHON) tools/matrix.py versions

@@ -1,0 +1,57 @@
+"""Configs say what every field of theirs means."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import parkattn
+from parkattn.methods import METHODS
+
+SOURCES = sorted(Path(parkattn.__file__).parent.rglob("*.py"))
+
+
+def classes():
+    return [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def bases(config):
+    return {getattr(base, "id", getattr(base, "attr", "")) for base in config.bases}
+
+
+def config_classes():
+    """MethodConfig and whatever inherits from it, by the names in the source."""
+    every, found = classes(), {"MethodConfig": None}
+    while True:
+        new = {config.name: config for config in every if config.name in found or bases(config) & found.keys()}
+        if new.keys() == found.keys():
+            return new
+        found = new
+
+
+CONFIGS = config_classes()
+
+
+def fields(config):
+    """name -> whether a string follows."""
+    following = zip(config.body, [*config.body[1:], None], strict=True)
+    return {
+        node.target.id: isinstance(then, ast.Expr) and isinstance(then.value, ast.Constant) and bool(str(then.value.value).strip())
+        for node, then in following
+        if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
+    }
+
+
+def explained(config):
+    """Fields with a string of their own, or of the class that they change the default of."""
+    inherited = {field for base in bases(config) & CONFIGS.keys() for field in explained(CONFIGS[base])}
+    return inherited | {field for field, has_string in fields(config).items() if has_string}
+
+
+def test_the_configs_of_all_methods_are_looked_at():
+    assert {entry.config.__name__ for entry in METHODS.values()} <= CONFIGS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_config_field_is_explained_where_it_is_defined(name):
+    assert fields(CONFIGS[name]).keys() <= explained(CONFIGS[name])

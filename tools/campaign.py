@@ -1,0 +1,226 @@
+"""python tools/campaign.py [store|folders|calls|commands|soak|diffusers ...] [--diffusers PATH]
+
+The long tests, one line with counts each; the exit code is 1 where one fails. Short forms of all parts are in `make test`.
+store: commands cut off before every file operation. folders: hostile model folders. calls, commands: fuzzed API calls and command lines.
+soak: 200 videos in one process. diffusers: its own CPU tests of the supported models (PATH is its source), stock and with every block kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+sys.path.insert(0, str(TESTS))
+
+VIDEOS, WARM_UP = 200, 20
+# of resident memory after the warm-up: the allocator's slack. Plans of such small videos would hide in it, and are counted apart
+GROWTH_MIB = 16
+HANG_SECONDS = 120
+FAMILIES = ("wan", "skyreels", "hunyuan", "cogvideo", "ltx", "mochi")
+NOT_OURS = ("hunyuan_dit", "hunyuandit", "hunyuan_image", "hunyuanimage", "ltx2", "wan_animate")
+
+
+def store() -> bool:
+    return _python(TESTS / "campaign_store.py")
+
+
+def calls() -> bool:
+    return _python(TESTS / "fuzz_calls.py")
+
+
+def commands() -> bool:
+    return _python(TESTS / "fuzz_commands.py")
+
+
+def _python(script: Path) -> bool:
+    return subprocess.run([sys.executable, str(script)], cwd=ROOT).returncode == 0
+
+
+def folders() -> bool:
+    """Every hostile folder is refused in one line; nothing in it runs, and none hangs its reader."""
+    import hostile_folders as hostile
+    import tiny_pipelines as tiny
+    from fuzz_calls import ONE_LINE
+    from parkattn.studio import checkpoints
+
+    def hangs(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, hangs)
+    counts = dict.fromkeys(("folders", "accepted", "ran code", "hung", "other errors"), 0)
+    with tempfile.TemporaryDirectory() as place:
+        whole, folder = Path(place) / "whole", Path(place) / "case" / "model"
+        tiny.wan().save_pretrained(whole)
+        readers = [
+            (name, lambda path: checkpoints.find_model(str(path)), damage) for name, damage in hostile.JUDGED.items()
+        ]
+        readers += [(name, checkpoints.load_pipeline, damage) for name, damage in hostile.LOADED.items()]
+        for name, read, damage in readers:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            shutil.copytree(whole, folder)
+            damage(folder)
+            counts["folders"] += 1
+            signal.alarm(HANG_SECONDS)
+            try:
+                read(folder)
+                outcome = "accepted"
+            except TimeoutError:
+                outcome = "hung"
+            except ValueError as error:
+                outcome = "" if ONE_LINE.fullmatch(str(error)) else "other errors"
+            except BaseException:
+                outcome = "other errors"
+            finally:
+                signal.alarm(0)
+            if hostile.ran(folder).exists():
+                outcome = "ran code"
+            if outcome:
+                counts[outcome] += 1
+                print(f"  {name}: {outcome}")
+    print("folders: " + ", ".join(f"{count} {what}" for what, count in counts.items()), flush=True)
+    return not any(count for what, count in counts.items() if what != "folders")
+
+
+def soak() -> bool:
+    """Videos of two families in one process, enabled anew now and then: memory stays flat, a video repeats to the bit."""
+    import torch
+
+    import parkattn
+    import tiny_pipelines as tiny
+
+    torch.set_num_threads(1)
+    runs = ((tiny.wan(), tiny.run_wan), (tiny.hunyuan(), tiny.run_hunyuan))
+    settings = {
+        "query_clusters": 4,
+        "key_clusters": 6,
+        "top_p": None,
+        "top_k": 0.4,
+        "dense_steps": 1,
+        "reference_steps": 4,
+    }
+    first: dict[int, torch.Tensor] = {}
+    memory, held, different = [], 0, 0
+    for number in range(WARM_UP + VIDEOS):
+        if number % 20 == 0:
+            for pipe, _ in runs:
+                parkattn.enable(pipe, **settings)
+        which = number % 2
+        pipe, run = runs[which]
+        latents = run(pipe, seed=number // 2 % 3, prompt="a cat " * (1 + number % 5))
+        case = number % 30
+        different += not torch.equal(first.setdefault(case, latents), latents)
+        held = max(held, parkattn.summary(pipe).state_bytes)
+        if number in (WARM_UP, WARM_UP + VIDEOS // 2, WARM_UP + VIDEOS - 1):
+            gc.collect()
+            memory.append(_resident_mib())
+    growth = memory[-1] - memory[0]
+    print(
+        f"soak: {VIDEOS} videos, resident memory {memory[0]:.0f}, {memory[1]:.0f}, {memory[2]:.0f} MiB at start, middle and end "
+        f"(at most {GROWTH_MIB} more allowed), {held} bytes of plans held between videos, {different} videos that did not repeat",
+        flush=True,
+    )
+    return growth <= GROWTH_MIB and held == 0 and different == 0
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def own_tests_of_diffusers(source: Path | None) -> bool:
+    """Every test that passes with stock attention passes with every block kept."""
+    if source is None:
+        print(
+            "diffusers: skipped, no source given; make campaign DIFFUSERS_SOURCE=PATH, a clone of the installed version",
+            flush=True,
+        )
+        return True
+    files = sorted(
+        path
+        for part in ("models/transformers", "pipelines")
+        for path in (source / "tests" / part).rglob("test_*.py")
+        if any(name in path.as_posix().lower() for name in FAMILIES)
+        and not any(name in path.as_posix() for name in NOT_OURS)
+    )
+    if not files:
+        print(f"diffusers: expected its tests under {source}, got none; pass a clone of its repository", flush=True)
+        return False
+    stock, kept = _outcomes(source, files, []), _outcomes(source, files, ["-p", "every_block_kept"])
+    passed = {name for name, outcome in stock.items() if outcome == "passed"}
+    lost = sorted(name for name in passed if kept.get(name) != "passed")
+    for name in lost:
+        print(f"  {name}: {kept.get(name, 'did not run')} with every block kept")
+    print(
+        f"diffusers: {len(stock)} tests in {len(files)} files, {len(passed)} pass with stock attention, "
+        f"{len(passed) - len(lost)} of them with every block kept",
+        flush=True,
+    )
+    return bool(passed) and not lost
+
+
+def _outcomes(source: Path, files: list[Path], options: list[str]) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.xml"
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            f"--junitxml={report}",
+            *map(str, files),
+        ]
+        path = os.pathsep.join(filter(None, (str(TESTS), str(source / "src"), os.environ.get("PYTHONPATH"))))
+        offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+        ended = subprocess.run(words, cwd=source, env={**os.environ, **offline}, capture_output=True, text=True)
+        if not report.exists():
+            print(f"  pytest wrote no report: {ended.stdout[-500:]} {ended.stderr[-500:]}")
+            return {}
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        return {f"{case.get('classname')}::{case.get('name')}": _outcome(case) for case in cases}
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
+
+
+def main() -> None:
+    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader.add_argument("parts", nargs="*", metavar="PART")
+    reader.add_argument("--diffusers", type=Path, default=None, metavar="PATH")
+    asked = reader.parse_args()
+    parts: dict[str, Callable[[], bool]] = {
+        "store": store, "folders": folders, "calls": calls, "commands": commands, "soak": soak,
+        "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
+    }  # fmt: skip
+    unknown = sorted(set(asked.parts) - parts.keys())
+    if unknown:
+        reader.error(f"part: expected some of {', '.join(parts)}, got {', '.join(unknown)}; leave it out for all.")
+    outcome = {}
+    for name in asked.parts or parts:
+        begin = time.perf_counter()
+        outcome[name] = parts[name]()
+        print(
+            f"campaign: {name} {'passed' if outcome[name] else 'FAILED'}, {time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+    sys.exit(0 if all(outcome.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
