@@ -33,7 +33,7 @@ from torch import Tensor
 from parkattn.backend import resolve_for
 from parkattn.baselines.svg_ear import ValuePlannedMethod, values_of
 from parkattn.baselines.video import arrange_keys, arrange_queries, expect_grid, words_in
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_fraction
+from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.cluster import uniform
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.registry import MethodEntry
