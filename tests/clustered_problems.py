@@ -7,6 +7,7 @@ import torch
 
 from parkattn.cluster import initial_tokens
 from parkattn.site import CallSite
+from plans import token_mask
 from restated.cases import cases
 
 COUNT = 200
@@ -16,12 +17,6 @@ def problems(count, seed):
     """The restatements' generated cases (text, padding, odd grids); their loops are slow, so most keep one head of theirs."""
     for i, case in enumerate(cases(count, seed)):
         yield case if i % 8 == 0 else replace(case, q=case.q[:, :1], k=case.k[:, :1], v=case.v[:, :1])
-
-
-def seen_tokens(plan):
-    """The plan as a mask [b h n m] over token pairs."""
-    rows = plan.mask.gather(2, plan.queries.labels.long().unsqueeze(-1).expand(-1, -1, -1, plan.mask.shape[3]))
-    return rows.gather(3, plan.keys.labels.long().unsqueeze(2).expand(-1, -1, rows.shape[2], -1))
 
 
 def site_of(case, **more):
@@ -55,4 +50,4 @@ def chosen(case, *spread):
 
 
 def matches(plan, b, result):
-    return torch.equal(seen_tokens(plan)[b], result.allowed[0])
+    return torch.equal(token_mask(plan)[b], result.allowed[0])

@@ -4,7 +4,7 @@ Triton's interpreter knows no Gluon. What a warp-specialised kernel needs is lit
 asynchronous products, hardware barriers. Time is the enemy here as on the GPU: copies are carried out in any order by a thread of their
 own, and what they will overwrite is NaN from the moment they are issued; products read shared memory when they are issued or,
 with `late`, only when they are waited for; and one of the threads may be `slow`. So a slot given back too early, a wait too few and a
-letter overwritten show as wrong numbers, a wait too many as a time-out, and a load past its buffer as an error. What no thread can
+record overwritten show as wrong numbers, a wait too many as a time-out, and a load past its buffer as an error. What no thread can
 show is the order of one warp's own instructions, which the machine code decides.
 """
 

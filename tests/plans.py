@@ -1,12 +1,17 @@
 """Plans as token masks, and small problems with odd grids, text and padding to check planners on."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from random import Random
 
 import torch
 
 from parkattn.site import CallSite
 
+# in this order: the first three use the package's function `restated`; the others import a module of that name, which
+# takes its place
+NAMES = ("sparge", "xattention", "svg", "sol", "sta", "radial")
+RESTATED = {name: import_module(f"restated.{name}").restate for name in NAMES}
 KINDS = ("gaussian", "drifting", "frames", "runs")
 TEXTS = ("none", "front", "inside", "end")
 PADDINGS = ("none", "tail", "scattered")

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, seen_tokens, site_of
+from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
 from parkattn.baselines import svg2, svoo
 from parkattn.baselines.density_profile import DensityProfile, DensityProfiler, profile_densities, required_density
 from parkattn.cluster import first_centroids, lloyd
 from parkattn.planned import make_plan
 from parkattn.site import CallSite
+from plans import token_mask
 from restated import svg2 as restated_svg2
 from restated import svoo as restated_svoo
 
@@ -51,7 +52,7 @@ def test_svg2_with_a_cluster_for_every_token_is_top_p_of_the_attention_itself():
         scale = case.q.shape[-1] ** -0.5 if case.scale is None else case.scale
         weights, order = (case.q @ case.k.mT * scale).softmax(-1).sort(descending=True)
         kept = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order, weights.cumsum(-1) - weights <= 0.7)
-        assert torch.equal(seen_tokens(plan), kept)
+        assert torch.equal(token_mask(plan), kept)
 
 
 def test_svg2_keeps_everything_with_top_p_one():

@@ -1,6 +1,5 @@
 """SVG, STA and Radial Attention: masks that follow the grid of the video."""
 
-import importlib
 import itertools
 from dataclasses import replace
 from random import Random
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from definitions import output_rounding
 from parkattn.baselines import radial, sol, sparge, sta, svg, xattention
 from parkattn.plan import Roles, assign_roles
-from plans import attend, problem, token_mask
+from plans import RESTATED, attend, problem, token_mask
 
 CASES = 240
 GRIDS = ((4, 3, 4), (12, 2, 2), (9, 1, 5))
@@ -63,12 +62,11 @@ METHODS = {"svg": (svg, svg_settings), "sta": (sta, sta_settings), "radial": (ra
 @pytest.mark.parametrize("name", METHODS)
 def test_mask_and_output_are_those_of_the_independent_restatement(name):
     module, settings_for = METHODS[name]
-    restate = importlib.import_module(f"restated.{name}").restate
     for seed in range(CASES):
         given = grid_problem(seed)
         settings = settings_for(Random(seed), given)
         got, more = planned(module, given, settings, seed)
-        want = restate(*given.tensors, **given.inputs, **settings, **more)
+        want = RESTATED[name](*given.tensors, **given.inputs, **settings, **more)
         assert torch.equal(token_mask(got.stats.plan), want.allowed), (seed, settings)
         bound = output_rounding(*given.tensors, given.scale, torch.float64)
         torch.testing.assert_close(got.out, want.out, rtol=0, atol=bound, msg=lambda text, seed=seed: f"{seed}: {text}")
@@ -161,6 +159,15 @@ def test_radial_band_halves_as_the_distance_doubles_and_then_leaves_frames_out()
     assert [distance for distance in range(64, 128) if bands[distance] >= 0] == list(range(64, 128, 4))
 
 
+def test_radial_drops_a_block_of_which_exactly_three_fifths_are_dense():
+    """Five frames of 13 tokens in blocks of 10 hold such a block: 3 of the 5 columns that are used."""
+    q = torch.randn(1, 1, 65, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    given = replace(problem(0), q=q, k=q, v=q, grid=(5, 1, 13))
+    for sink in (True, False):
+        mask = token_mask(attend(radial, given, block=10, sink=sink).stats.plan)
+        assert torch.equal(mask, RESTATED["radial"](*given.tensors, **given.inputs, block=10, sink=sink).allowed)
+
+
 def test_radial_is_dense_where_one_block_holds_the_video():
     given = replace(grid_problem(5), key_valid=None)
     assert attend(radial, given, block=1000).stats.plan.mask.all()
@@ -188,7 +195,6 @@ def test_svg_profiles_at_every_step_after_the_dense_ones():
     given = grid_problem(7)
     phases = [method(*given.tensors, given.site(step=step, total_steps=10)).stats.phase for step in range(4)]
     assert phases == ["dense", "dense", "refresh", "refresh"]
-    assert method.planner.values is None
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -223,7 +229,7 @@ def test_sta_wants_a_window_for_each_head():
 
 def test_svg_without_values_is_refused():
     given = problem(0)
-    with pytest.raises(ValueError, match="v: expected the values of this call"):
+    with pytest.raises(ValueError, match="values: expected the values"):
         svg.SvgPlanner(svg.SvgConfig()).plan(given.q, given.k, given.site(), None)
 
 
@@ -239,9 +245,7 @@ def test_planning_never_asks_a_tensor_for_a_value(module, monkeypatch):
             fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in roles.items()}
             patch.setattr(module, "assign_roles", lambda *_, fake=fake: Roles(**fake))
             q, k, v = (mode.from_tensor(x) for x in given.tensors)
-            if module is svg:
-                planner.values = v
-            assert planner.plan(q, k, given.site(), None).mask.shape[:2] == q.shape[:2]
+            assert planner.plan(q, k, given.site(values=v), None).mask.shape[:2] == q.shape[:2]
 
 
 @pytest.mark.parametrize("module", [svg, sta, radial, sparge, xattention, sol])

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, seen_tokens, site_of
+from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
 from parkattn.baselines import sparsepr, subspace, svg2, svg_ear
 from parkattn.cluster import Clustering
 from parkattn.plan import arrange
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
+from plans import token_mask
 from restated import sparsepr as restated_sparsepr
 from restated import svg_ear as restated_ear
 
@@ -152,7 +153,7 @@ def test_sparsepr_keeps_to_its_density_text_and_probes_included():
     for case in problems(40, seed=52):
         config = sparsepr.SparsePrConfig(query_clusters=4, key_clusters=12, density=0.5, probes=2, backend="reference")
         plan = make_plan(case.q, case.k, sparsepr.SparsePrPlanner(config), site_of(case), None)
-        seen, video = seen_tokens(plan), plan.queries.labels < plan.query_clusters
+        seen, video = token_mask(plan), plan.queries.labels < plan.query_clusters
         largest = plan.keys.sizes[..., : plan.key_clusters].amax(-1)
         for b, h in ((b, h) for b in range(len(seen)) for h in range(seen.shape[1])):
             keys = seen.shape[3] if case.key_valid is None else int(case.key_valid[b].sum())

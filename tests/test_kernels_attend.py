@@ -34,7 +34,7 @@ one_by_one = settings(deadline=None, suppress_health_check=list(HealthCheck), de
 
 @on_compiler
 def test_the_kernel_under_the_interpreter():
-    run_interpreted(__file__, at_least=8)
+    run_interpreted(__file__, at_least=7)
 
 
 # ---------------------------------------------------------------------------------------------- ragged problems
@@ -282,7 +282,7 @@ def test_triton_kernel_builds_and_fits(arch, d, everything):
 
     tile = triton_tile(d, arch)
     switches = dict.fromkeys(("GATHER_Q", "GATHER_K", "COMPENSATE", "LSE"), everything)
-    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "INTERPRETED": False, **switches}
+    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, **switches}
     shared, stack, ptx, _ = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
     assert shared <= SHARED_MEMORY[arch]
     assert stack <= (128 if everything else 0)
@@ -322,6 +322,10 @@ def test_work_list_kernels_build(arch):
     ],
 )
 def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share):
+    from parkattn.kernels.triton_versions import ALWAYS_SHARE
+
+    if ALWAYS_SHARE and not share:
+        pytest.skip("never launched with this Triton")
     build_gluon(d, element, everything, quick, meetings={"8", "9"} if share else set(), share=share)
 
 
@@ -339,7 +343,7 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
         **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
     }
     types = {name: f"tensordesc<{element}[{height}, {width}],{SWIZZLED!r}>" for name, (height, width) in boxes.items()}
-    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "mailbox", "order", "again"), "*i32")
+    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "record_buffers", "order", "lost_tiles"), "*i32")
     types |= {"bias_desc": f"tensordesc<fp32[1, {tile.keys}],{LINEAR!r}>", "lse": "*fp32", "out": f"*{element}", "factor": "fp32"}
     constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "QUICK": quick, "SHARE": share}
     shared, stack, ptx, code = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)

@@ -263,9 +263,9 @@ def test_rows_that_keep_nothing_and_have_stand_ins(module, rows):
 
 
 LOST = {
-    "lost rows left as they are": ("        launch(again, work.count[2:], quick=False)\n", "        pass\n"),
-    "the rows of the other warpgroup": ("        gl.store(tile + 2, row)\n", ""),
-    "more rows than were lost": ("        gl.store(tile + 3, rows)\n", ""),
+    "lost rows left as they are": ("        launch(lost_tiles, work.count[LOST.value :], quick=False)\n", "        pass\n"),
+    "the rows of the other warpgroup": ("        gl.store(tile + TILE_ROW, row)\n", ""),
+    "more rows than were lost": ("        gl.store(tile + TILE_ROWS, rows)\n", ""),
 }
 
 

@@ -37,7 +37,8 @@ def listed_pairs(work, bh, qb, n, m, key_tile, tail):
             if work.bias is not None and j >= plain:
                 valid_rows = torch.tensor(records)[:, None] & 31 > torch.arange(tail)
                 assert torch.equal(
-                    work.bias[which, (j - plain) * key_tile :][:key_tile], torch.where(valid_rows, 0.0, -torch.inf).flatten()
+                    work.bias[which, (j - plain) * key_tile :][:key_tile],
+                    torch.where(valid_rows, 0.0, -torch.inf).flatten(),
                 )
             assert 32 * len(starts) + tail * len(records) == key_tile
             for start, valid in [(s, 32) for s in starts] + [(r >> 5, r & 31) for r in records]:
@@ -55,7 +56,15 @@ def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
     _, _, _, query_offsets, key_offsets, mask = problem(seed, n, m, 1, qb, kb, density, torch.float32)
     query_tile, key_tile, tail = tiles
     work = worklist.build_worklist(
-        query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=query_tile, key_tile=key_tile, tail=tail, tail_bias=True
+        query_offsets,
+        key_offsets,
+        mask,
+        query_tokens=n,
+        key_tokens=m,
+        query_tile=query_tile,
+        key_tile=key_tile,
+        tail=tail,
+        tail_bias=True,
     )
     assert torch.equal(listed_pairs(work, 2, qb, n, m, key_tile, tail), pair_mask(query_offsets, key_offsets, mask).int())
     records = work.tiles[: work.count[0]]
@@ -119,7 +128,12 @@ def test_a_bias_per_block_pair_stands_for_log_n():
     q, k, v, *blocks = problem(6, 90, 150, 64, 4, 9, 0.4, torch.float16)
     centroids, mean_values = (torch.randn(2, 9, 64).half() for _ in range(2))
     bias = torch.randn(2, 4, 9).masked_fill(torch.rand(2, 4, 9) < 0.2, -torch.inf)
-    stand_ins = {"compensate": torch.rand(2, 9) < 0.7, "centroids": centroids, "mean_values": mean_values, "pair_bias": bias}
+    stand_ins = {
+        "compensate": torch.rand(2, 9) < 0.7,
+        "centroids": centroids,
+        "mean_values": mean_values,
+        "pair_bias": bias,
+    }
     out, lse = attend_ragged(q, k, v, *blocks, with_lse=True, tile=TritonTile(32, 32, 4, 2), **stand_ins)
     expected = assert_close(out, q, k, v, *blocks, **stand_ins)
     assert torch.allclose(lse.double(), expected, atol=1e-4)

@@ -51,6 +51,26 @@ def test_an_anchor_without_a_residual_returns_the_models_own_dense_output():
     assert park(q, k, v, site(1)).stats.phase == "reuse"
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_dense_steps_by_the_backend_are_dense_attention_and_say_who_computed_them(padded):
+    q, k, v = tokens()
+    key_valid = torch.arange(120)[None] < 110 if padded else None
+    park = Park(ParkConfig(own_dense=True, query_clusters=4, key_clusters=9))
+    made = park(q, k, v, site(key_valid=key_valid, scale=0.2, dense=lambda: torch.zeros(q.shape)))
+    torch.testing.assert_close(made.out, dense_attention(q, k, v, scale=0.2, key_valid=key_valid))
+    assert made.stats.phase == "dense" and "reference" in made.stats.backend
+    assert not Park(ParkConfig())(q, k, v, site(dense=lambda: torch.zeros(q.shape))).out.any()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_definition_of_dense_attention_gives_its_normaliser(padded):
+    q, k, v = tokens()
+    key_valid = torch.arange(120)[None] < 110 if padded else torch.ones(1, 120, dtype=torch.bool)
+    out, lse = resolve_for(q, "reference").attend_dense(q, k, v, scale=None, key_valid=key_valid if padded else None)
+    weights = torch.exp(q @ k.mT * 32**-0.5 - lse.unsqueeze(-1)) * key_valid[:, None, None]
+    torch.testing.assert_close(weights @ v, out, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_not_finite_at_an_anchor_is_returned_and_keeps_nothing():
     q, k, v = tokens()
     v[0, 0, 3] = torch.nan
@@ -106,6 +126,17 @@ def test_a_residual_goes_with_its_plan():
     assert park(*fewer, site(1, text=slice(90, 100))).stats.phase == "anchor"
     park.reset()
     assert park.state_bytes == 0
+
+
+def test_short_videos_may_have_a_rank_of_their_own():
+    config = SMALL.replace(short_residual_rank=32)
+    assert (config.rank_for(16_383), config.rank_for(16_384), SMALL.rank_for(10)) == (32, 8, 8)
+    q, k, v = tokens()
+    few, many = Park(SMALL), Park(config)
+    for park in (few, many):
+        park(q, k, v, site(0))
+    heads, n, dim = 2, 120, 32
+    assert many.state_bytes - few.state_bytes == heads * 24 * (n + 4 + 4 * dim)
 
 
 def test_branches_layers_and_transformers_keep_residuals_apart():

@@ -1,9 +1,12 @@
 """paper, quality and fast, for every model."""
 
 import pytest
+import torch
 
-from parkattn import ParkConfig, make_method
+import tiny_pipelines as tiny
+from parkattn import ParkConfig, enable, make_method
 from parkattn.methods import configured_method
+from parkattn.reuse import anchor_count, anchor_steps
 
 MODELS = [None, *ParkConfig.PRESETS]
 
@@ -50,3 +53,27 @@ def test_ablations_have_the_profiles_of_park():
 def test_a_profile_survives_a_record():
     config = ParkConfig.profile("quality", model="wan2.1-14b")
     assert ParkConfig.from_dict(config.to_dict()) == config == make_method("park", config.to_dict()).config
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_a_pipeline_runs_a_profile_with_guidance_and_says_what_was_an_anchor(experts):
+    """Two experts: the second begins with an anchor of its own, because it has no plan."""
+    pipe = tiny.wan(experts=experts)
+    stock = tiny.run_wan(pipe, steps=8, guidance_scale=3.0)
+    with enable(pipe, "quality", query_clusters=2, key_clusters=4) as session:
+        out, report = tiny.run_wan(pipe, steps=8, guidance_scale=3.0), session.summary()
+        wanted = set(anchor_steps(anchor_count(ParkConfig.profile("quality"), 8), 8))
+        assert wanted <= set(report.steps["anchor"]) and len(report.steps["anchor"]) <= len(wanted) + experts - 1
+        assert report.calls["anchor"] + report.calls["reuse"] == sum(report.calls.values())
+        assert report.peak_state_bytes > 0 and report.state_bytes == 0
+    assert out.isfinite().all() and not torch.equal(out, stock)
+
+
+def test_padded_text_keeps_its_residual():
+    pipe = tiny.hunyuan()
+    stock = tiny.run_hunyuan(pipe, steps=6)
+    with enable(pipe, "fast", query_clusters=2, key_clusters=4, top_p=1.0) as session:
+        out, report = tiny.run_hunyuan(pipe, steps=6), session.summary()
+    # everything is kept: anchors, plans and residuals of zero change nothing but rounding
+    torch.testing.assert_close(out, stock, rtol=1e-3, atol=1e-3)
+    assert report.calls["anchor"] > 0 and report.calls["reuse"] > 0

@@ -1,4 +1,4 @@
-"""The residual of a sparse step: merged parts are dense attention, and what a low rank in 8 bits leaves out is bounded as stated."""
+"""The residual of a sparse step: parts merge into dense attention, what a low rank in 8 bits leaves out is bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def blocks(*ends: int) -> Blocks:
 def test_kept_and_skipped_keys_attended_apart_merge_into_dense_attention():
     q, k, v = rows(1, 1, 40, 16), rows(1, 1, 60, 16, seed=1), rows(1, 1, 60, 16, seed=2)
     queries, keys = blocks(0, 13, 30, 40), blocks(0, 7, 7, 41, 60)
-    mask = torch.tensor([[[[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]]], dtype=torch.bool)  # one keeps nothing, one everything
+    # one keeps nothing, one everything
+    mask = torch.tensor([[[[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]]], dtype=torch.bool)
     parts = [attend_with_lse(q, k, v, queries, keys, kept) for kept in (mask, ~mask)]
     out, lse = merge(parts)
     assert torch.allclose(out, dense_attention(q, k, v), rtol=0, atol=1e-12)
@@ -59,7 +60,8 @@ def test_iterated_directions_hold_what_the_eigenvectors_hold(decay):
     """Of flat and of steep spectra, at most a hundredth less of the energy."""
     residual = rows(2, 3, 500, 128) * torch.exp(-decay * torch.arange(128.0))
     gram = residual.mT @ residual
-    held, best = ((residual @ found(gram, 8).double().mT).square().sum((-2, -1)) for found in (iterate_directions, top_directions))
+    both = (found(gram, 8).double() for found in (iterate_directions, top_directions))
+    held, best = ((residual @ directions.mT).square().sum((-2, -1)) for directions in both)
     assert (held >= best - 0.01 * residual.square().sum((-2, -1))).all()
 
 

@@ -28,7 +28,7 @@ _PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_i
 # not the paper's: borders where the attention kernel's tiles begin (DESIGN.md, "Block borders"); 1 and 1 give the paper's blocks
 _BORDERS = {"query_multiple": 64, "key_multiple": 32}
 # not the paper's: what stands in for skipped blocks (docs/corrections.md)
-_CORRECTED = {"compensate": True, "residual_rank": 8}
+_CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32, "share_branches": True}
 _BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
 
 
@@ -48,8 +48,8 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
 
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
-        "quality": {**_CORRECTED, "top_p": 0.8, "anchors": 12},
-        "fast": {**_CORRECTED, "top_p": 0.5, "anchors": 6},
+        "quality": {**_CORRECTED, "top_p": 0.7, "anchors": 14},
+        "fast": {**_CORRECTED, "top_p": 0.4, "anchors": 8},
     }
 
     def __post_init__(self) -> None:

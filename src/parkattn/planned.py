@@ -72,14 +72,13 @@ class PlannedMethod:
         if phase.name == "dense":
             if site.key_valid is not None and site.dense is None:
                 expect_key_valid(site.key_valid, k)
-            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
-            return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2])))
+            return self._dense(phase, q, k, v, site, backend)
         phase, held = self._usable(phase, q, k, site, backend)
         if phase.name == "anchor":
             return self._anchor(phase, q, k, v, site, backend, held)
         residual = None
         if phase.name == "refresh" or held is None:
-            plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
+            plan = self._plan(q, k, site, backend, held)
             self.plans.put(site.key, plan, site.step, site.text)
         else:
             plan, residual = held.plan, held.residual
@@ -98,18 +97,38 @@ class PlannedMethod:
         self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
-        plan = make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
-        kept = None
-        if self.config.residual_rank:
+        plan = self._plan(q, k, site, backend, held)
+        kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
+        rank = self.config.rank_for(q.shape[2])
+        if rank:
             out, residual = attend_dense_and_rest(q, k, v, plan, backend, **self._how(site))
             with torch.no_grad():
                 if self.repair is not None:
                     residual = out - self._sparse(q, k, v, plan, site, out - residual)
-                kept = backend.factor(residual.detach(), self.config.residual_rank)
+                kept = backend.factor(residual.detach(), rank)
+        else:
+            out, stats = self._dense(phase, q, k, v, site, backend)
+        self.plans.put(site.key, plan, site.step, site.text, kept)
+        return AttentionOutput(out, stats)
+
+    def _dense(self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend) -> AttentionOutput:
+        """By the model's own attention, or by the backend's where that is asked for and no gradient is."""
+        if self.config.own_dense and (backend.differentiable or not asks_for_gradient(q, k, v)):
+            out, by = attend_every_key(q, k, v, backend, scale=site.scale, key_valid=site.key_valid), backend.reason
         else:
             out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
-        self.plans.put(site.key, plan, site.step, site.text, kept)
-        return AttentionOutput(out, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason))
+            by = ""
+        return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2]), backend=by))
+
+    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None) -> Plan:
+        """A new plan, or with `share_branches` the one that another branch made at this step."""
+        if self.config.share_branches:
+            sibling = self.plans.sibling(site.key, site.step)
+            other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
+            usable = other is not None and other.plan.fits(q, k) and other.text == site.text
+            if other is not None and usable and other.plan.padding == (site.key_valid is not None):
+                return other.plan
+        return make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
         """The method's own sparse output, from that of the kept blocks."""
@@ -125,7 +144,7 @@ class PlannedMethod:
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
             phase, held = Phase("refresh", "text or padding changed"), None
-        if phase.name == "refresh" and self.config.residual_rank:
+        if phase.name == "refresh" and self.config.rank_for(q.shape[2]):
             phase = Phase("anchor", phase.reason)
         return phase, held
 
@@ -161,6 +180,17 @@ def attend_dense_and_rest(
     """Dense attention, and what of it attend_planned misses: [b h n d] each."""
     _expect_attendable(q, k, v, plan, backend, scale)
     return backend.attend_anchor(q, k, v, plan, scale=scale, compensate=compensate)
+
+
+@explain_out_of_memory
+@outside_autocast
+def attend_every_key(
+    q: Tensor, k: Tensor, v: Tensor, backend: Backend, *, scale: float | None = None, key_valid: Tensor | None = None
+) -> Tensor:
+    """Dense attention by the backend: [b h n d]."""
+    expect_attention_inputs(q, k, v)
+    expect_scale(scale)
+    return backend.attend_dense(q, k, v, scale=scale, key_valid=key_valid)[0]
 
 
 @outside_autocast

@@ -1,13 +1,13 @@
-"""What a sparse step leaves out, kept from a step that ran dense: merging partial attention, and a low-rank residual in 8 bits.
+"""What a sparse step leaves out, kept from a dense step: parts of attention merged, a low-rank residual in 8 bits.
 
-Kept and skipped keys attended apart, each with its log-sum-exp, give the dense output without a second pass over either:
+Kept and skipped keys attended apart, each with its log-sum-exp, give the dense output without a second pass:
     out = sum_p exp(lse_p - lse) out_p,    lse = log sum_p exp(lse_p).
 
-The residual R = dense - sparse [n d] of a head is kept as R ~ A B with B [r d] the top-r eigenvectors of R^T R and A = R B^T, the best
-approximation of rank r (Eckart-Young): |R - A B|^2 is the sum of the discarded eigenvalues, 0 where R has rank r or less. A is stored
-in 8 bits with one step s per column, at most max|A_column| / 127, so rounding adds at most s / 2 to an entry of A, and, because the rows
-of B are orthonormal, at most sqrt(sum_c s_c^2) / 2 to the norm of a row. What neither bound covers is age: at a later step the residual is
-that of another step.
+The residual R = dense - sparse [n d] of a head is kept as R ~ A B with B [r d] the top-r eigenvectors of R^T R and
+A = R B^T, the best approximation of rank r (Eckart-Young): |R - A B|^2 is the sum of the discarded eigenvalues, 0 where
+R has rank r or less. A is stored in 8 bits with one step s per column, max|A_column| / 127. Rounding adds at most s / 2
+to an entry of A and, because the rows of B are orthonormal, at most sqrt(sum_c s_c^2) / 2 to the norm of a row. What
+neither bound covers is age: a later step's residual is another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEVELS = 127  # of int8, either side of 0
 
 @dataclass(frozen=True)
 class LowRank:
-    """A B as it is stored: rank / d of a tensor, and half of that again in bf16's terms."""
+    """A B as it is stored: at rank 8 and d = 128 a 32nd of an output in bf16."""
 
     a: Tensor  # [b h n r] int8
     step: Tensor  # [b h r] fp32: what 1 in a column of `a` stands for
@@ -48,7 +48,10 @@ class LowRank:
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over disjoint sets of keys, (out [b h n d], lse [b h n]) each -> that over all of them; 0 and -inf where no part has a key."""
+    """Attention over disjoint sets of keys, (out [b h n d], lse [b h n]) each -> that over all of them.
+
+    0 and -inf where no part has a key.
+    """
     dtype = compute_dtype(parts[0][0].dtype)
     each = torch.stack([lse.to(dtype) for _, lse in parts])
     lse = each.logsumexp(0)
@@ -71,9 +74,9 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
 def iterate_directions(gram: Tensor, rank: int, *, iterations: int = 16) -> Tensor:
     """`top_directions` without a host synchronisation: orthogonal iteration in float64, Y <- orth(G Y).
 
-    The subspace converges as (eigenvalue r+1 / eigenvalue r)^iterations; where these are close, missing one for the other costs as little.
-    orth(Y) = Y L^-T with L L^T = Y^T Y + a trace of the identity, which leaves the directions of a rank-deficient G short instead of
-    undefined; applied twice it is orthonormal to rounding.
+    The subspace converges as (eigenvalue r+1 / eigenvalue r)^iterations; where these are close, mistaking one for the
+    other costs little. orth(Y) = Y L^-T with L L^T = Y^T Y + a little of the identity, which leaves the directions of a
+    rank-deficient G short instead of undefined; applied twice it is orthonormal to rounding.
     """
     d = gram.shape[-1]
     gram = gram.double()

@@ -281,6 +281,11 @@ class PlanStore:
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
 
+    def sibling(self, key: SiteKey, step: int) -> SiteKey | None:
+        """Another branch of the same layer whose plan is of this step."""
+        same = (other for other in self._held if other != key and other[:2] == key[:2])
+        return next((other for other in same if self._held[other].step == step), None)
+
     def reset(self) -> None:
         self._held.clear()
 

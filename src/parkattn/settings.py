@@ -224,6 +224,8 @@ class When(MethodConfig):
     """Steps at which plans are rebuilt, instead of refresh_interval."""
     reference_steps: int = 50
     """Shorter runs refresh sooner, in proportion, and have fewer anchors (`anchor_count`)."""
+    share_branches: bool = False
+    """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the guidance."""
     anchors: int | None = None
     """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there and nowhere
     else. None: the first steps are dense, by the fields above."""
@@ -237,7 +239,7 @@ class When(MethodConfig):
             for name in ("dense_steps", "refresh_steps"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}: expected None beside anchors={self.anchors}, got {getattr(self, name)}; leave out one of them."
+                        f"{name}: expected None beside anchors={self.anchors}, got {shown(getattr(self, name))}; leave out one of them."
                     )
         if self.anchor_error is not None:
             expect_positive("anchor_error", self.anchor_error)
@@ -250,6 +252,7 @@ class When(MethodConfig):
         if self.refresh_interval is not None:
             expect_count("refresh_interval", self.refresh_interval)
         expect_count("reference_steps", self.reference_steps)
+        expect_flag("share_branches", self.share_branches)
         object.__setattr__(self, "dense_layers", expect_indices("dense_layers", self.dense_layers))
         if self.refresh_steps is not None:
             object.__setattr__(self, "refresh_steps", expect_indices("refresh_steps", self.refresh_steps))
@@ -264,11 +267,19 @@ class Correction(MethodConfig):
     residual_rank: int = 0
     """Keep what a dense step shows to be missing as a matrix of this rank per head, and add it until the next; 8 is usual, 0: none.
     Plans are then built at dense steps. Held: one byte per token, head, layer, branch and unit of rank."""
+    short_residual_rank: int | None = None
+    """Rank of a residual below 16,384 tokens, where a higher one takes no more memory; None: residual_rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("compensate", self.compensate)
         expect_count("residual_rank", self.residual_rank, least=0)
+        if self.short_residual_rank is not None:
+            expect_count("short_residual_rank", self.short_residual_rank, least=0)
+
+    def rank_for(self, tokens: int) -> int:
+        """The rank of the residual of this many queries; 0: none is kept."""
+        return self.short_residual_rank if self.short_residual_rank is not None and tokens < LONG_VIDEO else self.residual_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,12 +290,15 @@ class Running(MethodConfig):
     """One device synchronisation per call buys an error instead of NaN output."""
     backend: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
+    own_dense: bool = False
+    """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
     guard_rows: int = 0
     """Queries per head whose exact output is computed in every sparse call, to report its error; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("check_finite", self.check_finite)
+        expect_flag("own_dense", self.own_dense)
         expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
 

@@ -178,15 +178,15 @@ class TritonBackend:
         gathered, those that count first: which do is known on the GPU alone.
         """
         (b, h, n, _), m = q.shape, k.shape[2]
-        order, ends = None, torch.tensor([0, m], dtype=torch.int32, device=q.device).expand(b, h, 2)
+        both = torch.arange(2, dtype=torch.int32, device=q.device).expand(b, h, 2)  # not copied from the host, which would wait
+        order, ends = None, both * m
         if key_valid is not None:
             order = (~key_valid).to(torch.uint8).argsort(stable=True).int()[:, None].expand(b, h, m)
             ends = torch.nn.functional.pad(key_valid.sum(-1, dtype=torch.int32)[:, None], (1, 1))[:, None].expand(b, h, 3).clone()
             ends[..., 2] = m
-        one = torch.tensor([0, n], dtype=torch.int32, device=q.device).expand(b, h, 2)
         mask = torch.arange(ends.shape[-1] - 1, device=q.device).expand(b, h, 1, -1) == 0
         whole = torch.zeros((), dtype=torch.int32, device=q.device)
-        sides = Blocks(whole.expand(b, h, n), None, one), Blocks(whole.expand(b, h, m), order, ends)
+        sides = Blocks(whole.expand(b, h, n), None, both * n), Blocks(whole.expand(b, h, m), order, ends)
         over, _ = self._attention(q, k, v, Plan(*sides, mask, 1, 1, key_valid is not None, whole.expand(b, h).float()), scale, False)
         out, lse = over(mask, with_lse=True)
         return out, lse.view(b, h, n)

@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
+from parkattn.baselines.svg_ear import ValuePlannedMethod, values_of
 from parkattn.baselines.video import arrange_keys, arrange_queries, expect_grid, words_in
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_fraction
+from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.cluster import uniform
 from parkattn.plan import Plan, Roles, assign_roles
-from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.settings import LARGEST_SEED, LONG_VIDEO, PlannedConfig
-from parkattn.site import AttentionOutput, CallSite
+from parkattn.site import CallSite
 
 HEADS_AT_ONCE = 4  # bounds the [rows, keys] weights of profiling
 DENSITY = {"wan": 0.30, "hunyuan": 0.25}
@@ -115,17 +115,15 @@ class Bands:
 class SvgPlanner:
     def __init__(self, config: SvgConfig) -> None:
         self.config = config
-        self.values: Tensor | None = None  # [b h n d] of the call that is planned: heads are judged by their outputs
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        if self.values is None:
-            raise ValueError("v: expected the values of this call, got None; run SVG through make_method('svg').")
         verbs = resolve_for(q, self.config.backend)
         b, h = q.shape[:2]
         bands = self.bands(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
         rows = self.sampled_rows(site, bands.cells).to(q.device, non_blocking=True)
-        temporal = temporal_heads(q, k, self.values, rows, bands, self.config.block, site, roles)
+        values = values_of(q, k, site)  # heads are judged by their outputs
+        temporal = temporal_heads(q, k, values, rows, bands, self.config.block, site, roles)
         of_query, of_key, seen = band_blocks(bands, q.device)
         own = temporal.unsqueeze(-1)
         rows_count, columns_count = seen.shape
@@ -151,22 +149,6 @@ class SvgPlanner:
         seed = (self.config.seed + 100_003 * site.step + 1_009 * site.layer) % LARGEST_SEED
         most = min(self.config.sample_mse_max_row, cells)
         return (uniform(self.config.num_sampled_rows, seed) * most).long()
-
-
-class Svg(PlannedMethod):
-    """A planner sees queries and keys; this one is handed the values too, for the length of a call."""
-
-    def __init__(self, config: SvgConfig) -> None:
-        self.profiling = SvgPlanner(config)
-        super().__init__("svg", self.profiling, config)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
-        expect_attention_inputs(q, k, v)
-        self.profiling.values = v.detach()
-        try:
-            return super().__call__(q, k, v, site)
-        finally:
-            self.profiling.values = None
 
 
 def band_reach(sparsity: float, words: int, cells: int, block: int, layout: str) -> int:
@@ -217,8 +199,6 @@ def temporal_heads(
     tokens = rows if not words_in(site) else _tokens(rows, site)
     counted = q.new_ones(1, len(rows), dtype=dtype) if valid is None else valid[:, rows].to(dtype)  # [1 or b, r]
     masks = profile_masks(rows, bands, block)
-    if valid is not None:
-        masks = masks & valid[:, None, None]
     chosen = []
     for queries, keys, values in zip(*(x.split(HEADS_AT_ONCE, 1) for x in (q, k, v)), strict=True):
         keys, values = _cells(keys, site, 2).to(dtype), _cells(values, site, 2).to(dtype)
@@ -227,19 +207,19 @@ def temporal_heads(
             scores = scores.masked_fill(~valid[:, None, None], -torch.inf)
         exact = scores.softmax(-1) @ values
         errors = []
-        for mask in masks.unbind(1):
-            out = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1) @ values
+        for mask in masks:
+            out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
             errors.append(_mean_square(out - exact, counted))
         chosen.append(errors[0] - errors[1] > 1e-9 * _mean_square(exact, counted))
     return torch.cat(chosen, 1)
 
 
 def profile_masks(rows: Tensor, bands: Bands, block: int) -> Tensor:
-    """What sampled rows see in a spatial and in a temporal head's profile: [1 2 r cells] bool"""
+    """What sampled rows see in a spatial and in a temporal head's profile: [2 r cells] bool"""
     numbers = bands.numbers(rows.device)
     near = max(1, int(PROFILED_FRAMES[bands.layout] * bands.per_frame / block))
     away = (numbers[:, rows].unsqueeze(-1) // block - numbers.unsqueeze(1) // block).abs()
-    return ((away < near) | (numbers.unsqueeze(1) < bands.sink)).unsqueeze(0)
+    return (away < near) | (numbers.unsqueeze(1) < bands.sink)
 
 
 def _mean_square(x: Tensor, counted: Tensor) -> Tensor:
@@ -266,7 +246,7 @@ def _tokens(cells: Tensor, site: CallSite) -> Tensor:
 ENTRIES = (
     MethodEntry(
         "svg",
-        Svg,
+        lambda config: ValuePlannedMethod("svg", SvgPlanner(config), config),
         "SVG: spatial and temporal heads, told apart on sampled rows, each a band in its own order",
         SvgConfig,
         budgets=("sparsity",),

@@ -131,7 +131,8 @@ def replacement_error(queries: Clustering, keys: Clustering, blocks: Blocks, k: 
         off = values - means[label]
         spread, along, square = off.square().sum(-1, True), (off * means[label]).sum(-1, True), means.square().sum(-1, True)[label]
         key_means, query_means = (found.centroids[i, j].to(dtype).nan_to_num(nan=0.0) for found in (keys, queries))
-        for rows in torch.arange(queries.clusters, device=k.device).split(CENTROIDS_AT_ONCE):
+        for begin in range(0, queries.clusters, CENTROIDS_AT_ONCE):
+            rows = slice(begin, begin + CENTROIDS_AT_ONCE)
             logits, mean_logits = (x @ query_means[rows].T * factor for x in (tokens, key_means))
             top = reduce_blocks(logits, lengths, "max")[: keys.clusters].maximum(mean_logits)
             weight = (logits - top[label]).exp()

@@ -24,15 +24,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .attend_gluon_producer import produce
 from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale, rounded
 from .meeting import announce, meet
+from .records import LOST, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_PLAIN, TILE_ROW, TILE_ROWS
 from .tiles_attend import GluonTile, gluon_tile
-from .triton_versions import FP_FUSION, reinterpret, thread_barrier
+from .triton_versions import ALWAYS_SHARE, FP_FUSION, reinterpret, thread_barrier
 from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 WARPGROUP_ROWS = 64
 UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile is not shared
-# meetings of a shared query tile: no product reads its queries any more, the sums of one warpgroup lie in their place
+# named barriers of a shared query tile. FREE: warpgroup 0's products have read the queries, so their buffer may be reused;
+# WRITTEN: warpgroup 1's sums are in it
 FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
 
 
@@ -99,16 +101,16 @@ def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, l
 
 
 @gluon.jit
-def _list_lost_rows(acc, z, record, row, rows, count, again, A: gl.constexpr):
-    """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; count[2] tells how many there are."""
+def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexpr):
+    """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; the counter LOST tells how many there are."""
     overflown = gl.sum(acc * 0.0, 1)  # NaN where an element is not finite
     lost = is_lost(z + overflown) & (gl.arange(0, 64, layout=gl.SliceLayout(1, A)) < rows)
     if gl.max(lost.to(gl.int32), 0) > 0:
-        tile = again + gl.atomic_add(count + 2, 1, sem="relaxed") * 8
-        for f in gl.static_range(8):
+        tile = lost_tiles + gl.atomic_add(count + LOST, 1, sem="relaxed") * TILE_FIELDS
+        for f in gl.static_range(TILE_FIELDS):
             gl.store(tile + f, gl.load(record + f))
-        gl.store(tile + 2, row)
-        gl.store(tile + 3, rows)
+        gl.store(tile + TILE_ROW, row)
+        gl.store(tile + TILE_ROWS, rows)
 
 
 @gluon.jit
@@ -118,20 +120,20 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
-    _wide_lists, _tail_lists, _tiles, count, mailbox, again = lists
+    _wide_lists, _tail_lists, _tiles, count, record_buffers, lost_tiles = lists
     n, _m, _kb, _wide_width, _tails_width, _bias_row, bias_tiles = shape
     out, out_strides, heads, order, lse = result
     q_ring, k_ring, v_ring, bias_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     x_acc, x_rows = exchange
-    mail = mailbox + gl.program_id(0) * 16
+    copies = record_buffers + gl.program_id(0) * (2 * TILE_FIELDS)
     begin = 0
     r = 0
     mbarrier.wait(q_full.index(W), 0)
-    rows = gl.load(mail + 3)
+    rows = gl.load(copies + TILE_ROWS)
     while rows > 0:
-        record = mail + (r & 1) * 8
-        all_tiles = gl.load(record + 6)
+        record = copies + (r & 1) * TILE_FIELDS
+        all_tiles = gl.load(record + TILE_KEYS)
         total = all_tiles
         if COMPENSATE:
             total = all_tiles + bias_tiles
@@ -158,7 +160,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 q, k_ring.index(at % STAGES).permute((1, 0)), gl.zeros([64, KEYS], gl.float32, layout=S), use_acc=False, is_async=True
             )
             s = warpgroup_mma_wait(0, deps=(s,))
-            biased = begin + gl.load(record + 5)
+            biased = begin + gl.load(record + TILE_PLAIN)
             if at >= biased:
                 s = add_bias(s, bias_ring.index(at % STAGES), KEYS, S)
             mbarrier.arrive(k_empty.index(at % STAGES), count=1)
@@ -174,8 +176,8 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 )
             for j in range(odd, end, stride):
                 acc, p16, m, z = _step(j, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK)
-            head = gl.load(record)
-            row = gl.load(record + 2) + gl.where(shared, 0, W * 64)
+            head = gl.load(record + TILE_HEAD)
+            row = gl.load(record + TILE_ROW) + gl.where(shared, 0, W * 64)
             if not shared:
                 mbarrier.arrive(q_empty.index(W), count=1)
             elif W == 0:
@@ -211,8 +213,8 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                 own_rows = gl.where(shared, 0, rows - 64)
             _store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
             if QUICK:
-                _list_lost_rows(acc, z, record, row, own_rows, count, again, A)
-            if shared:  # not before: rows are stored once the sums were read, and no barrier waits for a load whose value nobody wants yet
+                _list_lost_rows(acc, z, record, row, own_rows, count, lost_tiles, A)
+            if shared:  # not before the store, which uses what was loaded from that buffer: no barrier waits for loads
                 mbarrier.arrive(q_empty.index(W), count=1)
         else:  # one key tile for at most 64 rows: nothing to share
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -222,7 +224,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
         begin = end
         r += 1
         mbarrier.wait(q_full.index(W), r & 1)
-        rows = gl.load(mail + (r & 1) * 8 + 3)
+        rows = gl.load(copies + (r & 1) * TILE_FIELDS + TILE_ROWS)
 
 
 @gluon.jit
@@ -238,7 +240,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     do_not_specialize_on_alignment=["count"],
 )
 def attend_hopper_kernel(
-    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, mailbox, again, out, order, lse, factor,
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, record_buffers, lost_tiles, out, order, lse, factor,
     heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
     D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
     COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, SHARE: gl.constexpr,
@@ -256,12 +258,12 @@ def attend_hopper_kernel(
     x_acc = reinterpret(q_ring, gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
     x_rows = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
     bars = (
-        _barriers(2, 1),
-        _barriers(2, 1),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 2),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 2),
+        _barriers(2, 1),  # q_full: of each warpgroup; the producer arrives
+        _barriers(2, 1),  # q_empty: its warpgroup arrives
+        _barriers(STAGES, 1),  # k_full
+        _barriers(STAGES, 2),  # k_empty: both warpgroups arrive
+        _barriers(STAGES, 1),  # v_full
+        _barriers(STAGES, 2),  # v_empty
     )
     bias_ring = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, KEYS], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -270,7 +272,7 @@ def attend_hopper_kernel(
     fence_async_shared()
     thread_barrier()
     descs = (q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc)
-    lists = (wide_lists, tail_lists, tiles, count, mailbox, again)
+    lists = (wide_lists, tail_lists, tiles, count, record_buffers, lost_tiles)
     shape = (n, m, kb, wide_width, tails_width, bias_row, bias_tiles)
     result = (out, (out_b, out_h, out_n), heads, order, lse)
     rings = (q_ring, k_ring, v_ring, bias_ring)
@@ -340,21 +342,21 @@ def _attend_heads(
     stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
     # double-buffered: a slow consumer may still read the record before this one
-    mailbox = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
+    record_buffers = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
     boxes = (
         box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
         box(stand_ins[0], tile.keys, 64), box(stand_ins[1], tile.keys, 64),
         TensorDescriptor(bias, list(bias.shape), list(bias.stride()), [1, tile.keys], LINEAR),
     )  # fmt: skip
     # each warpgroup of a query tile may lose its rows
-    again = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
+    lost_tiles = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
 
     # of a long block one tile at most has few rows: shorter loops, without the code that shares it, gain more than sharing it
-    share = n < UNSHARED_ROWS * mask.shape[1]
+    share = ALWAYS_SHARE or n < UNSHARED_ROWS * mask.shape[1]
 
     def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
         attend_hopper_kernel[(programs,)](
-            *boxes, work.wide, work.tails, tiles, count, mailbox, again, out,
+            *boxes, work.wide, work.tails, tiles, count, record_buffers, lost_tiles, out,
             q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), out.shape[1], n, m, kb,
             work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
@@ -363,4 +365,4 @@ def _attend_heads(
 
     launch(work.tiles, work.count, quick=quick)
     if quick:  # almost always nothing is left: without a host copy that is not known here
-        launch(again, work.count[2:], quick=False)
+        launch(lost_tiles, work.count[LOST.value :], quick=False)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .records import COUNT, NEXT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_PLAIN, TILE_ROW, TILE_ROWS, TILE_WIDE
 from .triton_versions import copy_to_shared, reinterpret
 
 
@@ -70,26 +71,26 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, desc_wide,
 def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
               D: gl.constexpr, COMPENSATE: gl.constexpr):  # fmt: skip
     q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc = descs
-    wide_lists, tail_lists, tiles, count, mailbox, _again = lists
+    wide_lists, tail_lists, tiles, count, record_buffers, _lost_tiles = lists
     n, m, kb, wide_width, tails_width, bias_row, bias_tiles = shape
     q_ring, k_ring, v_ring, bias_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    mail = mailbox + gl.program_id(0) * 16
-    last = gl.load(count)
+    copies = record_buffers + gl.program_id(0) * (2 * TILE_FIELDS)
+    last = gl.load(count + COUNT)
     done = 0
     r = 0
-    tile = gl.atomic_add(count + 1, 1, sem="relaxed")
+    tile = gl.atomic_add(count + NEXT, 1, sem="relaxed")
     while tile < last:
-        record = tiles + tile * 8
-        letter = mail + (r & 1) * 8
-        head = gl.load(record)
-        list_id = gl.load(record + 1)
-        wide_tiles = gl.load(record + 4)
-        all_tiles = gl.load(record + 6)
+        record = tiles + tile * TILE_FIELDS
+        copy = copies + (r & 1) * TILE_FIELDS
+        head = gl.load(record + TILE_HEAD)
+        list_id = gl.load(record + TILE_LIST)
+        wide_tiles = gl.load(record + TILE_WIDE)
+        all_tiles = gl.load(record + TILE_KEYS)
         total = all_tiles
         if COMPENSATE:
             total = all_tiles + bias_tiles
-        bias = (gl.load(record + 5), list_id * bias_row, list_id * bias_row + bias_tiles)
+        bias = (gl.load(record + TILE_PLAIN), list_id * bias_row, list_id * bias_row + bias_tiles)
         wide = wide_lists + list_id.to(gl.int64) * wide_width
         tails = tail_lists + list_id.to(gl.int64) * tails_width
         # keys run one tile ahead of values, the order in which the consumers free the slots, and the first ones ahead of the queries
@@ -100,21 +101,21 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
             if j == 0:
                 for w in gl.static_range(2):
                     mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
-                for f in gl.static_range(8):
-                    gl.store(letter + f, gl.load(record + f))
+                for f in gl.static_range(TILE_FIELDS):
+                    gl.store(copy + f, gl.load(record + f))
                 for w in gl.static_range(2):
                     mbarrier.expect(q_full.index(w), 64 * D * 2)
                     # a tile of at most 64 rows goes to both warpgroups
-                    q_from = head * n + gl.load(record + 2) + gl.where(gl.load(record + 3) <= 64, 0, w * 64)
+                    q_from = head * n + gl.load(record + TILE_ROW) + gl.where(gl.load(record + TILE_ROWS) <= 64, 0, w * 64)
                     copy_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
             else:
                 _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, v_wide, v_tail, u_desc, v_ring, v_full, v_empty,
                       bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, False)  # fmt: skip
         done += total
         r += 1
-        tile = gl.atomic_add(count + 1, 1, sem="relaxed")
+        tile = gl.atomic_add(count + NEXT, 1, sem="relaxed")
     for w in gl.static_range(2):
         mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
-    gl.store(mail + (r & 1) * 8 + 3, 0)
+    gl.store(copies + (r & 1) * TILE_FIELDS + TILE_ROWS, 0)
     for w in gl.static_range(2):
         mbarrier.arrive(q_full.index(w), count=1)

@@ -50,8 +50,8 @@ def rescale(acc, decay, D: gl.constexpr):
 
 @gluon.jit
 def after(value):
-    """value, past a sleep never taken (a NaN payload no arithmetic makes). The assembler moves no wait above it: left alone it
-    hoists the wait for P.V above the exponentials, and the two no longer overlap."""
+    """value, behind a scheduling fence: the assembler would move the wait for P V above the exponentials, and the two would no longer
+    overlap. It moves nothing above this sleep, whose condition (a NaN payload that no arithmetic makes) never holds."""
     return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
                                      "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
 

@@ -12,33 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .products import dot
+from .records import COUNT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_ROW, TILE_ROWS, TILE_WIDE
 from .tiles_attend import TritonTile, arch_of, triton_tile
 from .triton_versions import FP_FUSION
 from .worklist import WIDE, build_worklist, head_groups, heads_at_once
-
-INTERPRETED = triton.knobs.runtime.interpret
-
-
-@triton.jit
-def _product(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a b. The interpreter multiplies bf16 as raw bits, so it gets float32."""
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc)
 
 
 @triton.jit
 def _attend_keys(
     q, acc, m, z, k_head, v_head, key_order, rows, bias, stride_kn, stride_vn, factor, D: tl.constexpr, GATHER: tl.constexpr, MASKED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over the keys in `rows`; bias is added to the scores when MASKED."""
     column = tl.arange(0, D)
     if GATHER:
         rows = tl.load(key_order + rows)
     k = tl.load(k_head + rows.to(tl.int64)[:, None] * stride_kn + column[None, :])
-    s = _product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), INTERPRETED)
+    s = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if MASKED:
         s += bias[None, :]
     top = tl.maximum(m, tl.max(s, 1) * factor)
@@ -49,7 +39,7 @@ def _attend_keys(
     decay = tl.exp2(m - shift)
     z = z * decay + tl.sum(p, 1)
     v = tl.load(v_head + rows.to(tl.int64)[:, None] * stride_vn + column[None, :])
-    acc = _product(p.to(v.dtype), v, acc * decay[:, None], INTERPRETED)
+    acc = dot(p.to(v.dtype), v, acc * decay[:, None])
     return acc, top, z
 
 
@@ -59,7 +49,7 @@ def attend_kernel(
     heads, n, m_keys, kb, wide_width, tails_width, bias_width,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, GATHER_Q: tl.constexpr, GATHER_K: tl.constexpr,
-    COMPENSATE: tl.constexpr, LSE: tl.constexpr, INTERPRETED: tl.constexpr,
+    COMPENSATE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
@@ -67,15 +57,15 @@ def attend_kernel(
     4 d bytes per listed key (from L2: programs run head by head).
     """
     pid = tl.program_id(0)
-    if pid >= tl.load(count):
+    if pid >= tl.load(count + COUNT):
         return
-    record = tiles + pid.to(tl.int64) * 8
-    head = tl.load(record).to(tl.int64)
-    list_id = tl.load(record + 1).to(tl.int64)
-    first = tl.load(record + 2)
-    rows = tl.load(record + 3)
-    wide_tiles = tl.load(record + 4)
-    all_tiles = tl.load(record + 6)
+    record = tiles + pid.to(tl.int64) * TILE_FIELDS
+    head = tl.load(record + TILE_HEAD).to(tl.int64)
+    list_id = tl.load(record + TILE_LIST).to(tl.int64)
+    first = tl.load(record + TILE_ROW)
+    rows = tl.load(record + TILE_ROWS)
+    wide_tiles = tl.load(record + TILE_WIDE)
+    all_tiles = tl.load(record + TILE_KEYS)
     b = head // heads
     h = head % heads
     i = tl.arange(0, QUERIES)
@@ -98,21 +88,19 @@ def attend_kernel(
     for j in range(wide_tiles):
         key_rows = tl.load(wide + j * (KEYS // WIDE) + key // WIDE) + key % WIDE
         acc, m, z = _attend_keys(
-            q_tile, acc, m, z, k_head, v_head, order, key_rows, no_bias, stride_kn, stride_vn, factor, D, GATHER_K, False, INTERPRETED
+            q_tile, acc, m, z, k_head, v_head, order, key_rows, no_bias, stride_kn, stride_vn, factor, D, GATHER_K, False
         )
     for j in range(all_tiles - wide_tiles):
         piece = tl.load(tails + j * (KEYS // TAIL) + key // TAIL)
         key_rows = tl.minimum((piece >> 5) + key % TAIL, m_keys - 1)
         cut = tl.where(key % TAIL < (piece & 31), 0.0, -float("inf"))
-        acc, m, z = _attend_keys(
-            q_tile, acc, m, z, k_head, v_head, order, key_rows, cut, stride_kn, stride_vn, factor, D, GATHER_K, True, INTERPRETED
-        )
+        acc, m, z = _attend_keys(q_tile, acc, m, z, k_head, v_head, order, key_rows, cut, stride_kn, stride_vn, factor, D, GATHER_K, True)
     if COMPENSATE:
         for j in range((kb + KEYS - 1) // KEYS):
             block = j * KEYS + key
             stand_in = tl.load(bias + list_id * bias_width + block)
             acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, order, tl.minimum(block, kb - 1), stand_in,
-                                     D, D, factor, D, False, True, INTERPRETED)  # fmt: skip
+                                     D, D, factor, D, False, True)  # fmt: skip
     total = tl.where(z == 0, 1.0, z)  # a row without keys: acc is 0
     target = out + b * stride_ob + h * stride_oh + token[:, None] * stride_on + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
@@ -175,6 +163,6 @@ def _attend_heads(
         float(scale * 1.4426950408889634), heads, n, m, kb, work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1],
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None, GATHER_K=key_order is not None,
-        COMPENSATE=compensate is not None, LSE=lse is not None, INTERPRETED=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        COMPENSATE=compensate is not None, LSE=lse is not None, num_warps=tile.warps, num_stages=tile.stages,
         **FP_FUSION,
     )  # fmt: skip

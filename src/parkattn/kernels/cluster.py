@@ -5,27 +5,17 @@ Distances.  With mu any vector per head and c' = round(c - mu) in the input dtyp
 So only centroids are centred: x is read as it is, and a large offset common to all tokens costs no bf16 precision.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .products import dot
 from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
 
-# tl.dot on bf16 is silently wrong in the interpreter: operands are upcast there.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@triton.jit
-def _dot(a, b):
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
 
 
 @triton.jit
@@ -50,7 +40,7 @@ def _assign(x, centred, half, valid, labels, heads, n, clusters, xb, xh, xn, HAS
         inside = first + v < clusters
         c = tl.load(centred + (first + v)[:, None] * D + column[None, :], mask=inside[:, None], other=0.0)
         h = tl.load(half + first + v, mask=inside, other=float("inf"))
-        score = h[None, :] - _dot(tile, tl.trans(c))
+        score = h[None, :] - dot(tile, tl.trans(c))
         low = tl.min(score, 1)
         at = tl.min(tl.where(score == low[:, None], (first + v)[None, :], clusters - 1), 1)
         label = tl.where(low < least, at, label)
@@ -196,7 +186,7 @@ def _metric_partial(
         row = q + i.to(tl.int64)[:, None] * qn
         left = tl.load(row + a[None, :], mask=live[:, None], other=0.0)
         right = tl.load(row + b[None, :], mask=live[:, None], other=0.0)
-        total += _dot(tl.trans(left), right)
+        total += dot(tl.trans(left), right)
     cell = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + bh) * D * D + a[:, None] * D + b[None, :]
     tl.store(partial + cell, total)
 
@@ -216,7 +206,7 @@ def _transform(x, root, shift, out, heads, n, xb, xh, xn, D: tl.constexpr, BM: t
     for row in range(begin, tl.minimum(begin + BM * STEPS, n), BM):
         i = row + tl.arange(0, BM)
         rows = tl.load(x + i.to(tl.int64)[:, None] * xn + column[None, :], mask=(i < n)[:, None], other=0.0)
-        y = _dot(rows, right) - offset[None, :]
+        y = dot(rows, right) - offset[None, :]
         tl.store(out + i.to(tl.int64)[:, None] * D + target[None, :], y.to(out.dtype.element_ty), mask=(i < n)[:, None])
 
 

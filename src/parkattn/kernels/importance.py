@@ -6,33 +6,25 @@ result has the same bits in every call.  Three launches: `_list_work`, the kerne
 """
 
 import math
-import os
 
 import torch
 import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .products import dot
+from .records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
 from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
 # ruff: noqa: SIM108   (the compiled subset of Python has no conditional expression over run-time values)
 
-# tl.dot on bf16 is silently wrong in the interpreter: operands are upcast there.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 PARTIAL_ROWS = 12  # of each head, for heads of 3,072 to 98,304 queries
 SHORTEST_CHUNK = 256
 # a tensor-core sum of many more rows would lose bits: wgmma truncates when it aligns addends
 LONGEST_CHUNK = 8192
 FULL_KEY_LIMIT = 1024
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -61,32 +53,32 @@ def _list_work(offsets, sizes, log_sizes, items, heads, query_blocks, key_blocks
         rank += tl.sum((ahead & (w < query_blocks)[None, :]).to(tl.int32), 1)
         slot += tl.sum(tl.where(earlier, their_more[None, :], 0), 1)
         listed += tl.sum(their_more, 0)
-    item = items + (heads * extras + rank * heads + bh) * 8
-    tl.store(item, bh, mask=live)
-    tl.store(item + 1, begin, mask=live)
-    tl.store(item + 2, tl.minimum(size, chunk), mask=live)
-    tl.store(item + 3, size, mask=live)
-    tl.store(item + 4, -1, mask=live)
-    tl.store(item + 5, bh * query_blocks + block, mask=live)
+    item = items + (heads * extras + rank * heads + bh) * ITEM_FIELDS
+    tl.store(item + ITEM_HEAD, bh, mask=live)
+    tl.store(item + ITEM_ROW, begin, mask=live)
+    tl.store(item + ITEM_ROWS, tl.minimum(size, chunk), mask=live)
+    tl.store(item + ITEM_BLOCK_ROWS, size, mask=live)
+    tl.store(item + ITEM_SLOT, -1, mask=live)
+    tl.store(item + ITEM_BLOCK, bh * query_blocks + block, mask=live)
     for further in range(1, tl.max(more, 0) + 1):
         needed = live & (further <= more)
-        item = items + (slot + further - 1) * 8
-        tl.store(item, bh, mask=needed)
-        tl.store(item + 1, begin + further * chunk, mask=needed)
-        tl.store(item + 2, tl.minimum(size - further * chunk, chunk), mask=needed)
-        tl.store(item + 3, size, mask=needed)
-        tl.store(item + 4, slot + further - 1, mask=needed)
-        tl.store(item + 5, bh * query_blocks + block, mask=needed)
+        item = items + (slot + further - 1) * ITEM_FIELDS
+        tl.store(item + ITEM_HEAD, bh, mask=needed)
+        tl.store(item + ITEM_ROW, begin + further * chunk, mask=needed)
+        tl.store(item + ITEM_ROWS, tl.minimum(size - further * chunk, chunk), mask=needed)
+        tl.store(item + ITEM_BLOCK_ROWS, size, mask=needed)
+        tl.store(item + ITEM_SLOT, slot + further - 1, mask=needed)
+        tl.store(item + ITEM_BLOCK, bh * query_blocks + block, mask=needed)
     if tl.program_id(1) == 0:
         for start in range(listed, (bh + 1) * extras, 16):
             spare = start + tl.arange(0, 16)
             unused = spare < (bh + 1) * extras
-            tl.store(items + spare * 8, bh, mask=unused)
-            tl.store(items + spare * 8 + 1, 0, mask=unused)
-            tl.store(items + spare * 8 + 2, 0, mask=unused)
-            tl.store(items + spare * 8 + 3, 0, mask=unused)
-            tl.store(items + spare * 8 + 4, spare, mask=unused)
-            tl.store(items + spare * 8 + 5, -1, mask=unused)
+            tl.store(items + spare * ITEM_FIELDS + ITEM_HEAD, bh, mask=unused)
+            tl.store(items + spare * ITEM_FIELDS + ITEM_ROW, 0, mask=unused)
+            tl.store(items + spare * ITEM_FIELDS + ITEM_ROWS, 0, mask=unused)
+            tl.store(items + spare * ITEM_FIELDS + ITEM_BLOCK_ROWS, 0, mask=unused)
+            tl.store(items + spare * ITEM_FIELDS + ITEM_SLOT, spare, mask=unused)
+            tl.store(items + spare * ITEM_FIELDS + ITEM_BLOCK, -1, mask=unused)
         for start in range(0, width, KEYS):
             v = start + tl.arange(0, KEYS)
             keys = tl.load(sizes + bh * key_blocks + v, mask=v < key_blocks, other=0).to(tl.float32)
@@ -95,10 +87,10 @@ def _list_work(offsets, sizes, log_sizes, items, heads, query_blocks, key_blocks
 
 @triton.jit
 def _read_item(items, w):
-    item = items + w * 8
-    bh = tl.load(item).to(tl.int64)
-    first = tl.load(item + 1)
-    return bh, tl.load(item + 5), first, first + tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    item = items + w * ITEM_FIELDS
+    bh = tl.load(item + ITEM_HEAD).to(tl.int64)
+    first = tl.load(item + ITEM_ROW)
+    return bh, tl.load(item + ITEM_BLOCK), first, first + tl.load(item + ITEM_ROWS), tl.load(item + ITEM_BLOCK_ROWS), tl.load(item + ITEM_SLOT)
 
 
 @triton.jit
@@ -129,7 +121,7 @@ def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, width
         for f in range(0, D, BD):
             tile = tl.load(q + i.to(tl.int64)[:, None] * D + (f + feature)[None, :], mask=(i < last)[:, None], other=0.0)
             c = tl.load(centroids + v[:, None] * D + (f + feature)[None, :], mask=(v < key_blocks)[:, None], other=0.0)
-            s = _dot(tile, tl.trans(c), s)
+            s = dot(tile, tl.trans(c), s)
         s = s * scale + bias[None, :]
         top = tl.maximum(tl.max(s, 1), -1e30)
         e = tl.exp2(s - top[:, None])
@@ -166,7 +158,7 @@ def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.co
     z = tl.zeros([BM], tl.float32)
     for column in range(0, key_blocks, BN):
         c, bias = _keys_tile(centroids, log_sizes, column, key_blocks, D, BN, EVEN)
-        s = _dot(tile, tl.trans(c), tl.zeros([BM, BN], tl.float32)) * scale + bias[None, :]
+        s = dot(tile, tl.trans(c), tl.zeros([BM, BN], tl.float32)) * scale + bias[None, :]
         higher = tl.maximum(top, tl.max(s, 1))
         z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(s - higher[:, None]), 1)
         top = higher
@@ -196,7 +188,7 @@ def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks
             live = row + r < last - first
             tile = tl.load(queries + row * D + cell, mask=live[:, None], other=0.0)
             norm = tl.load(lse + row + r, mask=live, other=float("inf"))
-            s = _dot(tile, tl.trans(c), tl.zeros([BM, BN], tl.float32)) * scale + bias[None, :]
+            s = dot(tile, tl.trans(c), tl.zeros([BM, BN], tl.float32)) * scale + bias[None, :]
             mass += tl.exp2(s - norm[:, None])
         target = _target(out, partial, block, slot, key_blocks) + column + v
         tl.store(target, tl.sum(mass, 0) / tl.maximum(rows, 1).to(tl.float32), mask=column + v < key_blocks)
@@ -207,12 +199,12 @@ def _add_partials(out, partial, items, key_blocks, chunk, BN: tl.constexpr):
     """out[block] += its partial rows, in order.  Grid (slots, N_K / BN); the first slot of a block does it, the others leave at once."""
     slot = tl.program_id(0)
     v = tl.program_id(1) * BN + tl.arange(0, BN)
-    block = tl.load(items + slot * 8 + 5)
-    before = tl.load(items + slot * 8 - 3, mask=slot > 0, other=-1)
+    block = tl.load(items + slot * ITEM_FIELDS + ITEM_BLOCK)
+    before = tl.load(items + slot * ITEM_FIELDS + (ITEM_BLOCK - ITEM_FIELDS), mask=slot > 0, other=-1)
     if (block >= 0) & (block != before):
         row = out + block.to(tl.int64) * key_blocks + v
         total = tl.load(row, mask=v < key_blocks, other=0.0)
-        for further in range(slot, slot + (tl.load(items + slot * 8 + 3) - 1) // chunk):
+        for further in range(slot, slot + (tl.load(items + slot * ITEM_FIELDS + ITEM_BLOCK_ROWS) - 1) // chunk):
             total += tl.load(partial + tl.cast(further, tl.int64) * key_blocks + v, mask=v < key_blocks, other=0.0)
         tl.store(row, total, mask=v < key_blocks)
 
@@ -223,7 +215,7 @@ def _work(offsets, sizes, n):
     # of n alone: the order in which a head's rows are added must not depend on the other heads of the call
     chunk = triton.cdiv(min(max(triton.cdiv(n, PARTIAL_ROWS), SHORTEST_CHUNK), LONGEST_CHUNK), 64) * 64
     extras, width = n // chunk, triton.cdiv(key_blocks, 256) * 256
-    items = torch.empty(bh * (extras + query_blocks), 8, device=offsets.device, dtype=torch.int32)
+    items = torch.empty(bh * (extras + query_blocks), ITEM_FIELDS.value, device=offsets.device, dtype=torch.int32)
     log_sizes = torch.empty(bh, width, device=offsets.device, dtype=torch.float32)
     _list_work[(bh, triton.cdiv(query_blocks, 64))](offsets, sizes, log_sizes, items, bh, query_blocks, key_blocks, chunk, extras, width,
                                                     BLOCKS=64, KEYS=256, num_warps=4, **FP_FUSION)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .meeting import meet
+from .records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
 from .triton_versions import FP_FUSION, copy_to_shared, thread_barrier
 
 # formatted by hand: one argument per line would double the length of every kernel
@@ -141,16 +142,16 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
     SWIZZLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_desc.dtype
-    item = items + gl.program_id(0) * 8
-    bh = gl.load(item)
-    length = gl.load(item + 2)
-    slot = gl.load(item + 4)
+    item = items + gl.program_id(0) * ITEM_FIELDS
+    bh = gl.load(item + ITEM_HEAD)
+    length = gl.load(item + ITEM_ROWS)
+    slot = gl.load(item + ITEM_SLOT)
     tiles = (length + 63) // 64
     if slot < 0:
-        target = out + gl.load(item + 5).to(gl.int64) * key_blocks
+        target = out + gl.load(item + ITEM_BLOCK).to(gl.int64) * key_blocks
     else:
         target = partial + slot.to(gl.int64) * key_blocks
-    share = 1.0 / gl.maximum(gl.load(item + 3), 1).to(gl.float32)
+    share = 1.0 / gl.maximum(gl.load(item + ITEM_BLOCK_ROWS), 1).to(gl.float32)
     write = (slot < 0) | (length > 0)
     biases = log_sizes + bh * (CHUNKS * 128)
 
@@ -172,7 +173,7 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
     gl.warp_specialize([
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 0)),
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 1)),
-        (_producer, (q_desc, c_desc, bh * n + gl.load(item + 1), bh * key_blocks, tiles, buffers, bars, CHUNKS, STAGES)),
+        (_producer, (q_desc, c_desc, bh * n + gl.load(item + ITEM_ROW), bh * key_blocks, tiles, buffers, bars, CHUNKS, STAGES)),
     ], [4, 1], [240, 24])
 
 

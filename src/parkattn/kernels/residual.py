@@ -1,4 +1,4 @@
-"""Partial results of attention into the dense output and its residual, and a low-rank residual onto an output: one pass each.
+"""Parts of attention merged into the dense output and its residual, a low rank added to an output: one pass each.
 
 The definitions are `parkattn.residual.merge` and `LowRank.add_to`.
 """
@@ -26,16 +26,18 @@ def _weights(first, second):
 
 
 @triton.jit
-def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse, dense, residual, heads, n, stride_b, stride_h, stride_n,
-                 D: tl.constexpr, ROWS: tl.constexpr, STAND_INS: tl.constexpr):
-    """dense = kept and skipped keys merged; residual = dense - sparse, sparse = kept keys merged with their stand-ins, or kept keys alone.
+def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse, dense, residual, heads, n,
+                 stride_b, stride_h, stride_n, D: tl.constexpr, ROWS: tl.constexpr, STAND_INS: tl.constexpr):
+    """dense = kept and skipped keys merged; residual = dense - sparse, with sparse = kept keys,
+    merged with stand-ins where there are some.
 
     Grid (row tiles, b*h).  Traffic: 4 n d elements per head, 5 with stand-ins.
     """
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
-    at = (bh // heads) * stride_b + (bh % heads) * stride_h + i.to(tl.int64)[:, None] * stride_n + tl.arange(0, D)[None, :]
+    head = (bh // heads) * stride_b + (bh % heads) * stride_h
+    at = head + i.to(tl.int64)[:, None] * stride_n + tl.arange(0, D)[None, :]
     line = bh * n + i
     lse = tl.load(kept_lse + line, mask=live, other=0.0)
     kept_weight, skipped_weight = _weights(lse, tl.load(skipped_lse + line, mask=live, other=0.0))
@@ -46,18 +48,24 @@ def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse,
     sparse = mine
     if STAND_INS:
         kept_weight, weight = _weights(lse, tl.load(stand_ins_lse + line, mask=live, other=0.0))
-        sparse = mine * kept_weight[:, None] + tl.load(stand_ins + at, mask=live[:, None], other=0.0).to(tl.float32) * weight[:, None]
+        stand_in = tl.load(stand_ins + at, mask=live[:, None], other=0.0).to(tl.float32)
+        sparse = mine * kept_weight[:, None] + stand_in * weight[:, None]
     tl.store(residual + at, (whole - sparse).to(residual.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
-def _add_low_rank(out, a, step, b, heads, n, stride_b, stride_h, stride_n, D: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr):
-    """out[i, :] += sum_c a[i, c] step[c] b[c, :].  Grid (row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head."""
+def _add_low_rank(out, a, step, b, heads, n, stride_b, stride_h, stride_n, D: tl.constexpr, RANK: tl.constexpr,
+                  ROWS: tl.constexpr):
+    """out[i, :] += sum_c a[i, c] step[c] b[c, :].
+
+    Grid (row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head.
+    """
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
     column = tl.arange(0, D)
-    target = out + (bh // heads) * stride_b + (bh % heads) * stride_h + i.to(tl.int64)[:, None] * stride_n + column[None, :]
+    head = (bh // heads) * stride_b + (bh % heads) * stride_h
+    target = out + head + i.to(tl.int64)[:, None] * stride_n + column[None, :]
     total = tl.load(target, mask=live[:, None], other=0.0).to(tl.float32)
     for c in tl.static_range(RANK):
         direction = tl.load(b + (bh * RANK + c) * D + column) * tl.load(step + bh * RANK + c)
@@ -70,26 +78,34 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def merge_parts(kept: Part, skipped: Part, stand_ins: Part | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [b h n d], lse fp32 [b*h n]) of the kept keys, of the skipped ones and of the stand-ins of the latter; outputs of equal strides
-    -> dense attention, and what of it sparse attention misses."""
+    """(out [b h n d], lse fp32 [b*h n]) of the kept keys, of the skipped ones and of the stand-ins of the latter
+    -> dense attention, and what of it sparse attention misses.  The parts have equal strides."""
     (out, kept_lse), (other, skipped_lse), (extra, extra_lse) = kept, skipped, kept if stand_ins is None else stand_ins
     b, h, n, d = out.shape
     tiles.check_rows(out, "out")
     if not out.stride() == other.stride() == extra.stride():
-        raise ValueError(f"out: expected parts of equal strides, got {out.stride()}, {other.stride()} and {extra.stride()}; copy them.")
+        found = f"{out.stride()}, {other.stride()} and {extra.stride()}"
+        raise ValueError(f"out: expected parts of equal strides, got {found}; copy them.")
     dense, residual = torch.empty_like(out), torch.empty_like(out)
     tile = tiles.residual_tile(d)
-    _merge_parts[(triton.cdiv(n, tile["ROWS"]), b * h)](out, other, extra, kept_lse, skipped_lse, extra_lse, dense, residual, h, n, *dense.stride()[:3],
-                                                        D=d, STAND_INS=stand_ins is not None, **tile, **FP_FUSION)
+    _merge_parts[(triton.cdiv(n, tile["ROWS"]), b * h)](
+        out, other, extra, kept_lse, skipped_lse, extra_lse, dense, residual, h, n, *out.stride()[:3], D=d,
+        STAND_INS=stand_ins is not None, **tile, **FP_FUSION,
+    )
     return dense, residual
 
 
 def add_low_rank(out: torch.Tensor, a: torch.Tensor, step: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """out [b h n d] (any strides, last one 1) += A B, in place; a int8 [b h n r], step fp32 [b h r], b fp32 [b h r d], contiguous."""
+    """out [b h n d] (any strides, last one 1) += A B, in place.
+
+    a int8 [b h n r], step fp32 [b h r], b fp32 [b h r d], contiguous.
+    """
     tiles.check_rows(out, "out")
     if not (a.is_contiguous() and step.is_contiguous() and b.is_contiguous()):
         raise ValueError("a, step, b: expected contiguous tensors; call .contiguous()")
     batch, h, n, d = out.shape
     tile = tiles.residual_tile(d)
-    _add_low_rank[(triton.cdiv(n, tile["ROWS"]), batch * h)](out, a, step, b, h, n, *out.stride()[:3], D=d, RANK=a.shape[-1], **tile, **FP_FUSION)
+    _add_low_rank[(triton.cdiv(n, tile["ROWS"]), batch * h)](
+        out, a, step, b, h, n, *out.stride()[:3], D=d, RANK=a.shape[-1], **tile, **FP_FUSION,
+    )
     return out

@@ -11,7 +11,7 @@
 import triton
 
 OLDEST, NEWEST = (3, 6), (3, 9)
-# a multiply and an add become one instruction with one rounding; said at every launch, so that no default changes a result
+# a multiply and an add with one rounding; said at every launch, so that no default changes a result
 FP_FUSION = {"enable_fp_fusion": True}
 
 
@@ -20,11 +20,12 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def why_no_gluon(version: str = triton.__version__) -> str | None:
-    """Why the Hopper kernels, written in Gluon, are left alone with this Triton; None where they build (the test suite builds them)."""
+    """Why the Hopper kernels, written in Gluon, are left alone with this Triton; None where they build."""
     number = _number(version)
     if OLDEST <= number <= NEWEST:
         return None
-    return f"the Hopper kernel builds with Triton {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, not with {version}"
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+    return f"the Hopper kernel builds with Triton {oldest} to {newest}, not with {version}"
 
 
 NUMBER = _number(triton.__version__)
@@ -39,3 +40,5 @@ if why_no_gluon() is None:
     copy_to_shared = tma.async_copy_global_to_shared if NUMBER < (3, 9) else tma.async_load
     # this compiler would round weights one by one, and run out of registers
     ROUND_PAIRS = gl.constexpr(NUMBER == (3, 8))
+    # attention without shared query tiles, the shorter loop, spills there
+    ALWAYS_SHARE = NUMBER == (3, 8)

@@ -21,10 +21,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .records import (
+    COUNT,
+    COUNTERS,
+    NEXT,
+    SUMMARY_FIELDS,
+    SUMMARY_KEYS,
+    SUMMARY_PLAIN,
+    SUMMARY_WIDE,
+    TILE_FIELDS,
+    TILE_HEAD,
+    TILE_KEYS,
+    TILE_LIST,
+    TILE_PLAIN,
+    TILE_ROW,
+    TILE_ROWS,
+    TILE_WIDE,
+)
 from .triton_versions import FP_FUSION
 
 WIDE = 32
-FIELDS = 8  # int32 per query tile
+FIELDS: int = TILE_FIELDS.value
 SCRATCH_LIMIT = 256 * 2**20  # bytes
 
 
@@ -33,8 +50,8 @@ class WorkList(NamedTuple):
 
     wide: Tensor  # [bh*qb, ceil(m/32)] int32: first row of each wide granule
     tails: Tensor  # [bh*qb, width] int32: row << 5 | valid rows (filler: 0)
-    tiles: Tensor  # [worst case, 8] int32: head, list, first query row, rows, wide tiles, unmasked tiles, all tiles, 0
-    count: Tensor  # [4] int32: how many rows of `tiles` are filled; 0, for a kernel that hands tiles out in order; the same for tiles that it lists itself: 0, 0
+    tiles: Tensor  # [worst case, 8] int32, the query tiles of `records`
+    count: Tensor  # [4] int32, the counters of `records`: rows of `tiles` that are filled, then zeros
     # [bh*qb, width] fp32, what is added to scores: first for stand-in keys, padded to a tile, log(n)/scale where one counts, else -inf;
     # then, with `tail_bias`, for each tile past the unmasked ones, 0 where a row is valid, else -inf
     bias: Tensor | None
@@ -135,9 +152,13 @@ def list_keys_kernel(
     tail_tiles = tl.where(wide_tiles + tail_tiles == 0, 1, tail_tiles)
     filler = tail_total + tl.arange(0, FILLERS)
     tl.store(tails_row + filler, tl.zeros_like(filler), mask=filler < tail_tiles * tails_per_tile)
-    field = tl.arange(0, 4)
-    counts = tl.where(field == 0, wide_tiles, tl.where(field == 1, wide_tiles + whole_total // tails_per_tile, wide_tiles + tail_tiles))
-    tl.store(summary + list_id * 4 + field, counts)
+    field = tl.arange(0, SUMMARY_FIELDS)
+    counts = tl.where(
+        field == SUMMARY_WIDE,
+        wide_tiles,
+        tl.where(field == SUMMARY_PLAIN, wide_tiles + whole_total // tails_per_tile, wide_tiles + tail_tiles),
+    )
+    tl.store(summary + list_id * SUMMARY_FIELDS + field, counts)
 
     if TAIL_BIAS:
         unmasked = whole_total // tails_per_tile * tails_per_tile
@@ -168,34 +189,34 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
     start = tl.load(offsets + u, mask=u < qb, other=0)
     end = tl.load(offsets + u + 1, mask=u < qb, other=0)
     needs = (end - start + QUERY_TILE - 1) // QUERY_TILE
-    mine = summary + (head * qb + u) * 4
-    plain = tl.load(mine + 1, mask=u < qb, other=0)
-    wide = tl.load(mine, mask=u < qb, other=0)
-    work = tl.load(mine + 2, mask=u < qb, other=0)
+    mine = summary + (head * qb + u) * SUMMARY_FIELDS
+    plain = tl.load(mine + SUMMARY_PLAIN, mask=u < qb, other=0)
+    wide = tl.load(mine + SUMMARY_WIDE, mask=u < qb, other=0)
+    work = tl.load(mine + SUMMARY_KEYS, mask=u < qb, other=0)
     at = tl.zeros_like(u) + base
     for i in range(0, qb, 16):
         w = i + tl.arange(0, 16)
         other = w < qb
         size = tl.load(offsets + w + 1, mask=other, other=0) - tl.load(offsets + w, mask=other, other=0)
         other_needs = (size + QUERY_TILE - 1) // QUERY_TILE
-        other_work = tl.load(summary + (head * qb + w) * 4 + 2, mask=other, other=0)
+        other_work = tl.load(summary + (head * qb + w) * SUMMARY_FIELDS + SUMMARY_KEYS, mask=other, other=0)
         longer = (other_work[None, :] > work[:, None]) | ((other_work[None, :] == work[:, None]) & (w[None, :] < u[:, None]))
         at += tl.sum(tl.where(longer, other_needs[None, :], 0), 1)
     for i in range(tl.max(needs, 0)):
         here = i < needs
-        record = tiles + (at + i).to(tl.int64) * 8
-        tl.store(record, head + 0 * u, mask=here)
-        tl.store(record + 1, head * qb + u, mask=here)
-        tl.store(record + 2, start + i * QUERY_TILE, mask=here)
-        tl.store(record + 3, tl.minimum(end - start - i * QUERY_TILE, QUERY_TILE), mask=here)
-        tl.store(record + 4, wide, mask=here)
-        tl.store(record + 5, plain, mask=here)
-        tl.store(record + 6, work, mask=here)
+        record = tiles + (at + i).to(tl.int64) * TILE_FIELDS
+        tl.store(record + TILE_HEAD, head + 0 * u, mask=here)
+        tl.store(record + TILE_LIST, head * qb + u, mask=here)
+        tl.store(record + TILE_ROW, start + i * QUERY_TILE, mask=here)
+        tl.store(record + TILE_ROWS, tl.minimum(end - start - i * QUERY_TILE, QUERY_TILE), mask=here)
+        tl.store(record + TILE_WIDE, wide, mask=here)
+        tl.store(record + TILE_PLAIN, plain, mask=here)
+        tl.store(record + TILE_KEYS, work, mask=here)
         tl.store(record + 7, 0 * u, mask=here)
     if head == bh - 1:
-        tl.store(count, base + tl.sum(needs, 0))
-        for zero in tl.static_range(1, 4):
-            tl.store(count + zero, 0)
+        tl.store(count + COUNT, base + tl.sum(needs, 0))
+        for other_counter in tl.static_range(NEXT, COUNTERS):
+            tl.store(count + other_counter, 0)
 
 
 class _Widths(NamedTuple):
@@ -228,8 +249,8 @@ def scratch_bytes(
 ) -> int:  # fmt: skip
     """Bytes of the lists of so many heads."""
     widths = _widths(key_blocks, key_tokens, key_tile=key_tile, tail=tail, compensated=compensated, tail_bias=tail_bias)
-    words = heads * query_blocks * (widths.wide + widths.tails + widths.bias + 4)
-    return 4 * (words + FIELDS * _tile_bound(heads, query_blocks, query_tokens, query_tile) + 4)
+    words = heads * query_blocks * (widths.wide + widths.tails + widths.bias + SUMMARY_FIELDS.value)
+    return 4 * (words + FIELDS * _tile_bound(heads, query_blocks, query_tokens, query_tile) + COUNTERS.value)
 
 
 def heads_at_once(query_blocks: int, key_blocks: int, **tokens_and_tiles: int | bool) -> int:
@@ -257,9 +278,9 @@ def build_worklist(
     widths = _widths(kb, key_tokens, key_tile=key_tile, tail=tail, compensated=compensate is not None, tail_bias=tail_bias)
     wide = torch.empty(lists, widths.wide, dtype=torch.int32, device=device)
     tails = torch.empty(lists, widths.tails, dtype=torch.int32, device=device)
-    summary = torch.empty(lists, 4, dtype=torch.int32, device=device)
+    summary = torch.empty(lists, SUMMARY_FIELDS.value, dtype=torch.int32, device=device)
     tiles = torch.empty(_tile_bound(bh, qb, query_tokens, query_tile), FIELDS, dtype=torch.int32, device=device)
-    count = torch.empty(4, dtype=torch.int32, device=device)
+    count = torch.empty(COUNTERS.value, dtype=torch.int32, device=device)
     bias = torch.empty(lists, widths.bias, dtype=torch.float32, device=device) if widths.bias else None
     lanes = triton.next_power_of_2(max(kb + 1, widths.stand_ins, key_tile))
     query_lanes = triton.next_power_of_2(qb)

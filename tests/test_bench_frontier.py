@@ -1,0 +1,90 @@
+"""The frontier's bookkeeping: settings in words, costs from a summary, runs that are not made twice, the table."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from parkattn import ParkConfig
+from parkattn.bench import frontier
+from parkattn.bench.frontier import Setting, costs, interval, measure_frontier, read_records, tabulate, to_text
+from parkattn.methods import configured_method
+
+
+def test_settings_are_a_method_or_profile_and_fields():
+    assert Setting.parse("fast top_p=0.3 anchors=8") == Setting("fast top_p=0.3 anchors=8", "park", "fast", {"top_p": 0.3, "anchors": 8})
+    assert Setting.parse("park-no-qrkc quality").config == "quality"
+    assert Setting.parse("park top_p=0.9").config is None
+    assert Setting.parse("paper key_metric=euclidean").changes == {"key_metric": "euclidean"}
+    with pytest.raises(ValueError, match="method: expected one of"):
+        Setting.parse("prak")
+    with pytest.raises(ValueError, match="setting: expected METHOD or PROFILE"):
+        Setting.parse("top_p=0.3")
+
+
+def test_a_second_pass_at_anchors_costs_their_density():
+    calls = {"dense": 0, "refresh": 0, "reuse": 8, "anchor": 2}
+    report = types.SimpleNamespace(calls=calls, density=(2 + 8 * 0.25) / 10, steps={}, attention_seconds={}, peak_state_bytes=1)
+    found = costs(report)
+    assert found["cost"] == pytest.approx(0.4) and found["density_sparse"] == pytest.approx(0.25)
+    assert found["cost_two_passes"] == pytest.approx(0.4 + 0.2 * 0.25)
+
+
+def test_the_interval_is_students():
+    assert interval([1.0]) is None
+    assert interval([1.0, 3.0]) == pytest.approx(12.71 * 2**0.5 / 2**0.5)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """measure_frontier without a model: a video of the method's own shade, and what was made."""
+    made = []
+
+    def run(pipe, task, method):
+        shade = 100 if method.name == "dense" else 101 if method.config.top_p > 0.6 else 104
+        made.append((task.prompt, task.guidance, method.name))
+        found = {"cost": 0.5, "cost_two_passes": 0.6, "seconds": 1.0}
+        return np.full((2, 16, 16, 3), shade, np.uint8), found
+
+    monkeypatch.setattr(frontier, "_run", run)
+    monkeypatch.setattr(frontier, "_method", lambda pipe, setting: configured_method(setting.method, setting.config, **setting.changes))
+    return made
+
+
+PIPE = types.SimpleNamespace(transformer=torch.nn.Linear(1, 1))
+
+
+def measure(path, prompts=("a", "b"), settings=("paper", "fast")):
+    return list(measure_frontier(PIPE, prompts, settings, path, sizes=[(2, 16, 16)], steps=4, guidances=(1.0,)))
+
+
+def test_a_run_that_is_there_is_not_made_again(runs, tmp_path):
+    path = tmp_path / "frontier.jsonl"
+    first = measure(path)
+    assert len(runs) == len(read_records(path)) == 6 and [prompt for prompt, _, name in runs if name == "dense"] == ["a", "b"]
+    assert [{**record} for record in measure(path)] == first and len(runs) == 6
+    measure(path, settings=("paper", "fast", "fast top_p=0.7"))
+    assert len(runs) == 8
+
+
+def test_a_line_that_was_cut_off_is_made_again(runs, tmp_path):
+    path = tmp_path / "frontier.jsonl"
+    measure(path)
+    path.write_text(path.read_text()[:-40])
+    measure(path)
+    assert len(runs) == 7 and len(read_records(path)) == 6
+
+
+def test_the_table_compares_on_the_same_prompts(runs, tmp_path):
+    rows = {row["setting"]: row for row in tabulate(measure(tmp_path / "frontier.jsonl"))}
+    assert set(rows) == {"paper", "fast"} and rows["fast"]["runs"] == 2
+    # 1 and 4 shades off: 20 log10 4 dB
+    assert rows["fast"]["gain_db"] == pytest.approx(-20 * np.log10(4)) and rows["fast"]["relative_cost"] == 1
+    assert rows["paper"]["psnr"] == pytest.approx(20 * np.log10(255))
+    assert "fast" in to_text(rows.values())
+
+
+def test_profiles_are_the_models_in_a_record(runs, tmp_path):
+    record = next(r for r in measure(tmp_path / "frontier.jsonl") if r["setting"] == "fast")
+    assert ParkConfig.from_dict(record["config"]) == ParkConfig.profile("fast")
