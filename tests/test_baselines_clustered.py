@@ -1,6 +1,7 @@
 """SVG2 and SVOO against their restatements by another author, and by the properties that define them."""
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -83,6 +84,20 @@ def test_an_empty_cluster_keeps_its_centroid_and_the_others_are_means():
     assert found.centroids[0, 0, 3].isnan().all()
 
 
+def test_svg2_hands_on_the_centroids_of_empty_clusters():
+    """Two first tokens alike: the second cluster gets nothing at first, and what moves near its centroid later."""
+    x = torch.tensor([3.0, 3.0, 12.0, 12.2], dtype=torch.float64).view(1, 1, 4, 1).expand(-1, -1, -1, 2).contiguous()
+    config = svg2.Svg2Config(query_clusters=4, key_clusters=4, kmeans_iterations=1, backend="reference")
+    cold = make_plan(x, x, svg2.Svg2Planner(config), CallSite(), None)
+    assert cold.keys.labels.tolist() == [[[0, 0, 2, 3]]]
+    assert torch.equal(cold.memory["key_centroids"], x)
+    moved = x.clone()
+    moved[:, :, 0] -= 5
+    held = {name: centroids - torch.tensor([5.0, 0, 0, 0]).view(1, 1, 4, 1) for name, centroids in cold.memory.items()}
+    warm = make_plan(moved, moved, svg2.Svg2Planner(config), CallSite(), replace(cold, memory=held))
+    assert warm.keys.labels.tolist() == [[[0, 1, 2, 3]]]
+
+
 def test_svg2_plans_at_every_sparse_step_from_the_centroids_before():
     case = next(problems(1, seed=25))
     method = svg2.ENTRIES[0].make(svg2.Svg2Config.preset("wan2.1-14b", query_clusters=4, key_clusters=6))
@@ -159,6 +174,15 @@ def test_svoo_clusters_again_at_its_interval_and_makes_the_map_of_old_centroids_
         reclustered.append(labels is None or not torch.equal(labels, stats.plan.keys.labels))
         labels = stats.plan.keys.labels
     assert reclustered == [restated_svoo.reclusters(step + 1, 4, 2) for step in range(3, 9)] == [True, False] * 3
+
+
+def test_one_head_missing_from_the_profile_gives_all_heads_the_fallback():
+    densities = torch.tensor([[[0.4, torch.nan, 0.9]], [[0.4, 0.01, 0.9]]], dtype=torch.float64)
+    planner = svoo.SvooPlanner(svoo.SvooConfig(floor=0.1, floor_clip=(0.15, 0.5)), DensityProfile(densities))
+    q = torch.zeros(1, 3, 4, 8)
+    assert planner.floors(q, CallSite(step=0)).expand(3).tolist() == [0.1, 0.1, 0.1]
+    assert planner.floors(q, CallSite(step=1)).tolist() == [0.4, 0.15, 0.5]
+    assert planner.floors(q, CallSite(step=2)) == 0.1
 
 
 def test_a_density_profile_holds_the_largest_density_of_every_head_and_survives_its_file(tmp_path):

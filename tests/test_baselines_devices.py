@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from interpreted import run_interpreted
-from parkattn.attend import dense_attention
 from parkattn.backend import ReferenceBackend, resolve_for
 from parkattn.baselines import sparsepr, svg2, svg_ear, svoo
 from parkattn.cluster import Clustering, lloyd
@@ -30,7 +29,7 @@ PLANNERS = {"svg2": svg2.Svg2Planner, "svoo": svoo.SvooPlanner, "svg-ear": svg_e
 @outside
 def test_the_triton_backend_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted(__file__, at_least=7)
+    run_interpreted(__file__, at_least=4)
 
 
 class ShapesOnly(ReferenceBackend):
@@ -65,20 +64,17 @@ def test_planning_asks_the_gpu_nothing(monkeypatch, name):
             assert sparsepr.ProbeRepair(config).repair(q, k, v, later, q.clone(), site).shape == q.shape
 
 
-def problem(tokens, *, padded=0, text=0):
-    q, k, v = (
-        x.bfloat16()
-        for x in (2 * clustered(1, 2, 1, tokens, 64, draw=2), clustered(1, 2, 1, tokens, 64, draw=3), normal(4, 2, 1, tokens, 64))
-    )
-    valid = torch.ones(2, tokens, dtype=torch.bool)
-    valid[1, tokens - padded :] = False
-    return q, k, v, CallSite(text=slice(0, text) if text else None, key_valid=valid if padded else None, values=v)
+def problem(batch, tokens, *, padded, text=0):
+    q, k = (clustered(1, batch, 1, tokens, 64, draw=draw) for draw in (2, 3))
+    q, k, v = (x.bfloat16() for x in (2 * q, k, normal(4, batch, 1, tokens, 64)))
+    valid = torch.ones(batch, tokens, dtype=torch.bool)
+    valid[-1, tokens - padded :] = False
+    return q, k, v, CallSite(text=slice(0, text) if text else None, key_valid=valid, values=v)
 
 
 @in_interpreter
-@pytest.mark.parametrize("padded", [0, 30])
-def test_lloyd_is_the_definition(padded):
-    _, k, _, site = problem(60, padded=padded)
+def test_lloyd_is_the_definition():
+    _, k, _, site = problem(2, 60, padded=30)
     verbs = resolve_for(k, "triton")
     assert verbs.name == "triton"
     start = verbs.first_centroids(k, 40, seed=3, valid=site.key_valid)
@@ -95,32 +91,17 @@ def test_lloyd_is_the_definition(padded):
 
 
 @in_interpreter
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_on_the_triton_backend_computes_what_the_definitions_do(name):
-    q, k, v, site = problem(70, padded=20, text=9)
+@pytest.mark.parametrize("name", ["svoo", "svg-ear", "sparsepr"])
+def test_a_method_on_the_triton_backend_computes_what_the_definitions_make_of_its_plan(name):
+    q, k, v, site = problem(1, 70, padded=20, text=9)
     entry = METHODS[name].ENTRIES[0]
-    outs = {}
-    for backend in ("triton", "reference"):
-        method = entry.make(
-            entry.config(query_clusters=3, key_clusters=6, kmeans_iterations=2, warm_iterations=1, dense_steps=0, backend=backend)
-        )
-        cold, warm = (method(q, k, v, dataclasses.replace(site, step=step)) for step in (0, 1))
-        assert cold.stats.phase == warm.stats.phase == "refresh"
-        outs[backend] = warm.out
-    exact = dense_attention(q.double(), k.double(), v.double(), key_valid=site.key_valid)
-    error = [float((out.double() - exact)[site.key_valid[:, None].expand(2, 1, -1)].norm() / exact.norm()) for out in outs.values()]
-    # clusters may differ by tokens on a border, so outputs are compared by what they miss of dense attention
-    assert error[0] == pytest.approx(error[1], rel=0.1, abs=2 * 2**-8)
-
-
-@in_interpreter
-@pytest.mark.parametrize("name", ["svg2"])
-def test_a_whole_budget_is_dense_on_the_triton_backend(name):
-    q, k, v, site = problem(70, padded=20, text=9)
-    entry = METHODS[name].ENTRIES[0]
-    out = entry.make(entry.config(query_clusters=3, key_clusters=6, kmeans_iterations=1, top_p=1.0, dense_steps=0, backend="triton"))(
-        q, k, v, site
-    ).out
-    exact = dense_attention(q.double(), k.double(), v.double(), key_valid=site.key_valid)
-    # bf16: probabilities and the output are rounded to 8 bits
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2 * 2**-8 * float(v.abs().max()))
+    clusters = {"query_clusters": 3, "key_clusters": 6, "kmeans_iterations": 2, "warm_iterations": 1}
+    # a repair from three rows extrapolates from their rounding; it is the same code on every backend
+    more = {"repair": False} if name == "sparsepr" else {}
+    method = entry.make(entry.config(**clusters, **more, dense_steps=0, backend="triton"))
+    first, (out, stats) = (method(q, k, v, dataclasses.replace(site, step=step)) for step in (0, 1))
+    assert first.stats.phase == stats.phase == "refresh" and float(stats.density) < 1
+    compensate = method.config.compensate
+    defined = ReferenceBackend("").attend(q.double(), k.double(), v.double(), stats.plan, scale=None, compensate=compensate)
+    # bf16 has 8 bits: probabilities are rounded, then the output
+    torch.testing.assert_close(out.double(), defined, rtol=0, atol=2 * 2**-8 * float(v.abs().max()))

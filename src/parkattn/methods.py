@@ -13,14 +13,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from parkattn import park
-from parkattn.baselines import dense, radial, sol, sparge, sta, svg, svg2, svoo, xattention
+from parkattn.baselines import dense, radial, sol, sparge, sparsepr, sta, svg, svg2, svg_ear, svoo, xattention
 from parkattn.checks import expect_choice, expect_string, shown
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
-MODULES = (dense, park, sparge, xattention, svg, svg2, svoo, sol, sta, radial)
+MODULES = (dense, park, sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, sol, sta, radial)
 METHODS: dict[str, MethodEntry] = {entry.name: entry for module in MODULES for entry in module.ENTRIES}
 
 

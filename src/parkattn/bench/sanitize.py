@@ -54,7 +54,7 @@ FOR_CONSAN: dict[str, Changes] = {
         ),
         "q_full, q_empty, c_full, c_empty = bars\n": ("q_full, q_empty, c_full, c_empty, met = bars\n", 2),
         '        meet("8")\n': (
-            "        gl.thread_barrier()\n"
+            "        thread_barrier()\n"
             "        mbarrier.arrive(met.index(W * 2 + (t & 1)), count=1)\n"
             "        mbarrier.wait(met.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)\n",
             1,

@@ -73,7 +73,7 @@ class CallRecorder(Dense):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         if site.step in self.steps and site.layer in self.layers and site.key_valid is None:
             # the first branch of a step speaks for the others
-            self.kept.setdefault((site.step, site.layer), (q.clone(), k.clone(), dataclasses.replace(site, dense=None)))
+            self.kept.setdefault((site.step, site.layer), (q.clone(), k.clone(), dataclasses.replace(site, dense=None, values=v.clone())))
         return super().__call__(q, k, v, site)
 
 
