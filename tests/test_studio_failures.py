@@ -70,7 +70,7 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--width", "8"], "width: expected a multiple of 16 for this model, got 8; try 16."),
         ([SENTENCE, "--frames", "16"], "frames: expected a multiple of 4 plus 1 for this model, got 16; try 17."),
         ([SENTENCE, "--method", "parc"], "method: expected one of centroid, dense, park"),
-        ([SENTENCE, "--preset", "wan9"], "preset: expected one of hunyuanvideo"),
+        ([SENTENCE, "--preset", "wan9"], "preset: expected one of fast, hunyuanvideo"),
         ([SENTENCE, "--set", "top_q=0.9"], "got top_q; did you mean top_p?"),
         ([SENTENCE, "--set", "top_p"], "--set: expected NAME=VALUE, got 'top_p'"),
         ([SENTENCE, "--device", "cuda:7"], "device: expected one this machine has"),
