@@ -189,7 +189,7 @@ def without_a_model() -> Iterator[list[str]]:
         }  # fmt: skip
         return Generation(frames.astype(np.uint8), found)
 
-    def budgets(pipe: Any, request: Request, config: ParkConfig, settings: Any, say: Any) -> dict[str, Any]:
+    def budgets(pipe: Any, request: Request, settings: Any, say: Any) -> dict[str, Any]:
         return {name: {"value": 0.5, "density": 0.5} for name in settings.methods}
 
     stands_in: list[tuple[Any, str, Any]] = [

@@ -161,3 +161,12 @@ def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their
     # layer 0: two sparse calls instead of 3 s each; layer 1 has nothing to be compared with
     assert report.seconds_saved == 2 * 3.0 - 3.5
     assert "attention took 21.5 s, about 2.5 s saved" in str(report)
+
+
+def test_a_video_too_short_to_gain_gets_advice():
+    for sparse, said in ((2.5, False), (3.5, True)):
+        log = RunLog()
+        for phase, seconds in (("dense", 3.0), ("reuse", sparse)):
+            log.add(CallSite(), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
+        report = Summary.of("park", log, 0)
+        assert ("too short to gain" in str(report)) == said == bool(report.to_dict()["advice"])

@@ -48,6 +48,7 @@ class ModelRow:
 
     blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention).
     text: where text tokens stand in the attention sequence: "none", "last" or "first".
+    preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
     pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
@@ -56,6 +57,7 @@ class ModelRow:
     blocks: tuple[tuple[str, str], ...]
     text: str = "none"
     preset: str = "wan2.1-14b"
+    borrows: bool = False
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents
     pair_mask: bool = False
     sequence_parallel: bool = False
@@ -81,10 +83,12 @@ MODELS: dict[str, ModelRow] = {
         preset="hunyuanvideo",
         sequence_parallel=True,
     ),
-    "HunyuanVideo15Transformer3DModel": ModelRow((("transformer_blocks", "attn"),), text="last", preset="hunyuanvideo", pair_mask=True),
-    "CogVideoXTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="first", grid=grid_of_frames_first),
-    "LTXVideoTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), grid=grid_by_name),
-    "MochiTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="last"),
+    "HunyuanVideo15Transformer3DModel": ModelRow(
+        (("transformer_blocks", "attn"),), text="last", preset="hunyuanvideo", borrows=True, pair_mask=True
+    ),
+    "CogVideoXTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="first", borrows=True, grid=grid_of_frames_first),
+    "LTXVideoTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), borrows=True, grid=grid_by_name),
+    "MochiTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="last", borrows=True),
 }
 
 

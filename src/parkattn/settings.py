@@ -239,7 +239,7 @@ class When(MethodConfig):
             for name in ("dense_steps", "refresh_steps"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}: expected None beside anchors={self.anchors}, got {getattr(self, name)}; leave out one of them."
+                        f"{name}: expected None beside anchors={self.anchors}, got {shown(getattr(self, name))}; leave out one of them."
                     )
         if self.anchor_error is not None:
             expect_positive("anchor_error", self.anchor_error)

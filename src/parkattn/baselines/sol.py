@@ -31,7 +31,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.baselines.video import Runs, cut_runs, keep_best
-from parkattn.checks import expect_choice, expect_count, expect_fraction
+from parkattn.checks import expect_choice, expect_count, expect_fraction, shown
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
@@ -67,7 +67,7 @@ class SolConfig(PlannedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.tau, (int, float)) or isinstance(self.tau, bool) or not math.isfinite(self.tau):
-            raise ValueError(f"tau: expected a finite number, got {self.tau!r}; pass standard deviations such as 1.0.")
+            raise ValueError(f"tau: expected a finite number, got {shown(self.tau)}; pass standard deviations such as 1.0.")
         if self.topk is not None:
             expect_fraction("topk", self.topk, zero=False)
         expect_choice("threshold", self.threshold, THRESHOLDS)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.baselines.video import HEADS_AT_ONCE, Runs, cut_runs, keep_best
-from parkattn.checks import expect_count, expect_flag, expect_fraction
+from parkattn.checks import expect_count, expect_flag, expect_fraction, shown
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
@@ -70,7 +70,7 @@ class SpargeConfig(PlannedConfig):
             expect_fraction("topk", self.topk, zero=False)
         least = self.simthreshd1
         if least is not None and (not isinstance(least, (int, float)) or isinstance(least, bool)):
-            raise TypeError(f"simthreshd1: expected a number or None, got {least!r}; pass a cosine such as 0.6.")
+            raise TypeError(f"simthreshd1: expected a number or None, got {shown(least)}; pass a cosine such as 0.6.")
         for name in ("block_q", "block_k"):
             expect_count(name, getattr(self, name))
         for name in ("smooth_k", "attention_sink"):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.baselines.video import arrange_keys, arrange_queries, expect_grid
-from parkattn.checks import expect_count
+from parkattn.checks import expect_count, shown
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
@@ -64,7 +64,7 @@ class StaConfig(PlannedConfig):
             return [given]
         if len(given) != heads:
             got = f"{len(given)}; or pass one for all"
-            raise ValueError(f"window: expected one triple for each of {heads} heads, got {got}.")
+            raise ValueError(f"window: expected one triple for each of {heads} heads, got {got}; give each head one.")
         return list(given)
 
 
@@ -116,7 +116,7 @@ def sliding_window(tiles: Sequence[int], window: Triple, device: torch.device) -
 
 def expect_triple(name: str, value: Any) -> Triple:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
-        raise TypeError(f"{name}: expected (frames, height, width) in whole numbers, got {value!r}; write (3, 3, 3).")
+        raise TypeError(f"{name}: expected (frames, height, width) in whole numbers, got {shown(value)}; write (3, 3, 3).")
     for number in value:
         expect_count(name, number)
     return value[0], value[1], value[2]

@@ -42,7 +42,7 @@ from torch.nn.functional import normalize
 from parkattn.backend import resolve_for
 from parkattn.baselines.density_profile import DensityProfile
 from parkattn.baselines.svg2 import AuthorsClusters, by_weight, centroid_weights, first_ranks, planned_blocks, share_of, with_borders
-from parkattn.checks import expect_count, expect_fraction
+from parkattn.checks import expect_count, expect_fraction, shown
 from parkattn.cluster import Clustering
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod
@@ -92,10 +92,10 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
         super().__post_init__()
         if self.density_profile is not None and not isinstance(self.density_profile, str):
             raise TypeError(
-                f"density_profile: expected the path of a density profile or None, got {self.density_profile!r}; pass a string."
+                f"density_profile: expected the path of a density profile or None, got {shown(self.density_profile)}; pass a string."
             )
         if not isinstance(self.floor_clip, (tuple, list)) or len(self.floor_clip) != 2 or self.floor_clip[0] > self.floor_clip[1]:
-            raise ValueError(f"floor_clip: expected the least and the largest floor, got {self.floor_clip!r}; write (0.15, 0.2).")
+            raise ValueError(f"floor_clip: expected the least and the largest floor, got {shown(self.floor_clip)}; write (0.15, 0.2).")
         for ratio in self.floor_clip:
             expect_fraction("floor_clip", ratio, zero=True)
         object.__setattr__(self, "floor_clip", tuple(self.floor_clip))

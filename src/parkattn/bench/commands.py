@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it.")
@@ -22,9 +22,17 @@ Rehearse = Annotated[bool, typer.Option(help="Tiny sizes; with TRITON_INTERPRET=
 @app.command("cpu")
 def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typer.Option(min=1)] = 2) -> None:
     """Sparse against dense attention on the CPU at densities 0.5, 0.25 and 0.1."""
-    from parkattn.bench.cpu import measure_cpu
+    from parkattn.bench.cpu import DENSITIES, measure_cpu, rounds
 
-    records = list(track(measure_cpu(repeats=repeats, threads=threads), "measuring", total=3, console=console, transient=True))
+    with Progress(TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("scene", total=rounds(len(DENSITIES), repeats))
+
+        def advance(doing: str) -> None:
+            progress.update(task, advance=1, description=doing)
+            if not console.is_terminal:  # a log shows lines, no bar
+                console.print(doing, highlight=False)
+
+        records = list(measure_cpu(repeats=repeats, threads=threads, advance=advance))
     table = Table("density", "dense ms", "sparse ms", "speed-up", "plan ms", "calls to break even", title="4 heads, 8,192 tokens, dim 64")
     for row in records:
         table.add_row(*(str(row[name]) for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")))

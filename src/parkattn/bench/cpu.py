@@ -17,29 +17,48 @@ from parkattn.record import environment
 from parkattn.scene import clustered_scene
 
 GRID = (8, 32, 32)  # 8,192 tokens
+DENSITIES = (0.5, 0.25, 0.1)
+Advance = Callable[[str], None]
 BLOCKS = ParkConfig(query_clusters=16, key_clusters=64)  # blocks of about the paper's 590 queries and 148 keys
 
 
 def measure_cpu(
-    *, densities: tuple[float, ...] = (0.5, 0.25, 0.1), heads: int = 4, dim: int = 64, threads: int = 2, repeats: int = 5
+    *,
+    densities: tuple[float, ...] = DENSITIES,
+    heads: int = 4,
+    dim: int = 64,
+    threads: int = 2,
+    repeats: int = 5,
+    advance: Advance = lambda doing: None,
 ) -> Iterator[dict[str, Any]]:
-    """One record per density. Dense and sparse runs alternate, so that a busy machine slows both alike."""
+    """One record per density. Dense and sparse runs alternate, so that a busy machine slows both alike.
+
+    advance(what comes next) is called once before the gate, and for each density before its budget is searched and before every round.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         scene = clustered_scene(heads=heads, grid=GRID, dim=dim)
+        advance("correctness gate")
         _expect_dense_when_all_kept(scene.q, scene.k, scene.v)
         for density in densities:
-            yield _compare(scene.q, scene.k, scene.v, density, repeats)
+            yield _compare(scene.q, scene.k, scene.v, density, repeats, advance)
     finally:
         torch.set_num_threads(before)
 
 
-def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int) -> dict[str, Any]:
+def rounds(densities: int, repeats: int) -> int:
+    """How often `advance` is called."""
+    return 1 + densities * (2 + repeats)
+
+
+def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int, advance: Advance) -> dict[str, Any]:
+    advance(f"density {density}: budget")
     config = _config_for(q, k, density)
     plan = build_plan(q, k, config)
     times = _alternate(
         repeats,
+        lambda number: advance(f"density {density}: " + (f"round {number} of {repeats}" if number else "warm-up")),
         dense=lambda: dense_attention(q, k, v),
         sparse=lambda: park_attention(q, k, v, config, plan=plan),
         plan=lambda: build_plan(q, k, config),
@@ -82,11 +101,13 @@ def _expect_dense_when_all_kept(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _alternate(repeats: int, **calls: Callable[[], object]) -> dict[str, list[float]]:
+def _alternate(repeats: int, advance: Callable[[int], None], **calls: Callable[[], object]) -> dict[str, list[float]]:
+    advance(0)
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for number in range(1, repeats + 1):
+        advance(number)
         for name, call in calls.items():
             begin = time.perf_counter()
             call()

@@ -16,7 +16,9 @@ from parkattn.backend import resolve
 from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import TINY, WAN_1_3B, Shape, mixture, random_plan, rows
 from parkattn.bench.timing import free_memory, median_ms
+from parkattn.checks import expect_choice
 from parkattn.extras import pyplot
+from parkattn.files import explained, make_folder
 from parkattn.park import ParkConfig, build_plan
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
@@ -55,7 +57,12 @@ def fits(points: Records) -> Iterator[dict[str, Any]]:
 
 def draw(record: Path, plot: Path) -> None:
     """The records of `measure` as two panels: time over density (linear) and time over length (logarithmic)."""
-    points = [p for p in map(json.loads, record.read_text().splitlines()) if p.get("benchmark") == "scaling"]
+    expect_choice("plot", plot.suffix.removeprefix("."), ("svg", "png", "pdf"))
+    try:
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+    except (OSError, ValueError):
+        lines = []
+    points = [p for p in lines if isinstance(p, dict) and p.get("benchmark") == "scaling"]
     if not points:
         raise ValueError(f"record: expected results of 'park bench scaling' in {record}, got none; measure first.")
     figure, axes = pyplot("the plot").subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -71,8 +78,9 @@ def draw(record: Path, plot: Path) -> None:
     axes[1].set(title=f"over length, density {AT_DENSITY}")
     axes[1].set_xscale("log", base=2)
     axes[1].set_yscale("log")
-    plot.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(plot)
+    with explained(plot):
+        make_folder(plot.parent)
+        figure.savefig(plot)
 
 
 def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from parkattn.engine import RunLog
 
+_SLOWER = (
+    "plans and sparse attention took {:.2f} s longer than dense attention would have: the video is too short to gain; "
+    "disable parkattn for it, or make it longer or larger"
+)
 PHASES = ("dense", "refresh", "reuse")  # always reported, in this order; what else a method reports comes after them
 
 
@@ -33,6 +37,7 @@ class Summary:
     state_bytes: int  # held now
     peak_state_bytes: int  # held during the run
     layers: list[dict[str, Any]]
+    advice: list[str]  # what the user could do better, in sentences
 
     @classmethod
     def of(
@@ -42,8 +47,9 @@ class Summary:
         state_bytes: int,
         fused: Mapping[str, int] | None = None,
         missed: Mapping[str, int] | None = None,
+        advice: Sequence[str] = (),
     ) -> Summary:
-        """missed: reason -> layers whose calls did not reach the engine, where a host knows of some."""
+        """missed: reason -> layers whose calls did not reach the engine, where a host knows of some. advice: the host's."""
         names = tuple(dict.fromkeys((*PHASES, *(phase for entry in log.layers.values() for phase in entry.phases))))
         rows: list[dict[str, Any]] = []
         for (transformer, layer), entry in sorted(log.layers.items()):
@@ -61,6 +67,8 @@ class Summary:
         reasons.update(missed or {})
         entries = log.layers.values()
         times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in entries]
+        saved = _saved(times)
+        slower = [] if saved is None or saved >= 0 else [_SLOWER.format(-saved)]
         return cls(
             method=method,
             steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names},
@@ -70,10 +78,11 @@ class Summary:
             backends=sorted(log.backends),
             fused=dict(fused or {}),
             attention_seconds={phase: sum(sum(layer[phase]) for layer in times) for phase in names},
-            seconds_saved=_saved(times),
+            seconds_saved=saved,
             state_bytes=state_bytes,
             peak_state_bytes=max(state_bytes, log.peak_state_bytes),
             layers=rows,
+            advice=[*slower, *advice],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +116,8 @@ class Summary:
         return "\n".join(lines + self._reasons())
 
     def _reasons(self) -> list[str]:
-        return [f"dense {count}x: {reason}" for reason, count in self.dense_because.items()]
+        because = [f"dense {count}x: {reason}" for reason, count in self.dense_because.items()]
+        return because + [f"advice: {line}" for line in self.advice]
 
 
 def _mean(values: list[Tensor]) -> float | None:

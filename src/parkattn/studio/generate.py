@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.checks import LARGEST_COUNT, shown
+from parkattn.checks import LARGEST_COUNT, expect_choice, shown
 from parkattn.hosts.diffusers import Session, expect_layers
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.models import row_for
@@ -99,6 +99,9 @@ def prepare(request: Request) -> tuple[Request, Path]:
             raise ValueError(f"{name}: expected a whole number that fits its generator or int32, got {shown(value)}; lower it.")
     if request.guidance is not None and not (math.isfinite(request.guidance) and request.guidance >= 0):
         raise ValueError(f"guidance: expected a number from 0 on, got {request.guidance}; 1 is none, 3 to 6 are usual.")
+    if request.preset is not None:
+        config = method_entry(request.method).config
+        expect_choice("preset", request.preset, [*config.PROFILES, *config.PRESETS])
     configured_method(request.method, request.preset, **request.changes)
     return dataclasses.replace(request, **filled), folder
 

@@ -43,14 +43,17 @@ def enable(
     enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
     fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs.
     """
-    model = row_for(next(iter(transformers_of(target).values()))).preset
-    made = configured_method(method, config, model=model, **changes)
+    row = row_for(next(iter(transformers_of(target).values())))
+    made = configured_method(method, config, model=row.preset, **changes)
     if total_steps is not None:
         expect_count("total_steps", total_steps)
     expect_layers(target, getattr(made, "config", None))
     if isinstance(target, torch.nn.Module) and isinstance(made, PlannedMethod):
         dense_prefix(made.config, total_steps)  # refuses now what would fail in the first forward
-    return Session(target, made, total_steps, fuse)
+    session = Session(target, made, total_steps, fuse)
+    if config is None and row.borrows and row.preset in getattr(getattr(made, "config", None), "PRESETS", ()):
+        session.advice.append(f"this model has no preset of its own and borrows {row.preset}'s; compare with dense before relying on it")
+    return session
 
 
 def expect_layers(target: Any, config: MethodConfig | None) -> None:

@@ -53,6 +53,7 @@ class Session:
     def __init__(self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None) -> None:
         transformers = transformers_of(target)
         rows = {name: row_for(transformer) for name, transformer in transformers.items()}
+        self.advice: list[str] = []  # said in every summary
         # refuses a wrong fuse before anything is taken off
         self.engine = Engine(method, _UNKNOWN_STEP)
         self.fusing = Fusing(fuse, lambda: self.engine.clock.total_steps)
@@ -94,7 +95,7 @@ class Session:
 
     def summary(self) -> Summary:
         lost = sum(attached.lost() for attached in self._attached)
-        return _summary(self.method.name, self.engine.log, self.method.state_bytes, self.fusing.outcomes, lost)
+        return _summary(self.method.name, self.engine.log, self.method.state_bytes, self.fusing.outcomes, lost, self.advice)
 
     @property
     def method(self) -> AttentionMethod:
@@ -274,11 +275,12 @@ def summary_of(sessions: Mapping[str, Session], names: Mapping[str, str]) -> Sum
         fused.update(session.fusing.outcomes)
         lost += sum(session.lost(name) for name in own)
     methods = " + ".join(dict.fromkeys(session.method.name for session in different))
-    return _summary(methods, log, sum(session.method.state_bytes for session in different), fused, lost)
+    advice = list(dict.fromkeys(line for session in different for line in session.advice))
+    return _summary(methods, log, sum(session.method.state_bytes for session in different), fused, lost, advice)
 
 
-def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lost: int) -> Summary:
-    return Summary.of(method, log, state_bytes, dict(fused.most_common()), {_LOST: lost} if lost else {})
+def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lost: int, advice: list[str]) -> Summary:
+    return Summary.of(method, log, state_bytes, dict(fused.most_common()), {_LOST: lost} if lost else {}, advice)
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:

@@ -1,0 +1,70 @@
+"""Wrong options of the video commands: one line with the nearest name, before a model is loaded or anything is written."""
+
+import sys
+
+import pytest
+
+pytest.importorskip("diffusers")
+pytest.importorskip("av")
+
+from fuzz_calls import ONE_LINE
+from parkattn import cli
+from parkattn.sprites.grammar import EXAMPLE
+from parkattn.studio import checkpoints, commands, compare
+
+CASES = {
+    "a seed no generator takes": (["generate", EXAMPLE, "--seed", str(2**64)], "seed: expected", str(2**64)),
+    "a seed below 0": (["generate", EXAMPLE, "--seed", "-1"], "seed: expected at least 0", "-1"),
+    "no height": (["generate", EXAMPLE, "--height", "0"], "height: expected at least 1", "0"),
+    "a setting nearly right": (["generate", EXAMPLE, "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
+    "a method nearly right": (["generate", EXAMPLE, "--method", "prak"], "method: expected one of", "did you mean park?"),
+    "a word nearly right": (["generate", EXAMPLE.replace("circle", "circel")], "unknown word 'circel'", "did you mean circle?"),
+    "methods nearly right": (["compare", "--methods", "dense,parc"], "methods: expected all or some of", "did you mean park?"),
+    "a setting of no method": (["compare", "--methods", "dense,park", "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
+    "no sparse step": (["ablation", "--steps", "1"], "steps: expected more than the 1 that are dense", "got 1"),
+    "seeds no generator takes": (["ablation", "--seeds", f"0,{2**64}"], "seeds: expected", str(2**64)),
+    "no method": (["ablation", "--methods", ","], "expected", "got ''"),
+    "a model nearly right": (["doctor", "--model", "wan2.1-14"], "model: expected one of", "did you mean wan2.1-14b?"),
+}
+
+
+def refusal(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["park", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    line = capsys.readouterr().err.rstrip("\n")
+    assert ended.value.code == 2 and ONE_LINE.fullmatch(line), line
+    return line
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_option_is_one_line_before_a_model_is_loaded(case, tmp_path, monkeypatch, capsys):
+    def loaded(*_, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(checkpoints, "load_pipeline", loaded)
+    monkeypatch.chdir(tmp_path)
+    words, *said = CASES[case]
+    line = refusal(monkeypatch, capsys, words)
+    assert all(part in line for part in said), line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dense_layer_that_the_model_has_not_is_refused(tmp_path, monkeypatch, capsys):
+    words = ["generate", EXAMPLE, "--set", "dense_layers=[99]", "--out", tmp_path / "a.mp4"]
+    assert "dense_layers: expected layers from 0 to" in refusal(monkeypatch, capsys, words)
+    assert not (tmp_path / "a.mp4").exists()
+
+
+def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp_path, monkeypatch):
+    asked = {}
+
+    def run(request, names, out, **options):
+        asked.update(request=request, names=names, out=out)
+        return {"tokens": 7128, "timing_warning": None, "methods": [{"method": "dense", "psnr": {"mean": 100.0}, "ssim": {"mean": 1.0}, "density": 1.0,
+                "recall": None, "seconds": {"denoise": 2.0, "attention": 1.0}, "speedup": 1.0}]}  # fmt: skip
+
+    monkeypatch.setattr(compare, "compare", run)
+    commands.demo(out=tmp_path / "demo")
+    assert asked["names"] == ["dense", "park"] and asked["request"].model is None
+    assert (asked["request"].height, asked["request"].width) == commands.DEMO_SIZE
