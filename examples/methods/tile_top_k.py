@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parkattn import CallSite, MethodEntry, Plan, PlannedMethod
+from parkattn.checks import expect_count, expect_fraction
 from parkattn.plan import arrange, assign_roles, tiles
 from parkattn.retrieval import kept_mass, query_centroid, select_top_k
 from parkattn.settings import PlannedConfig
@@ -21,6 +22,11 @@ class TileConfig(PlannedConfig):
     top_k: float = 0.25
     """Share of the key tiles that a query tile keeps."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_count("tile", self.tile)
+        expect_fraction("top_k", self.top_k, zero=False)
+
 
 class TilePlanner:
     def __init__(self, config: TileConfig) -> None:
@@ -29,14 +35,13 @@ class TilePlanner:
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         roles = assign_roles(q, k, site.text, site.key_valid)
         queries, keys = tiles(q, self.config.tile), tiles(k, self.config.tile)
-        counts, labels = (queries.count, keys.count), (queries.labels, keys.labels)
-        if roles.clustered_queries is not None and roles.clustered_keys is not None:
-            # text and padding leave their tiles, so tokens move
-            labels = tuple(
-                torch.where(own[:, None], label, count).to(torch.int32)
-                for own, label, count in zip((roles.clustered_queries, roles.clustered_keys), labels, counts, strict=True)
-            )
+        counts, labels = (queries.count, keys.count), [queries.labels, keys.labels]
+        # text and padding leave their tiles for blocks of their own, so tokens move
+        if roles.clustered_queries is not None:
+            labels[0] = torch.where(roles.clustered_queries[:, None], labels[0], counts[0]).to(torch.int32)
             queries = arrange(*roles.query_blocks(labels[0], counts[0]))
+        if roles.clustered_keys is not None:
+            labels[1] = torch.where(roles.clustered_keys[:, None], labels[1], counts[1]).to(torch.int32)
             keys = arrange(*roles.key_blocks(labels[1], counts[1]))
         importance = query_centroid(q, k, labels[0], counts[0], labels[1], counts[1], scale=site.scale)
         mask = select_top_k(importance, self.config.top_k, sizes=keys.sizes[..., : counts[1]])

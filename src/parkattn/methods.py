@@ -8,6 +8,8 @@ A package offers methods by an entry point whose value is a `MethodEntry` or a s
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
@@ -32,6 +34,9 @@ def register(entry: MethodEntry) -> MethodEntry:
     known = METHODS.get(entry.name)
     if known is not None and known != entry:
         raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
+    fields = {field.name for field in dataclasses.fields(entry.config)}
+    for budget in entry.budgets:
+        expect_choice(f"budgets of {entry.name}", budget, fields)
     METHODS[entry.name] = entry
     return entry
 
@@ -48,9 +53,13 @@ def method_entry(name: str) -> MethodEntry:
 def register_installed() -> None:
     """Methods that installed packages offer. Loading one runs code of that package, which the user installed for it."""
     for point in entry_points(group=GROUP):
-        offered = point.load()
-        for entry in offered if isinstance(offered, Sequence) else (offered,):
-            register(entry)
+        try:
+            offered = point.load()
+            for entry in offered if isinstance(offered, Sequence) else (offered,):
+                register(entry)
+        except Exception as failure:  # whatever another package does at import: the others stay usable
+            said = f"{type(failure).__name__}: {failure}"
+            warnings.warn(f"plug-in {point.value}: expected a MethodEntry, got {said}; correct or uninstall that package.", stacklevel=2)
 
 
 def configured_method(

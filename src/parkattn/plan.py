@@ -161,6 +161,24 @@ _FORMAT = "parkattn.plan.1"
 _PARTS = ("labels", "order", "offsets")
 
 
+def expect_whole_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
+    """What a planner must hand over, as far as it can be seen without waiting for a GPU."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected a Plan from the planner, got {type(plan).__name__}; return Plan(queries, keys, mask, ...).")
+    wrong = None
+    if not plan.fits(q, k):
+        wrong = f"labels {list(plan.queries.labels.shape)} and {list(plan.keys.labels.shape)}"
+    elif plan.mask.dtype != torch.bool:
+        wrong = f"a mask of {plan.mask.dtype}"
+    elif tuple(plan.mask.shape) != (*q.shape[:2], plan.queries.count, plan.keys.count):
+        wrong = f"a mask {list(plan.mask.shape)} for {plan.queries.count} query blocks and {plan.keys.count} key blocks"
+    if wrong is not None:
+        raise ValueError(
+            f"plan: expected labels of every token and a bool mask [batch, heads, query blocks, key blocks] for q {list(q.shape)} and "
+            f"k {list(k.shape)}, got {wrong}; pass the mask through Roles.extend, and expand it to all heads."
+        )
+
+
 def _inconsistency(plan: Plan) -> str | None:
     """What makes a plan out of a file impossible to compute with, or None."""
     b, h, query_blocks, key_blocks = plan.mask.shape

@@ -15,7 +15,7 @@ from torch import Tensor
 from parkattn.attend import dense_attention
 from parkattn.backend import Backend, explain_out_of_memory, resolve_for
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_key_valid, expect_scale, shape_of
-from parkattn.plan import Plan
+from parkattn.plan import Plan, expect_whole_plan
 from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
 from parkattn.segments import outside_autocast
 from parkattn.settings import PlannedConfig
@@ -159,7 +159,9 @@ def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: P
         expect_finite("q", q)
         expect_finite("k", k)
     with torch.no_grad():
-        return planner.plan(q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None)
+        plan = planner.plan(q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None)
+    expect_whole_plan(plan, q, k)
+    return plan
 
 
 @explain_out_of_memory

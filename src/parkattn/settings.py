@@ -75,6 +75,8 @@ class MethodConfig:
         """A profile or a preset; no name is both."""
         if name in cls.PROFILES:
             return cls.profile(name, model=model, **changes)
+        if not (cls.PROFILES or cls.PRESETS):
+            raise ValueError(f"config: expected fields by name, since {cls.__name__} has no presets, got {name!r}; leave it out.")
         expect_choice("config", name, [*cls.PROFILES, *cls.PRESETS])
         return cls.preset(name, **changes)
 

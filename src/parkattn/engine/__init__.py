@@ -144,6 +144,7 @@ class LayerLog:
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     density: list[Tensor] = field(default_factory=list)
     mass: list[Tensor] = field(default_factory=list)
+    error: list[Tensor] = field(default_factory=list)
     seconds: dict[str, list[Callable[[], float]]] = field(default_factory=dict)  # phase -> one per call
 
 
@@ -165,6 +166,8 @@ class RunLog:
         log.density.append(stats.density.mean())
         if stats.estimated_mass is not None:
             log.mass.append(stats.estimated_mass.mean())
+        if stats.error is not None:
+            log.error.append(stats.error.mean())
         self.steps.setdefault(site.step, set()).add(stats.phase)
         if stats.backend:
             self.backends.add(stats.backend)

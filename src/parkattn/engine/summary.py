@@ -59,6 +59,7 @@ class Summary:
                 **{phase: entry.phases[phase] for phase in names},
                 "density": _mean(entry.density),
                 "estimated_mass": _mean(entry.mass),
+                "error": _mean(entry.error),
                 "dense_because": dict(entry.reasons),
             })  # fmt: skip
         reasons = collections.Counter[str]()

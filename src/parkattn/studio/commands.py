@@ -22,7 +22,12 @@ console = Console()
 DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
 
 Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the shipped model when not given.")]
-Preset = Annotated[str | None, typer.Option(help="The paper's settings by name (park presets); the model's own when not given.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", "--profile", help="quality, fast or paper, or a model's settings by name (park presets); the model's when not given."
+    ),
+]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One PARK setting, e.g. top_p=0.8; repeatable.")]
 Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]

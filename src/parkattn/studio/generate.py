@@ -152,7 +152,7 @@ def for_method(request: Request, method: str) -> Request:
     """The request for one of several methods: a preset and settings that only others have are left out."""
     config = method_entry(method).config
     known = {field.name for field in dataclasses.fields(config)}
-    preset = request.preset if request.preset in config.PRESETS else None
+    preset = request.preset if request.preset in (*config.PROFILES, *config.PRESETS) else None
     changes = {name: value for name, value in request.changes.items() if name in known}
     return dataclasses.replace(request, method=method, preset=preset, changes=changes)
 
@@ -166,14 +166,15 @@ def expect_settings_used(request: Request, methods: Sequence[str]) -> None:
             configured_method(configured[0], **{name: value})  # says which names there are
             raise AssertionError(name)
     if request.preset is not None and configured and all(for_method(request, method).preset is None for method in configured):
-        method_entry(configured[0]).config.preset(request.preset)
+        method_entry(configured[0]).config.named(request.preset)
 
 
 def config_for(request: Request, pipe: Any) -> MethodConfig:
-    """The preset asked for, or the model's; a short video keeps the paper's tokens per block instead of its block counts."""
-    name = request.preset or row_for(pipe.transformer).preset
+    """The profile or preset asked for, or the model's; a short video keeps the paper's tokens per block, not its block counts."""
+    model = row_for(pipe.transformer).preset
     entry = method_entry(request.method)
-    config = (entry.config.preset(name) if request.preset else entry.config.for_model(name)).replace(**request.changes)
+    config = entry.config.named(request.preset, model=model) if request.preset else entry.config.for_model(model)
+    config = config.replace(**request.changes)
     expect_layers(pipe, config)
     if not isinstance(config, Clusters):
         return config

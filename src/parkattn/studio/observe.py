@@ -19,7 +19,7 @@ from parkattn.metrics.retrieval import attention_recall, recall_summary
 from parkattn.plan import Blocks, Plan
 from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite
 
-PHASES = ("dense", "refresh", "reuse")
+PHASES = ("dense", "anchor", "refresh", "reuse")
 RECALL_ROWS = 128
 
 
@@ -107,7 +107,7 @@ def _mark(device: torch.device) -> Any:
 def measured(observer: Observer, step_ends: list[float], total_steps: int) -> dict[str, Any]:
     """Plain JSON values: per step, per layer and head, and in all. step_ends: clock readings at the end of every step."""
     calls = observer.calls
-    sparse = [call for call in calls if call.stats.phase != "dense"]
+    sparse = [call for call in calls if call.stats.phase not in ("dense", "anchor")]
     steps = [_step_row(step, [c for c in calls if c.site.step == step]) for step in range(total_steps)]
     starts = [observer.began if observer.began is not None else (step_ends[0] if step_ends else 0.0), *step_ends[:-1]]
     for row, begin, end in zip(steps, starts, step_ends, strict=False):
@@ -129,7 +129,7 @@ def measured(observer: Observer, step_ends: list[float], total_steps: int) -> di
 def _step_row(step: int, calls: list[Call]) -> dict[str, Any]:
     seen = {call.stats.phase for call in calls}
     # layers may differ (dense_layers): a step counts as what its most eventful layer did
-    phase = next((name for name in ("refresh", "reuse") if name in seen), "dense")
+    phase = next((name for name in ("anchor", "refresh", "reuse") if name in seen), "dense")
     return {
         "step": step,
         "phase": phase,
