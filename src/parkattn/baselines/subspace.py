@@ -24,9 +24,16 @@ def metric_factor(metric: Tensor, rank: int, start: Tensor | None = None) -> tup
     rank, metric = min(rank, metric.shape[-1]), metric.double()
     if metric.is_cuda:
         return followed_factor(metric, rank, start)
-    values, vectors = torch.linalg.eigh(metric)
+    # eigh refuses NaN, and one head's NaN must not reach the others
+    values, vectors = torch.linalg.eigh(torch.where(_finite(metric), metric, 0))
     values, vectors = values[..., -rank:].clamp(min=0), vectors[..., -rank:]
-    return vectors * (values / values.mean(-1, True).clamp(min=1e-12)).sqrt().unsqueeze(-2), None
+    factor = vectors * (values / values.mean(-1, True).clamp(min=1e-12)).sqrt().unsqueeze(-2)
+    return torch.where(_finite(metric), factor, torch.nan), None
+
+
+def _finite(matrices: Tensor) -> Tensor:
+    """[... 1 1]: which of them hold no NaN and no Inf."""
+    return matrices.isfinite().flatten(-2).all(-1)[..., None, None]
 
 
 def followed_factor(metric: Tensor, rank: int, start: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -44,7 +51,7 @@ def onto_leading(x: Tensor, rows: Tensor, rank: int) -> Tensor:
     if rows.is_cuda:
         basis = follow((rows.mT @ rows).double(), rank, None, COLD_STEPS).to(x.dtype)
     else:
-        basis = torch.linalg.svd(rows, full_matrices=False).Vh[..., :rank, :].mT
+        basis = torch.linalg.svd(torch.where(_finite(rows), rows, 0), full_matrices=False).Vh[..., :rank, :].mT
     return x @ basis @ basis.mT
 
 
