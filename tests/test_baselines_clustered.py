@@ -12,7 +12,7 @@ from clustered_problems import COUNT, alone, chosen, first_tokens, matches, prob
 from parkattn.baselines import svg2, svoo
 from parkattn.baselines.density_profile import DensityProfile, DensityProfiler, profile_densities, required_density
 from parkattn.cluster import first_centroids, lloyd
-from parkattn.planned import make_plan
+from parkattn.planned import make_plan, plan_key
 from parkattn.site import CallSite
 from plans import token_mask
 from restated import svg2 as restated_svg2
@@ -105,7 +105,7 @@ def test_svg2_plans_at_every_sparse_step_from_the_centroids_before():
     assert [method(case.q, case.k, case.v, site).stats.phase for site in sites] == ["dense", "refresh", "refresh", "refresh"]
     assert method(case.q, case.k, case.v, site_of(case, step=12, total_steps=50)).stats.phase == "dense"  # layer 0
     assert method.state_bytes > 0
-    held = method.plans.get(sites[0].key).plan.memory
+    held = method.plans.get(plan_key(sites[0])).plan.memory
     assert held["query_centroids"].shape[2:] == (4, case.q.shape[-1]) and held["key_centroids"].shape[2] == 6
 
 

@@ -60,7 +60,11 @@ def test_a_method_that_is_no_name_is_refused(method):
 
 @pytest.mark.parametrize("field,value,error", [(f, x, e) for f, values in BAD_SITES.items() for x, e in values])
 def test_a_call_site_refuses_wrong_values_by_name(field, value, error):
-    refused(CallSite, **{field: value}, named=field, came="" if field == "grid" else str(value), error=error)
+    x = torch.randn(1, 1, 8, 4)
+    for name in ("dense", "park"):
+        refused(
+            make_method(name), x, x, x, CallSite(**{field: value}), named=field, came="" if field == "grid" else str(value), error=error
+        )
 
 
 @pytest.mark.parametrize("scale,error", BAD_SCALES)

@@ -8,6 +8,7 @@ import torch
 diffusers = pytest.importorskip("diffusers")
 import tiny_pipelines as tiny  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, summary  # noqa: E402
+from parkattn.planned import plan_key  # noqa: E402
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, built, tolerance, trace  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
@@ -111,7 +112,7 @@ def test_conditional_and_unconditional_plans_are_kept_apart(wan):
     def first_plans(**guidance):
         seen = trace(wan)
         tiny.run_wan(wan, **guidance)
-        return {site.key: stats.plan for site, stats in seen if site.step == 0}
+        return {plan_key(site): stats.plan for site, stats in seen if site.step == 0}
 
     guided, unguided = first_plans(), first_plans(guidance_scale=1.0)
     assert {key.branch for key in guided} == {"cond", "uncond"}

@@ -13,6 +13,7 @@ pytest.importorskip("av")
 from parkattn.metrics.budget import CLOSE_ENOUGH, solve_budget
 from parkattn.metrics.retrieval import attention_recall
 from parkattn.park import Park, ParkConfig
+from parkattn.planned import plan_key
 from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
 from parkattn.store import Cell, Making, Store
@@ -159,7 +160,7 @@ def test_the_observer_changes_no_output_and_measures_the_plans_recall():
     out, stats = observer(q, k, v, site)
     alone = Park(config)
     assert torch.equal(out, alone(q, k, v, site).out) and stats.phase == "refresh"
-    plan = alone.plans.get(site.key).plan
+    plan = alone.plans.get(plan_key(site)).plan
     assert torch.allclose(observer.calls[0].recall, attention_recall(q, k, plan))
     # an even sample of a quarter of the rows: within four standard errors of a share in [0, 1]
     assert (sampled_recall(q, k, plan, 64) - attention_recall(q, k, plan)).abs().max() < 4 * 0.5 / 64**0.5

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_count
-from parkattn.segments import compute_dtype, map_heads, segment_sizes
+from parkattn.segments import by_head, compute_dtype, heads, segment_sizes
 
 # a block must hold this many multiples on average, else the multiple is halved
 MULTIPLES_PER_BLOCK = 2
@@ -28,7 +28,7 @@ def round_borders(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) -
     clustered (label c) stay so. Blocks may be empty.
     """
     expect_count("multiple", multiple)
-    return labels if multiple == 1 else map_heads(partial(_round_head, multiple=multiple), x, labels, centroids)
+    return labels if multiple == 1 else by_head([partial(_round_head, multiple=multiple)(*head) for head in heads(x, labels, centroids)], x)
 
 
 def fitting_multiple(multiple: int, tokens: int, clusters: int) -> int:

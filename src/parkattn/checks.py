@@ -220,3 +220,23 @@ def expect_scale(scale: object) -> None:
         raise TypeError(f"scale: expected a number or None for head_dim ** -0.5, got {shown(scale)}; pass a float.")
     if not _fits_float32(scale):
         raise ValueError(f"scale: expected a finite number that float32 holds, got {shown(scale)}; pass None for head_dim ** -0.5.")
+
+
+def expect_call_site(site: Any) -> None:
+    """The fields of a `site.CallSite`, before a method reads them."""
+    for name in ("layer", "step"):
+        expect_count(name, getattr(site, name, None), least=0)
+    for name in ("branch", "transformer"):
+        expect_string(name, getattr(site, name))
+    if site.total_steps is not None:
+        expect_count("total_steps", site.total_steps)
+    if site.grid is not None:
+        if not isinstance(site.grid, tuple) or len(site.grid) != 3:
+            raise TypeError(f"grid: expected (frames, height, width) in tokens, got {shown(site.grid)}; pass three whole numbers.")
+        for size in site.grid:
+            expect_count("grid", size)
+    if site.noise_levels is not None and not isinstance(site.noise_levels, tuple):
+        raise TypeError(f"noise_levels: expected a tuple of numbers, one per step, got {shown(site.noise_levels)}; pass a tuple.")
+    if site.dense is not None and not callable(site.dense):
+        raise TypeError(f"dense: expected a function that returns attention's output, got {shown(site.dense)}; pass a function or None.")
+    expect_scale(site.scale)

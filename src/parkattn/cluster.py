@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_count, expect_fraction, expect_heads
-from parkattn.segments import aligned, compute_dtype, map_heads, segment_mean, segment_sizes
+from parkattn.segments import aligned, by_head, compute_dtype, heads, segment_mean, segment_sizes
 
 
 class Clustering(NamedTuple):
@@ -137,7 +137,7 @@ def query_metric(q: Tensor, valid: Tensor | None = None) -> Tensor:
         return rows.T @ rows / len(rows)
 
     kept = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device) if valid is None else valid
-    metric = map_heads(second_moment, q, kept.unsqueeze(1).expand(-1, q.shape[1], -1))
+    metric = by_head([second_moment(*head) for head in heads(q, kept.unsqueeze(1).expand(-1, q.shape[1], -1))], q)
     return (metric + metric.mT) / 2
 
 
@@ -185,7 +185,7 @@ def cluster_keys(
 ) -> Clustering:
     """QRKC: k-means of K R, where distances are squared QK-score errors (eq. qrkc_objective); centroids stay in key space."""
     factor = metric_root(stabilise(query_metric(q, query_valid), alpha=alpha, epsilon=epsilon, s_min=s_min), root)
-    transformed = map_heads(lambda keys, r: keys.to(r.dtype) @ r, k, factor)
+    transformed = by_head([keys.to(r.dtype) @ r for keys, r in heads(k, factor)], k)
     labels, _, sizes = kmeans(transformed, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
     centroids, _ = segment_mean(k, labels, sizes.shape[-1])
     return Clustering(labels, centroids, sizes)

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from parkattn.backend import resolve_for
+from parkattn.backend import attend_planned, planning, resolve_for
 from parkattn.borders import fitting_multiple
 from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite, shown
 from parkattn.plan import Plan, assign_roles
-from parkattn.planned import PlannedMethod, attend_planned, make_plan
+from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.retrieval import ESTIMATORS, kept_mass, select_top_k, select_top_p
 from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
@@ -134,7 +134,8 @@ def build_plan(
         config = config.replace(warm_start=True)
         _expect_plan("start", start)
     site = CallSite(text=text, key_valid=key_valid, scale=scale)
-    return make_plan(q, k, ParkPlanner(config), site, start, config.check_finite)
+    with planning(q, k, site, config.check_finite):
+        return ParkPlanner(config).plan(q.detach(), k.detach(), site, start if start is not None and start.fits(q, k) else None)
 
 
 def park_attention(

@@ -53,9 +53,10 @@ class Blocks:
 
 def arrange(labels: Tensor, count: int) -> Blocks:
     """Blocks from labels [b h n] in [0, count): stable, so tokens keep their order inside a block."""
-    order = labels.argsort(dim=-1, stable=True).to(torch.int32)
-    ends = segment_sizes(labels, count).cumsum(-1, dtype=torch.int32)
-    return Blocks(labels.to(torch.int32), order, torch.nn.functional.pad(ends, (1, 0)))
+    ranked, order = labels.sort(dim=-1, stable=True)
+    edges = torch.arange(count + 1, dtype=torch.int32, device=labels.device).expand(*labels.shape[:-1], count + 1)
+    offsets = torch.searchsorted(ranked.to(torch.int32), edges.contiguous(), out_int32=True)
+    return Blocks(labels.to(torch.int32), order.to(torch.int32), offsets)
 
 
 def tiles(like: Tensor, size: int) -> Blocks:

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from parkattn.attend import dense_attention
-from parkattn.backend import Backend, explain_out_of_memory, resolve_for
-from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_finite, expect_key_valid, expect_scale, shape_of
+from parkattn.backend import (
+    Backend,
+    attend_dense_and_rest,
+    attend_every_key,
+    attend_planned,
+    outside_autocast,
+    planning,
+    resolve_for,
+)
+from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_call_site, expect_key_valid
 from parkattn.plan import Plan, expect_whole_plan
 from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
-from parkattn.segments import outside_autocast
 from parkattn.settings import PlannedConfig
-from parkattn.site import AttentionOutput, AttentionStats, CallSite
+from parkattn.site import AttentionOutput, AttentionStats, CallSite, SiteKey
 
 
 class Planner(Protocol):
@@ -64,9 +71,10 @@ class PlannedMethod:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
+        expect_call_site(site)
         # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
         backend = resolve_for(q, self.config.backend)
-        phase = self.schedule.phase(site, History(self.plans.refreshed_at(site.key)))
+        phase = self.schedule.phase(site, History(self.plans.refreshed_at(plan_key(site))))
         if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
             phase = Phase("dense", "gradients are asked for, which the kernels do not compute; use torch.no_grad()")
         if phase.name == "dense":
@@ -79,7 +87,7 @@ class PlannedMethod:
         residual = None
         if phase.name == "refresh" or held is None:
             plan = self._plan(q, k, site, backend, held)
-            self.plans.put(site.key, plan, site.step, site.text)
+            self.plans.put(plan_key(site), plan, site.step, site.text)
         else:
             plan, residual = held.plan, held.residual
         out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
@@ -108,7 +116,7 @@ class PlannedMethod:
                 kept = backend.factor(residual.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
-        self.plans.put(site.key, plan, site.step, site.text, kept)
+        self.plans.put(plan_key(site), plan, site.step, site.text, kept)
         return AttentionOutput(out, stats)
 
     def _dense(self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend) -> AttentionOutput:
@@ -123,7 +131,7 @@ class PlannedMethod:
     def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None) -> Plan:
         """A new plan, or with `share_branches` the one that another branch made at this step."""
         if self.config.share_branches:
-            sibling = self.plans.sibling(site.key, site.step)
+            sibling = self.plans.sibling(plan_key(site), site.step)
             other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
             usable = other is not None and other.plan.fits(q, k) and other.text == site.text
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
@@ -139,7 +147,7 @@ class PlannedMethod:
 
     def _usable(self, phase: Phase, q: Tensor, k: Tensor, site: CallSite, backend: Backend) -> tuple[Phase, HeldPlan | None]:
         """The plan held for this call, or a phase that says why there is none. A plan with a residual is built at an anchor."""
-        held = self.plans.get(site.key, backend.arrange, site.key_valid)
+        held = self.plans.get(plan_key(site), backend.arrange, site.key_valid)
         if held is not None and not held.plan.fits(q, k):
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
@@ -149,75 +157,26 @@ class PlannedMethod:
         return phase, held
 
 
-@explain_out_of_memory
-@outside_autocast
 def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: Plan | None, check_finite: bool = False) -> Plan:
-    """Inputs are checked, and a plan that lives for steps keeps no graph of this one."""
-    expect_attention_inputs(q, k)
-    expect_scale(site.scale)
-    if check_finite:
-        expect_finite("q", q)
-        expect_finite("k", k)
-    with torch.no_grad():
+    """What the planner decides, checked."""
+    with planning(q, k, site, check_finite):
         plan = planner.plan(q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None)
     expect_whole_plan(plan, q, k)
     return plan
 
 
-@explain_out_of_memory
-@outside_autocast
-def attend_planned(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
-) -> Tensor:
-    """Attention over the plan's blocks: [b h n d]. Equal to dense attention when every block is kept."""
-    _expect_attendable(q, k, v, plan, backend, scale)
-    return backend.attend(q, k, v, plan, scale=scale, compensate=compensate)
-
-
-@explain_out_of_memory
-@outside_autocast
-def attend_dense_and_rest(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Dense attention, and what of it attend_planned misses: [b h n d] each."""
-    _expect_attendable(q, k, v, plan, backend, scale)
-    return backend.attend_anchor(q, k, v, plan, scale=scale, compensate=compensate)
-
-
-@explain_out_of_memory
-@outside_autocast
-def attend_every_key(
-    q: Tensor, k: Tensor, v: Tensor, backend: Backend, *, scale: float | None = None, key_valid: Tensor | None = None
-) -> Tensor:
-    """Dense attention by the backend: [b h n d]."""
-    expect_attention_inputs(q, k, v)
-    expect_scale(scale)
-    return backend.attend_dense(q, k, v, scale=scale, key_valid=key_valid)[0]
-
-
-@outside_autocast
 def sampled_error(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, *, scale: float | None = None, key_valid: Tensor | None = None
 ) -> Tensor:
     """|out - dense| / |dense| over `rows` evenly spread queries, whose dense attention is computed: [b h] float32"""
     stride = max(1, q.shape[2] // rows)
     chosen = slice(stride // 2, stride // 2 + stride * rows, stride)
-    with torch.no_grad():
+    with torch.no_grad(), outside_autocast(q):
         exact = dense_attention(q[:, :, chosen], k, v, scale=scale, key_valid=key_valid).float()
         missed = (out[:, :, chosen].float() - exact).flatten(2).norm(dim=-1)
         return missed / exact.flatten(2).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _expect_attendable(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, scale: float | None) -> None:
-    expect_attention_inputs(q, k, v)
-    expect_scale(scale)
-    if asks_for_gradient(q, k, v) and not backend.differentiable:
-        raise ValueError(
-            f"q, k, v: expected tensors without gradient with backend={backend.name!r}, got requires_grad=True; "
-            "call under torch.no_grad(), or use backend='reference', which has a gradient."
-        )
-    if not plan.fits(q, k):
-        made_for = f"queries {list(plan.queries.labels.shape)} and keys {list(plan.keys.labels.shape)} on {plan.mask.device}"
-        raise ValueError(
-            f"plan: expected one built for q {shape_of(q)} and k {shape_of(k)} on {q.device}, got one for {made_for}; make another plan."
-        )
+def plan_key(site: CallSite) -> SiteKey:
+    """What plans are filed under."""
+    return SiteKey(site.transformer, site.layer, site.branch)

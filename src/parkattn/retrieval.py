@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_fraction
-from parkattn.segments import column_sums, compute_dtype, map_heads, segment_mean
+from parkattn.segments import by_head, column_sums, compute_dtype, heads, segment_mean
 
 QUERIES_AT_ONCE = 1024  # bounds the [queries, keys] scores of the full-key estimators
 
@@ -43,7 +43,7 @@ def exact_log_mass(q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, 
         blocks = [scores[:, labels == v] for v in range(key_count)]
         return torch.stack([block.logsumexp(-1) for block in blocks], -1)
 
-    return map_heads(one_head, q, k, key_labels)
+    return by_head([one_head(*head) for head in heads(q, k, key_labels)], q)
 
 
 def pama(
@@ -56,7 +56,7 @@ def pama(
         weights = centroid_log_mass(queries, centers, members, scale=_scale(q, scale)).softmax(-1)
         return segment_mean(weights, labels, query_count)[0]
 
-    return map_heads(one_head, q, query_labels, centroids, sizes)
+    return by_head([one_head(*head) for head in heads(q, query_labels, centroids, sizes)], q)
 
 
 def query_centroid(
@@ -65,7 +65,13 @@ def query_centroid(
     """The query block's mean, one softmax over key-block centroids: what PAMA replaces."""
     centers, members = segment_mean(q, query_labels, query_count)
     centroids, sizes = segment_mean(k, key_labels, key_count)
-    return map_heads(lambda a, n, c, s: _weights(centroid_log_mass(a, c, s, scale=_scale(q, scale)), n), centers, members, centroids, sizes)
+    return by_head(
+        [
+            (lambda a, n, c, s: _weights(centroid_log_mass(a, c, s, scale=_scale(q, scale)), n))(*head)
+            for head in heads(centers, members, centroids, sizes)
+        ],
+        centers,
+    )
 
 
 def full_key(
@@ -77,7 +83,7 @@ def full_key(
     def one_head(queries: Tensor, sizes: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
         return _block_weights(queries, keys, labels, key_count, _scale(q, scale)) * (sizes > 0).unsqueeze(-1)
 
-    return map_heads(one_head, centers, members, k, key_labels)
+    return by_head([one_head(*head) for head in heads(centers, members, k, key_labels)], centers)
 
 
 def exact(
@@ -89,7 +95,7 @@ def exact(
         weights = _block_weights(queries, keys, labels, key_count, _scale(q, scale))
         return segment_mean(weights, query_label, query_count)[0]
 
-    return map_heads(one_head, q, query_labels, k, key_labels)
+    return by_head([one_head(*head) for head in heads(q, query_labels, k, key_labels)], q)
 
 
 ESTIMATORS = {"pama": pama, "query-centroid": query_centroid, "full-key": full_key, "exact": exact}

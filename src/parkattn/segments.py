@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precisions are accumulated in float32; float64 stays float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def outside_autocast(verb: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
-    """A function of q, ... that computes in the precision it names: autocast would cluster and select in half precision."""
-
-    @functools.wraps(verb)
-    def as_named(q: Tensor, *more: Given.args, **named: Given.kwargs) -> Found:
-        device = q.device.type if isinstance(q, Tensor) else "cpu"
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            return verb(q, *more, **named)
-        with torch.autocast(device, enabled=False):
-            return verb(q, *more, **named)
-
-    return as_named
 
 
 def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:
@@ -72,14 +54,19 @@ def segment_mean(x: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]
     return segment_sum(x, labels, count) / sizes.clamp(min=1).unsqueeze(-1), sizes
 
 
-def map_heads(definition: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply a definition for one attention head to every [b, h] slice and stack the results.
+def heads(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Every [b, h] slice of the tensors, for a definition that is written for one attention head.
 
     One head at a time bounds memory, and makes a head's result independent of which other heads and batch elements
     share the call (batched GEMMs are not bit-equal to single ones), and of the memory layout it came in.
     """
-    b, h = tensors[0].shape[:2]
-    return torch.stack([torch.stack([definition(*(aligned(t[i, j]) for t in tensors)) for j in range(h)]) for i in range(b)])
+    for i, j in itertools.product(range(tensors[0].shape[0]), range(tensors[0].shape[1])):
+        yield tuple(aligned(tensor[i, j]) for tensor in tensors)
+
+
+def by_head(results: list[Tensor], like: Tensor) -> Tensor:
+    """Results of `heads`, one per head of like [b h ...], as one tensor [b h ...]."""
+    return torch.stack(results).unflatten(0, like.shape[:2])
 
 
 def aligned(x: Tensor) -> Tensor:

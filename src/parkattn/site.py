@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from parkattn.checks import expect_count, expect_scale, expect_string, shown
 from parkattn.plan import Plan
 
 
@@ -25,6 +24,8 @@ class SiteKey(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSite:
+    """Methods check it (`checks.expect_call_site`)."""
+
     layer: int = 0
     step: int = 0
     total_steps: int | None = None
@@ -37,30 +38,6 @@ class CallSite:
     values: Tensor | None = None  # v [b h m d], for planners that read values too
     noise_levels: tuple[float, ...] | None = None  # the scheduler's sigmas, one per step, where it has them
     dense: Callable[[], Tensor] | None = None  # the model's own dense attention of this call -> [b h n d]; None: PyTorch's
-
-    def __post_init__(self) -> None:
-        for name in ("layer", "step"):
-            expect_count(name, getattr(self, name), least=0)
-        for name in ("branch", "transformer"):
-            expect_string(name, getattr(self, name))
-        if self.total_steps is not None:
-            expect_count("total_steps", self.total_steps)
-        if self.grid is not None:
-            if not isinstance(self.grid, tuple) or len(self.grid) != 3:
-                raise TypeError(f"grid: expected (frames, height, width) in tokens, got {shown(self.grid)}; pass three whole numbers.")
-            for size in self.grid:
-                expect_count("grid", size)
-        if self.noise_levels is not None and not isinstance(self.noise_levels, tuple):
-            raise TypeError(f"noise_levels: expected a tuple of numbers, one per step, got {shown(self.noise_levels)}; pass a tuple.")
-        if self.dense is not None and not callable(self.dense):
-            raise TypeError(
-                f"dense: expected a function that returns attention's output, got {shown(self.dense)}; pass a function or None."
-            )
-        expect_scale(self.scale)
-
-    @property
-    def key(self) -> SiteKey:
-        return SiteKey(self.transformer, self.layer, self.branch)
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,25 @@ line that names the alternative; nothing is replaced silently. `resolve(...).rea
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from parkattn.attend import attend, dense_attention, gather, scatter
 from parkattn.borders import round_borders
-from parkattn.checks import expect_choice, shape_of
+from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_choice, expect_finite, expect_scale, shape_of
 from parkattn.cluster import Clustering, cluster_keys, first_centroids, kmeans, lloyd
 from parkattn.plan import Blocks, Plan, arrange
 from parkattn.residual import LowRank, factor
 from parkattn.retrieval import ESTIMATORS, QUERIES_AT_ONCE
 from parkattn.segments import compute_dtype, segment_mean
 from parkattn.settings import BACKENDS, KeyMetric
+from parkattn.site import CallSite
 
 
 class Backend(Protocol):
@@ -200,30 +201,31 @@ class ReferenceBackend:
         return residual.add_to(out)
 
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+@contextlib.contextmanager
+def explained_memory(q: Tensor, k: Tensor, doing: str) -> Iterator[None]:
+    """An out-of-memory error inside says what was asked for and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if str(error).startswith("memory:"):  # explained further down already
+            raise
+        asked = re.search(r"allocate (\d[\d.]* \w+)", str(error))
+        raise torch.OutOfMemoryError(
+            f"memory: expected room for {asked[1] if asked else 'the tensors'} more on {q.device} in {doing} with q {shape_of(q)} "
+            f"and k {shape_of(k)}, got out of memory; pass fewer heads at a time, a smaller resolution or fewer frames, or offload "
+            "other models of the pipeline (enable_model_cpu_offload)."
+        ) from error
 
 
-def explain_out_of_memory(
-    verb: Callable[Concatenate[Tensor, Tensor, Given], Found],
-) -> Callable[Concatenate[Tensor, Tensor, Given], Found]:
-    """A function of q, k, ... whose out-of-memory error says what was asked for and what to do."""
-
-    @functools.wraps(verb)
-    def explained(q: Tensor, k: Tensor, *more: Given.args, **named: Given.kwargs) -> Found:
-        try:
-            return verb(q, k, *more, **named)
-        except torch.OutOfMemoryError as error:
-            if str(error).startswith("memory:"):  # explained further down already
-                raise
-            asked = re.search(r"allocate (\d[\d.]* \w+)", str(error))
-            raise torch.OutOfMemoryError(
-                f"memory: expected room for {asked[1] if asked else 'the tensors'} more on {q.device} in {verb.__name__} with q {shape_of(q)} "
-                f"and k {shape_of(k)}, got out of memory; pass fewer heads at a time, a smaller resolution or fewer frames, or offload "
-                "other models of the pipeline (enable_model_cpu_offload)."
-            ) from error
-
-    return explained
+@contextlib.contextmanager
+def outside_autocast(q: Tensor) -> Iterator[None]:
+    """Compute in the precision that is named: autocast would cluster and select in half precision."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        yield
+        return
+    with torch.autocast(device, enabled=False):
+        yield
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
@@ -248,3 +250,58 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
 def resolve_for(q: Tensor, name: str) -> Backend:
     """The backend for q [b h n d] and what goes with it."""
     return resolve(name, q.device, q.dtype, q.shape[-1])
+
+
+@contextlib.contextmanager
+def planning(q: Tensor, k: Tensor, site: CallSite, check_finite: bool = False) -> Iterator[None]:
+    """Around a planner: inputs are checked, and a plan that lives for steps keeps no graph of this one."""
+    expect_attention_inputs(q, k)
+    expect_scale(site.scale)
+    if check_finite:
+        expect_finite("q", q)
+        expect_finite("k", k)
+    with torch.no_grad(), outside_autocast(q), explained_memory(q, k, "a plan"):
+        yield
+
+
+def attend_planned(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
+) -> Tensor:
+    """Attention over the plan's blocks: [b h n d]. Equal to dense attention when every block is kept."""
+    _expect_attendable(q, k, v, plan, backend, scale)
+    with outside_autocast(q), explained_memory(q, k, "attention"):
+        return backend.attend(q, k, v, plan, scale=scale, compensate=compensate)
+
+
+def attend_dense_and_rest(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Dense attention, and what of it attend_planned misses: [b h n d] each."""
+    _expect_attendable(q, k, v, plan, backend, scale)
+    with outside_autocast(q), explained_memory(q, k, "an anchor's attention"):
+        return backend.attend_anchor(q, k, v, plan, scale=scale, compensate=compensate)
+
+
+def attend_every_key(
+    q: Tensor, k: Tensor, v: Tensor, backend: Backend, *, scale: float | None = None, key_valid: Tensor | None = None
+) -> Tensor:
+    """Dense attention by the backend: [b h n d]."""
+    expect_attention_inputs(q, k, v)
+    expect_scale(scale)
+    with outside_autocast(q), explained_memory(q, k, "dense attention"):
+        return backend.attend_dense(q, k, v, scale=scale, key_valid=key_valid)[0]
+
+
+def _expect_attendable(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, scale: float | None) -> None:
+    expect_attention_inputs(q, k, v)
+    expect_scale(scale)
+    if asks_for_gradient(q, k, v) and not backend.differentiable:
+        raise ValueError(
+            f"q, k, v: expected tensors without gradient with backend={backend.name!r}, got requires_grad=True; "
+            "call under torch.no_grad(), or use backend='reference', which has a gradient."
+        )
+    if not plan.fits(q, k):
+        made_for = f"queries {list(plan.queries.labels.shape)} and keys {list(plan.keys.labels.shape)} on {plan.mask.device}"
+        raise ValueError(
+            f"plan: expected one built for q {shape_of(q)} and k {shape_of(k)} on {q.device}, got one for {made_for}; make another plan."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from parkattn.attend import dense_attention
-from parkattn.checks import expect_attention_inputs, expect_key_valid
+from parkattn.checks import expect_attention_inputs, expect_call_site, expect_key_valid
 from parkattn.registry import MethodEntry
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
@@ -16,6 +16,7 @@ class Dense:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
+        expect_call_site(site)
         if site.key_valid is not None:
             expect_key_valid(site.key_valid, k)
         out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)

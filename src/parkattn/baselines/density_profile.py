@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from parkattn.attend import dense_attention
+from parkattn.backend import outside_autocast
 from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_fraction
 from parkattn.files import write_atomically
 from parkattn.plan import assign_roles
-from parkattn.segments import aligned, compute_dtype, outside_autocast
+from parkattn.segments import aligned, compute_dtype
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 MASS = 0.95
@@ -29,7 +30,6 @@ QUERIES_AT_ONCE = 512  # bounds the sorted [queries, keys] probabilities
 _FORMAT = "parkattn.density-profile.1"
 
 
-@outside_autocast
 def required_density(
     q: Tensor,
     k: Tensor,
@@ -43,19 +43,22 @@ def required_density(
     """[b h] float64. samples: this many evenly spaced video queries instead of all. Waits for the GPU."""
     expect_attention_inputs(q, k)
     expect_fraction("mass", mass, zero=False)
-    roles, factor = assign_roles(q, k, text, key_valid), q.shape[-1] ** -0.5 if scale is None else scale
-    b, h = q.shape[:2]
-    found = torch.empty(b, h, dtype=torch.float64, device=q.device)
-    for i in range(b):
-        rows = torch.arange(q.shape[2], device=q.device) if roles.clustered_queries is None else roles.clustered_queries[i].nonzero()[:, 0]
-        seen = torch.arange(k.shape[2], device=q.device) if roles.clustered_keys is None else roles.clustered_keys[i].nonzero()[:, 0]
-        if samples is not None and samples < len(rows):
-            rows = rows[torch.linspace(0, len(rows) - 1, samples, device=q.device).round().long()]
-        for j in range(h):
-            queries, keys = (aligned(x[i, j, at]).to(compute_dtype(q.dtype)) for x, at in ((q, rows), (k, seen)))
-            needed = [_keys_needed(part @ keys.T * factor, mass).sum() for part in queries.split(QUERIES_AT_ONCE)]
-            found[i, j] = torch.stack(needed).sum().double() / (len(rows) * len(seen))
-    return found
+    with outside_autocast(q):
+        roles, factor = assign_roles(q, k, text, key_valid), q.shape[-1] ** -0.5 if scale is None else scale
+        b, h = q.shape[:2]
+        found = torch.empty(b, h, dtype=torch.float64, device=q.device)
+        for i in range(b):
+            rows = (
+                torch.arange(q.shape[2], device=q.device) if roles.clustered_queries is None else roles.clustered_queries[i].nonzero()[:, 0]
+            )
+            seen = torch.arange(k.shape[2], device=q.device) if roles.clustered_keys is None else roles.clustered_keys[i].nonzero()[:, 0]
+            if samples is not None and samples < len(rows):
+                rows = rows[torch.linspace(0, len(rows) - 1, samples, device=q.device).round().long()]
+            for j in range(h):
+                queries, keys = (aligned(x[i, j, at]).to(compute_dtype(q.dtype)) for x, at in ((q, rows), (k, seen)))
+                needed = [_keys_needed(part @ keys.T * factor, mass).sum() for part in queries.split(QUERIES_AT_ONCE)]
+                found[i, j] = torch.stack(needed).sum().double() / (len(rows) * len(seen))
+        return found
 
 
 def _keys_needed(scores: Tensor, mass: float) -> Tensor:

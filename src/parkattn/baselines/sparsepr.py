@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from parkattn.attend import dense_attention
-from parkattn.backend import resolve_for
+from parkattn.backend import outside_autocast, resolve_for
 from parkattn.baselines.subspace import metric_factor, onto_leading
 from parkattn.baselines.svg2 import AuthorsClusters, centroid_weights, planned_blocks, with_borders
 from parkattn.baselines.svg_ear import ValuePlannedMethod, fill_blocks, reduce_blocks, replacement_error, values_of
@@ -55,7 +55,7 @@ from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fra
 from parkattn.cluster import Clustering
 from parkattn.plan import Blocks, Plan, Roles, assign_roles
 from parkattn.registry import MethodEntry
-from parkattn.segments import compute_dtype, map_heads, outside_autocast, segment_mean
+from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
 
@@ -186,7 +186,7 @@ def key_features(k: Tensor, factor: Tensor, valid: Tensor | None) -> Tensor:
         return _widened(features / square.sqrt().clamp(min=1e-8)).to(k.dtype)
 
     member = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if valid is None else valid
-    return map_heads(one_head, k, factor, member.unsqueeze(1).expand(-1, k.shape[1], -1))
+    return by_head([one_head(*head) for head in heads(k, factor, member.unsqueeze(1).expand(-1, k.shape[1], -1))], k)
 
 
 def query_features(q: Tensor, factor: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def query_features(q: Tensor, factor: Tensor) -> Tensor:
         features = queries.to(compute_dtype(q.dtype)) @ root.to(compute_dtype(q.dtype))
         return _widened(features / features.square().mean(-1, True).sqrt().clamp(min=1e-6)).to(q.dtype)
 
-    return map_heads(one_head, q, factor)
+    return by_head([one_head(*head) for head in heads(q, factor)], q)
 
 
 def _widened(features: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _widened(features: Tensor) -> Tensor:
 
 
 def in_original_space(x: Tensor, found: Clustering) -> Clustering:
-    means = map_heads(lambda tokens, labels: segment_mean(tokens, labels, found.clusters)[0], x, found.labels)
+    means = by_head([(lambda tokens, labels: segment_mean(tokens, labels, found.clusters)[0])(*head) for head in heads(x, found.labels)], x)
     return found._replace(centroids=means)
 
 
@@ -221,7 +221,7 @@ def block_log_mass(queries: Clustering, keys: Clustering, blocks: Blocks, k: Ten
         mass = reduce_blocks((logits - top[labels.long()[order]]).exp(), lengths.long(), "sum")
         return (mass.log() + top.nan_to_num(neginf=0.0))[: keys.clusters].T
 
-    return map_heads(one_head, k, blocks.permutation(), blocks.labels, blocks.sizes, queries.centroids)
+    return by_head([one_head(*head) for head in heads(k, blocks.permutation(), blocks.labels, blocks.sizes, queries.centroids)], k)
 
 
 def key_budget(q: Tensor, k: Tensor, site: CallSite, roles: Roles, density: float, taken: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def key_budget(q: Tensor, k: Tensor, site: CallSite, roles: Roles, density: floa
 def probe_rows(features: Tensor, found: Clustering, probes: int) -> dict[str, Tensor]:
     """The token nearest to the mean feature of each of the largest clusters, and its weight: [b h p], weight 0 where clusters ran out."""
     sizes, largest = (x[..., :probes] for x in found.sizes.sort(dim=-1, descending=True, stable=True))
-    token = map_heads(_nearest_members, features, found.labels, found.centroids).gather(-1, largest)
+    token = by_head([_nearest_members(*head) for head in heads(features, found.labels, found.centroids)], features).gather(-1, largest)
     filled = sizes > 0
     # a probe that does not exist repeats the first, with no weight
     token = torch.where(filled, token, token[..., :1])
@@ -280,23 +280,23 @@ class ProbeRepair:
             precise = found.to(change.dtype)
             return torch.where(member.unsqueeze(-1), precise + precise @ change + shift, precise).to(found.dtype)
 
-        repaired = map_heads(one_head, out, slope, offset, video)
+        repaired = by_head([one_head(*head) for head in heads(out, slope, offset, video)], out)
         return repaired.scatter(2, at.expand_as(exact), exact.to(out.dtype))
 
 
-@outside_autocast
 def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: float) -> tuple[Tensor, Tensor]:
     """The repair as O + O slope + offset: probes' rows [b h p d] twice and their weights [b h p] -> [b h d d], [b h 1 d]"""
-    sparse, exact, share = sparse.to(weight.dtype), exact.to(weight.dtype), (weight / weight.sum(-1, True)).unsqueeze(-1)
-    residual = exact - sparse
-    middle, shift = (sparse * share).sum(-2, True), (residual * share).sum(-2, True)
-    spread = ((sparse - middle).square() * share).sum(-2, True).sqrt().clamp(min=1e-5)
-    x, y, w = (sparse - middle) / spread, residual - shift, weight.unsqueeze(-1)
-    normal = x.mT @ (w * x) + ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    # no check of errors, which would wait for the GPU: the ridge keeps it positive definite
-    fit = torch.cholesky_solve(x.mT @ (w * y), torch.linalg.cholesky_ex(normal).L)
-    slope = onto_leading(fit, w.sqrt() * y, rank) / spread.mT
-    return slope, shift - middle @ slope
+    with outside_autocast(sparse):
+        sparse, exact, share = sparse.to(weight.dtype), exact.to(weight.dtype), (weight / weight.sum(-1, True)).unsqueeze(-1)
+        residual = exact - sparse
+        middle, shift = (sparse * share).sum(-2, True), (residual * share).sum(-2, True)
+        spread = ((sparse - middle).square() * share).sum(-2, True).sqrt().clamp(min=1e-5)
+        x, y, w = (sparse - middle) / spread, residual - shift, weight.unsqueeze(-1)
+        normal = x.mT @ (w * x) + ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        # no check of errors, which would wait for the GPU: the ridge keeps it positive definite
+        fit = torch.cholesky_solve(x.mT @ (w * y), torch.linalg.cholesky_ex(normal).L)
+        slope = onto_leading(fit, w.sqrt() * y, rank) / spread.mT
+        return slope, shift - middle @ slope
 
 
 def _make(config: SparsePrConfig) -> ValuePlannedMethod:

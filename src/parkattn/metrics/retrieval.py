@@ -11,7 +11,7 @@ from torch import Tensor
 from parkattn.cluster import query_metric
 from parkattn.plan import Plan
 from parkattn.retrieval import centroid_log_mass, exact_log_mass
-from parkattn.segments import column_sums, compute_dtype, map_heads, segment_mean
+from parkattn.segments import by_head, column_sums, compute_dtype, heads, segment_mean
 
 QUERIES_AT_ONCE = 1024
 
@@ -37,7 +37,7 @@ def attention_recall(q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = 
             kept = kept + (mass * mask[labels.long()]).sum()
         return kept / len(queries)
 
-    return map_heads(one_head, q, k, plan.queries.labels, plan.keys.labels, plan.mask)
+    return by_head([one_head(*head) for head in heads(q, k, plan.queries.labels, plan.keys.labels, plan.mask)], q)
 
 
 def recall_summary(recall: Tensor) -> dict[str, float]:
