@@ -65,13 +65,9 @@ def query_centroid(
     """The query block's mean, one softmax over key-block centroids: what PAMA replaces."""
     centers, members = segment_mean(q, query_labels, query_count)
     centroids, sizes = segment_mean(k, key_labels, key_count)
-    return by_head(
-        [
-            (lambda a, n, c, s: _weights(centroid_log_mass(a, c, s, scale=_scale(q, scale)), n))(*head)
-            for head in heads(centers, members, centroids, sizes)
-        ],
-        centers,
-    )
+    found = heads(centers, members, centroids, sizes)
+    weights = [_weights(centroid_log_mass(a, c, s, scale=_scale(q, scale)), n) for a, n, c, s in found]
+    return by_head(weights, centers)
 
 
 def full_key(

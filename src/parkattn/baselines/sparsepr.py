@@ -206,7 +206,7 @@ def _widened(features: Tensor) -> Tensor:
 
 
 def in_original_space(x: Tensor, found: Clustering) -> Clustering:
-    means = by_head([(lambda tokens, labels: segment_mean(tokens, labels, found.clusters)[0])(*head) for head in heads(x, found.labels)], x)
+    means = by_head([segment_mean(tokens, labels, found.clusters)[0] for tokens, labels in heads(x, found.labels)], x)
     return found._replace(centroids=means)
 
 
