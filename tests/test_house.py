@@ -160,3 +160,14 @@ def test_figures_of_the_small_model_in_the_readme_are_the_recorded_ones():
         figures = [f"{lines[method]['psnr']:.1f}" for method in order]
         figures[0 if name == "ablation" else 3] += " dB"
         assert said.format(*figures) in text
+
+
+def test_figures_of_the_profiles_in_the_readme_are_the_recorded_ones():
+    from parkattn.bench.frontier import read_records, tabulate
+
+    text = (ROOT / "README.md").read_text()
+    rows = tabulate(read_records(ROOT / "benchmarks/results/frontier.jsonl"))
+    assert {row["setting"] for row in rows} == {"paper", "quality", "fast"}
+    for row in rows:
+        counted = f"| {row['setting']} | {row['guidance']:g} | {row['runs']} | {row['cost']:.1%} "
+        assert counted + f"| {row['psnr']:.1f} dB | {row['worst_psnr']:.1f} dB |" in text
