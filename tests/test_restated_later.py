@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from restated import radial, sol, sparsepr, sta, svg_ear
-from restated.restated import Problem, dense, lloyd, log_block_error, masked, tokens_by_role
+from restated.problem import Problem, dense, lloyd, log_block_error, masked, tokens_by_role
 
 # float64 softmax over at most 100 keys, two ways: a few hundred roundings of 1.1e-16
 ROUNDING = 1e-12

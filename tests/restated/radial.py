@@ -41,7 +41,7 @@ Decisions
 
 from __future__ import annotations
 
-from restated.restated import Restated, attend_keys, cells, empty, tokens_by_role
+from restated.problem import Restated, attend_keys, cells, empty, tokens_by_role
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, block=128, decay=1.0, sink=True) -> Restated:

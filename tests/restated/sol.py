@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 
-from restated.restated import Restated, attend_keys, attend_row, descending, dot, empty, mean, tokens_by_role
+from restated.problem import Restated, attend_keys, attend_row, descending, dot, empty, mean, tokens_by_role
 
 
 def restate(

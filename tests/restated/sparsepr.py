@@ -58,7 +58,7 @@ import math
 
 import torch
 
-from restated.restated import (
+from restated.problem import (
     Restated,
     attend_keys,
     descending,

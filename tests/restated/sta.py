@@ -24,7 +24,7 @@ Decisions
 
 from __future__ import annotations
 
-from restated.restated import Restated, attend_keys, cells, empty, tokens_by_role
+from restated.problem import Restated, attend_keys, cells, empty, tokens_by_role
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, tile=(6, 8, 8), window=(3, 3, 3)) -> Restated:

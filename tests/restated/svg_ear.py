@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 
-from restated.restated import (
+from restated.problem import (
     Restated,
     attend_keys,
     attend_row,
