@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_count, expect_fraction
+from parkattn.checks import expect_count
 from parkattn.engine import Engine
 from parkattn.engine.summary import Summary
-from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, preset_for, step_of
+from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, expect_window, preset_for, sigmas_of, step_of
 from parkattn.methods import configured_method
 from parkattn.site import AttentionMethod
 
@@ -40,27 +40,29 @@ class PatchedModel:
         self._reason: str | None = None  # why all calls of this forward are dense
 
     def summary(self) -> Summary:
-        method = self.engine.method
-        return Summary.of(method.name, self.engine.log, method.state_bytes, missed=self.declined)
+        engine = self.engine
+        return Summary.of(engine.method.name, engine.log, engine.method.state_bytes, missed=self.declined)
 
     def begin(self, patcher: Any) -> None:
         self.engine.reset()
         self.engine.clock.step, self._schedule = None, None
         self.declined.clear()
-        start, end = self.percents
-        sigma_of = patcher.get_model_object("model_sampling").percent_to_sigma
-        self._sigmas = (float(sigma_of(start)) if start > 0 else math.inf, float(sigma_of(end)) if end < 1 else 0.0)
+        self._sigmas = sigmas_of(patcher.get_model_object("model_sampling"), *self.percents)
 
     def run_forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
-        options = given.get("transformer_options", {})
-        self._forward = forward = Forward.read(executor.class_obj, given, options)
-        self.engine.clock.grid, self.engine.clock.branch = forward.grid, forward.branch
-        self._reason = self._why_dense(forward, self._read_step(options))
+        self._read_forward(executor.class_obj, given)
         try:
             return executor(*args, **kwargs)
         finally:
             self._forward = None
+
+    @torch.compiler.disable
+    def _read_forward(self, model: Any, given: Mapping[str, Any]) -> None:
+        options = given.get("transformer_options", {})
+        self._forward = forward = Forward.read(model, given, options)
+        self.engine.clock.grid, self.engine.clock.branch = forward.grid, forward.branch
+        self._reason = self._why_dense(forward, self._read_step(options))
 
     def _read_step(self, options: Mapping[str, Any]) -> float | None:
         """Sets the clock; sigma of this forward, which waits for the GPU once."""
@@ -117,10 +119,7 @@ def patch_model(
 ) -> Any:
     """A clone of a ComfyUI MODEL in which PARK runs. changes override single fields of the profile, such as top_p."""
     expect_count("min_tokens", min_tokens, least=0)
-    for name, percent in (("start_percent", start_percent), ("end_percent", end_percent)):
-        expect_fraction(name, percent, zero=True)
-    if start_percent >= end_percent:
-        raise ValueError(f"end_percent: expected more than start_percent={start_percent}, got {end_percent}; raise it.")
+    expect_window(start_percent, end_percent)
     if KEY in model.model_options.get("transformer_options", {}):
         raise ValueError("model: expected one without PARK, got one that has it; remove one of the two nodes.")
     method = configured_method("park", profile, model=preset_for(model, changes.get("dense_layers", ())), **changes)

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from parkattn.checks import expect_fraction
+from parkattn.models import without_compile_wrapper
+
 PRESETS = {"WanModel": "wan2.1-14b", "HunyuanVideo": "hunyuanvideo"}  # by class of the model, or one that it extends
 LIKE_SCHEDULED = 1 - 1e-6  # a sampler's sigma equals one of its schedule up to rounding
 
@@ -115,9 +118,15 @@ def step_of(sigma: float, levels: Sequence[float]) -> int:
     return max(0, sum(level >= sigma * LIKE_SCHEDULED for level in levels) - 1)
 
 
+def sigmas_of(sampling: Any, start_percent: float, end_percent: float) -> tuple[float, float]:
+    """The largest and the least sigma of a window; the ends of the run have no bound, whatever a sampler adds there."""
+    largest = float(sampling.percent_to_sigma(start_percent)) if start_percent > 0 else math.inf
+    return largest, float(sampling.percent_to_sigma(end_percent)) if end_percent < 1 else 0.0
+
+
 def preset_for(model: Any, dense_layers: Collection[int]) -> str:
     """The preset of a MODEL; refuses a model that PARK cannot run in, and blocks that it has not."""
-    transformer = model.get_model_object("diffusion_model")
+    transformer = without_compile_wrapper(model.get_model_object("diffusion_model"))
     presets = [PRESETS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PRESETS]
     if not presets:
         got = type(transformer).__name__
@@ -127,3 +136,10 @@ def preset_for(model: Any, dense_layers: Collection[int]) -> str:
     if dense_layers and max(dense_layers) > last:
         raise ValueError(f"dense_layers: expected blocks from 0 to {last}, got {max(dense_layers)}; remove it.")
     return presets[0]
+
+
+def expect_window(start_percent: float, end_percent: float) -> None:
+    for name, percent in (("start_percent", start_percent), ("end_percent", end_percent)):
+        expect_fraction(name, percent, zero=True)
+    if start_percent >= end_percent:
+        raise ValueError(f"end_percent: expected more than start_percent={start_percent}, got {end_percent}; raise it.")
