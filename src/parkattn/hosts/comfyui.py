@@ -1,0 +1,150 @@
+"""PARK in ComfyUI's Wan and HunyuanVideo models, by hooks of its ModelPatcher; ComfyUI itself is not imported.
+
+optimized_attention_override  every attention call: ours are answered, others go to the earlier override or to ComfyUI
+diffusion_model (a wrapper)   every forward: step, branch and grid are read from its arguments
+on_pre_run, on_cleanup        a sampler begins: plans and statistics are dropped; it ends or fails: plans are released
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parkattn.checks import expect_count
+from parkattn.engine import Engine
+from parkattn.engine.summary import Summary
+from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, expect_window, preset_for, sigmas_of, step_of
+from parkattn.methods import configured_method
+from parkattn.site import AttentionMethod
+
+KEY = "parkattn"  # of the hooks, and of the summary in transformer_options
+
+
+class PatchedModel:
+    """The engine of one patched model, which its clones share: ComfyUI runs one sampler at a time."""
+
+    def __init__(self, method: AttentionMethod, start_percent: float, end_percent: float, min_tokens: int) -> None:
+        self.engine = Engine(method, unknown_step="the sampler gives no sigmas or sample_sigmas: the step is unknown")
+        self.percents, self.min_tokens = (start_percent, end_percent), min_tokens
+        self.declined = collections.Counter[str]()  # reason -> calls that are not self-attention of the video
+        self._sigmas = (math.inf, 0.0)  # within which calls may be sparse
+        self._schedule: Tensor | None = None
+        self._forward: Forward | None = None
+        self._reason: str | None = None  # why all calls of this forward are dense
+
+    def summary(self) -> Summary:
+        engine = self.engine
+        return Summary.of(engine.method.name, engine.log, engine.method.state_bytes, missed=self.declined)
+
+    def begin(self, patcher: Any) -> None:
+        self.engine.reset()
+        self.engine.clock.step, self._schedule = None, None
+        self.declined.clear()
+        self._sigmas = sigmas_of(patcher.get_model_object("model_sampling"), *self.percents)
+
+    def run_forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
+        self._read_forward(executor.class_obj, given)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            self._forward = None
+
+    @torch.compiler.disable
+    def _read_forward(self, model: Any, given: Mapping[str, Any]) -> None:
+        options = given.get("transformer_options", {})
+        self._forward = forward = Forward.read(model, given, options)
+        self.engine.clock.grid, self.engine.clock.branch = forward.grid, forward.branch
+        self._reason = self._why_dense(forward, self._read_step(options))
+
+    def _read_step(self, options: Mapping[str, Any]) -> float | None:
+        """Sets the clock; sigma of this forward, which waits for the GPU once."""
+        clock, schedule = self.engine.clock, options.get("sample_sigmas")
+        if schedule is None or options.get("sigmas") is None:
+            clock.step = None
+            return None
+        if schedule is not self._schedule:
+            self._schedule, clock.noise_levels = schedule, tuple(schedule[:-1].tolist())
+            clock.total_steps = max(1, len(clock.noise_levels))
+        sigma = options["sigmas"].max().item()
+        clock.step = step_of(sigma, clock.noise_levels or ())
+        return sigma
+
+    def _why_dense(self, forward: Forward, sigma: float | None) -> str | None:
+        if forward.grid is None:
+            return "the latent is an image, not a video"
+        if torch.is_grad_enabled():
+            return "gradients are on, as in training"
+        if sigma is not None and not self._sigmas[1] <= sigma * LIKE_SCHEDULED <= self._sigmas[0]:
+            return "sigma is outside the window of {:g} to {:g}".format(*self.percents)
+        return None
+
+    def attend(self, stock: Callable[[], Tensor], call: Call) -> Tensor:
+        """stock: the earlier override or ComfyUI's function, of this call."""
+        forward = self._forward
+        foreign = call.why_not_video(forward)
+        if forward is None or foreign is not None:
+            self.declined[str(foreign)] += 1
+            return stock()
+        q, k, v = (call.by_head(x, call.skip_reshape) for x in call[:3])
+        layer, name = forward.enter(call.options)
+        start, tokens = forward.before_text, q.shape[2]
+        out = self.engine.attend(
+            q, k, v,
+            layer=layer,
+            dense=lambda: call.by_head(stock(), call.skip_output_reshape),
+            transformer=name,
+            text=slice(start, tokens) if start is not None and start < tokens else None,
+            scale=call.others.get("scale"),
+            reason=self._reason or call.why_dense(self.min_tokens),
+        )  # fmt: skip
+        return out if call.skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def patch_model(
+    model: Any,
+    profile: str = "quality",
+    *,
+    start_percent: float = 0.0,
+    end_percent: float = 1.0,
+    min_tokens: int = 8192,
+    **changes: Any,
+) -> Any:
+    """A clone of a ComfyUI MODEL in which PARK runs. changes override single fields of the profile, such as top_p."""
+    expect_count("min_tokens", min_tokens, least=0)
+    expect_window(start_percent, end_percent)
+    if KEY in model.model_options.get("transformer_options", {}):
+        raise ValueError("model: expected one without PARK, got one that has it; remove one of the two nodes.")
+    method = configured_method("park", profile, model=preset_for(model, changes.get("dense_layers", ())), **changes)
+    state = PatchedModel(method, start_percent, end_percent, min_tokens)
+    patched = model.clone()
+    options = patched.model_options.setdefault("transformer_options", {})
+    previous = options.get("optimized_attention_override")
+
+    # functions, not bound methods: clone() copies model_options deeply, and the copy would have a state of its own
+    @torch.compiler.disable
+    def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        asked = func if previous is None else functools.partial(previous, func)
+        return state.attend(functools.partial(asked, *args, **kwargs), Call.read(*args, **kwargs))
+
+    options["optimized_attention_override"] = override
+    options[KEY] = lambda: state.summary()
+    patched.add_wrapper_with_key("diffusion_model", KEY, torch.compiler.disable(state.run_forward, recursive=False))
+    patched.add_callback_with_key("on_pre_run", KEY, state.begin)
+    patched.add_callback_with_key("on_cleanup", KEY, lambda _: state.engine.end_run())
+    return patched
+
+
+def summary_of(model: Any) -> Summary:
+    """What the last sampler did that used a patched model or a clone of it."""
+    report = model.model_options.get("transformer_options", {}).get(KEY)
+    if report is None:
+        raise ValueError("model: expected one with PARK, got one without; connect the model output of its node.")
+    return report()

@@ -1,0 +1,173 @@
+"""PARK in ComfyUI, under a model and a sampler that speak to its hooks as ComfyUI's do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, Patcher, WanModel, denoise, relative_error
+from parkattn.hosts.comfyui import patch_model, summary_of
+from parkattn.hosts.comfyui_calls import step_of
+from parkattn.hosts.comfyui_nodes import NODE_CLASS_MAPPINGS, block_numbers
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_block_kept_is_dense_and_fewer_blocks_are_not():
+    model = Patcher(WanModel())
+    dense = denoise(model)
+    assert relative_error(denoise(patch_model(model, "paper", **KEEP_ALL)), dense) < ROUNDING
+    assert relative_error(denoise(patch_model(model, "paper", **SPARSE)), dense) > 10 * ROUNDING
+    assert torch.equal(denoise(model), dense)  # the model that came in is as it was
+
+
+def test_a_run_leaves_no_trace_in_the_next_one_and_no_plans_behind():
+    patched = patch_model(Patcher(WanModel()), "paper", **SPARSE)
+    denoise(patched, seed=1)
+    first = summary_of(patched)
+    assert first.state_bytes == 0 < first.peak_state_bytes
+    again = denoise(patched, seed=2)
+    assert torch.equal(again, denoise(patch_model(Patcher(WanModel()), "paper", **SPARSE), seed=2))
+    assert summary_of(patched).calls == first.calls  # of the last run alone
+
+
+def test_layers_steps_and_branches_are_told_to_the_method():
+    patched = patch_model(Patcher(WanModel()), "paper", **{**SPARSE, "dense_steps": 1}, dense_layers=(1,))
+    denoise(patched)
+    found = summary_of(patched)
+    assert (found.steps["dense"], found.steps["refresh"], found.steps["reuse"]) == ([0, 1, 2, 3], [1, 3], [2])
+    rows = [(row["layer"], row["dense"], row["refresh"], row["reuse"]) for row in found.layers]
+    assert rows == [(0, 2, 4, 2), (1, 8, 0, 0)]  # of two branches
+    assert found.dense_because["layer 1 is in dense_layers"] == 2 * STEPS
+
+
+def test_a_clone_shares_the_state_and_the_summary():
+    patched = patch_model(Patcher(WanModel()), "paper", **SPARSE)
+    denoise(patched.clone())
+    assert summary_of(patched).calls["refresh"] == summary_of(patched.clone()).calls["refresh"] > 0
+
+
+def test_an_earlier_override_gets_what_stays_dense():
+    asked: list[tuple[int, ...]] = []
+
+    def earlier(func, q, *args, **kwargs):
+        asked.append(tuple(q.shape))
+        return func(q, *args, **kwargs)
+
+    model = Patcher(WanModel())
+    model.model_options["transformer_options"]["optimized_attention_override"] = earlier
+    denoise(patch_model(model, "paper", **SPARSE))
+    assert len(asked) == 2 * 2 * STEPS  # cross-attention: layers, branches, steps
+    asked.clear()
+    denoise(patch_model(model, "paper", **{**SPARSE, "dense_steps": 1}))
+    assert len(asked) == 2 * 2 * STEPS + 2 * 2
+
+
+@pytest.mark.parametrize(
+    "changes, extra, reason",
+    [
+        ({}, {"mask": torch.zeros(32, 32)}, "the call has a mask"),
+        ({}, {"attn_precision": torch.float64}, "the call asks for a precision of torch.float64"),
+        ({"min_tokens": 33}, {}, "32 tokens are fewer than min_tokens=33"),
+    ],
+)
+def test_declined_calls_are_stock_and_say_why(changes, extra, reason):
+    model = Patcher(WanModel())
+    model.diffusion_model.extra = extra
+    patched = patch_model(model, "paper", **{**SPARSE, **changes})
+    assert torch.equal(denoise(patched), denoise(model))
+    found = summary_of(patched)
+    assert found.dense_because == {reason: 2 * 2 * STEPS, "cross-attention": 2 * 2 * STEPS}
+
+
+def test_steps_outside_the_sigma_window_are_dense():
+    patched = patch_model(Patcher(WanModel()), "paper", **SPARSE, start_percent=0.25, end_percent=0.6)
+    denoise(patched)  # sigmas 1, 0.75, 0.5, 0.25; the window is 0.75 to 0.4
+    found = summary_of(patched)
+    assert (found.steps["refresh"], found.steps["reuse"], found.steps["dense"]) == ([1], [2], [0, 3])
+    assert found.dense_because["sigma is outside the window of 0.25 to 0.6"] == 2 * 2 * 2
+
+
+def test_a_sampler_that_tells_no_sigmas_stays_dense():
+    patched = patch_model(Patcher(WanModel()), "paper", **SPARSE)
+    assert torch.equal(denoise(patched, told=False), denoise(Patcher(WanModel())))
+    assert "the sampler gives no sigmas or sample_sigmas: the step is unknown" in summary_of(patched).dense_because
+
+
+def test_a_failed_sampler_releases_its_plans():
+    patched = patch_model(Patcher(WanModel()), "paper", **SPARSE)
+    patched.diffusion_model.blocks = (0, 1, 2)  # there are no weights of a third
+    with pytest.raises(IndexError):
+        denoise(patched)
+    assert summary_of(patched).state_bytes == 0 < summary_of(patched).peak_state_bytes
+
+
+def test_two_calls_of_one_block_have_plans_of_their_own():
+    patched = patch_model(Patcher(WanModel()), "paper", **SPARSE)
+    patched.diffusion_model.blocks = (0, 0)
+    denoise(patched)
+    assert [(row["transformer"], row["layer"]) for row in summary_of(patched).layers] == [("model", 0), ("model, call 2", 0)]
+
+
+def test_a_sigma_between_two_steps_belongs_to_the_earlier():
+    levels = (1.0, 0.75, 0.5, 0.25)
+    asked = {1.2: 0, 1.0: 0, 0.8: 0, 0.75: 1, 0.5: 2, 0.3: 2, 0.0: 3}
+    assert [step_of(sigma, levels) for sigma in asked] == list(asked.values())
+
+
+def test_what_cannot_be_patched_is_refused():
+    class Flux:
+        pass
+
+    with pytest.raises(ValueError, match=r"^model: expected Wan or HunyuanVideo, got Flux; remove the node"):
+        patch_model(Patcher(Flux()))
+    patched = patch_model(Patcher(WanModel()))
+    with pytest.raises(ValueError, match=r"^model: expected one without PARK"):
+        patch_model(patched)
+    with pytest.raises(ValueError, match=r"^model: expected one with PARK"):
+        summary_of(Patcher(WanModel()))
+    with pytest.raises(ValueError, match=r"^dense_layers: expected blocks from 0 to 1, got 2; remove it"):
+        patch_model(Patcher(WanModel()), dense_layers=(0, 2))
+    with pytest.raises(ValueError, match=r"^end_percent: expected more than start_percent=0.5, got 0.5; raise it"):
+        patch_model(Patcher(WanModel()), start_percent=0.5, end_percent=0.5)
+
+
+def test_dense_blocks_are_numbers_and_ranges():
+    assert block_numbers(" 0, 2-4,,9") == (0, 2, 3, 4, 9)
+    with pytest.raises(ValueError, match=r"^dense_blocks: expected numbers and ranges as in 0, 2-4, got 'two'; correct it"):
+        block_numbers("0, two")
+
+
+def defaults_of(node: Any) -> dict[str, Any]:
+    return {name: spec[1]["default"] for name, spec in node.INPUT_TYPES()["required"].items() if len(spec) > 1}
+
+
+def test_the_nodes_run_with_their_defaults():
+    node, report = NODE_CLASS_MAPPINGS["ParkAttention"], NODE_CLASS_MAPPINGS["ParkAttentionSummary"]
+    (patched,) = getattr(node(), node.FUNCTION)(Patcher(WanModel()), **{**defaults_of(node), "dense_blocks": "0", "top_p": 0.8})
+    latent = {"samples": denoise(patched)}
+    shown = getattr(report(), report.FUNCTION)(patched, latent)
+    assert shown["result"][0] is latent and "min_tokens=8192" in shown["result"][1] == shown["ui"]["text"][0]
+
+
+def test_the_custom_node_folder_declares_the_nodes():
+    path = ROOT / "integrations/comfyui/parkattn_node/__init__.py"
+    spec = importlib.util.spec_from_file_location("parkattn_node", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys() == {"ParkAttention", "ParkAttentionSummary"}
+
+
+def test_the_workflow_gives_the_nodes_what_they_take():
+    workflow = json.loads((ROOT / "integrations/comfyui/wan_t2v_park.json").read_text())
+    ours = {entry["class_type"]: entry["inputs"] for entry in workflow.values() if entry["class_type"] in NODE_CLASS_MAPPINGS}
+    assert ours.keys() == NODE_CLASS_MAPPINGS.keys()
+    for name, inputs in ours.items():
+        assert inputs.keys() == NODE_CLASS_MAPPINGS[name].INPUT_TYPES()["required"].keys()
+    linked = [value[0] for entry in workflow.values() for value in entry["inputs"].values() if isinstance(value, list)]
+    assert set(linked) <= workflow.keys()
