@@ -93,7 +93,7 @@ class Capture(Dense):
             self.bytes += sum(x.nbytes for x in parts)
             if self.bytes > self.selection.limit:
                 self._refuse(self.bytes)
-            valid = None if site.key_valid is None else site.key_valid.detach().cpu()
+            valid = None if site.key_valid is None else site.key_valid.detach().to("cpu", copy=True)
             plain = dataclasses.replace(site, dense=None, key_valid=valid, values=parts[2] if self.selection.values else None)
             found = Captured(parts[0], parts[1], plain)
             self.kept[found.name] = found

@@ -80,6 +80,14 @@ def parse_shard(text: str | None) -> Shard:
     return Shard(int(rank), int(ranks), int(rank))
 
 
+def share_out(cells: Sequence[Cell], part: Shard) -> list[Cell]:
+    """A shard's cells: those of one group together, since they share what they need, and whole groups by turns."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.mark, []).append(cell)
+    return [cell for place, group in enumerate(groups.values()) if part.takes(place) for cell in group]
+
+
 def run_experiments(
     names: list[str],
     evaluation: Evaluation,
@@ -96,11 +104,7 @@ def run_experiments(
     lab = Lab(evaluation, out, say)
     asked = {each.label: each.cells(lab) for each in chosen}
     cells = list({cell.name: cell for found in asked.values() for cell in found}.values())
-    # cells of one group together, since they share what they need; a group is one shard's
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(cell.mark, []).append(cell)
-    mine = [cell for place, group in enumerate(groups.values()) if part.takes(place) for cell in group]
+    mine = share_out(cells, part)
     done = 0
 
     def moved() -> None:

@@ -53,6 +53,7 @@ from parkattn.studio.video import Frames
 FORMATS = {kind: f"parkattn.reproduce.{kind}.1" for kind in ("reference", "capture", "retrieval", "quality", "budget")}
 FLOOR = "dense again"
 CALIBRATION_LAYERS = 6
+MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +192,14 @@ class Lab:
 
     def _make_quality(self, making: Making) -> Record:
         name, density = making.cell.request["method"], making.cell.request["density"]
+        changes = dict(making.cell.request["changes"])
+        # first, so that a density that cannot be reached costs nothing
+        budget = None if density is None else self._matched_budget(name, density, changes)
         reference, dense = self._reference(making.cell)
-        request = dataclasses.replace(self._fitted(making.cell), changes=dict(making.cell.request["changes"]))
+        request = dataclasses.replace(self._fitted(making.cell), changes=changes)
         request = for_method(request, "dense" if name == FLOOR else name)
         config = config_for(request, self.pipe)
-        budget = None
-        if density is not None:
-            budget = self._need(self._budget_cell(name, density, dict(making.cell.request["changes"])))["budget"]
+        if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         if request.device.startswith("cuda"):
             warm_up(self.pipe, request, config)
@@ -292,6 +294,15 @@ class Lab:
 
     def _need(self, cell: Cell) -> Record:
         return self.store.fill([cell], self._make)[cell.name]
+
+    def _matched_budget(self, method: str, density: float, changes: dict[str, Any]) -> dict[str, Any]:
+        budget: dict[str, Any] = self._need(self._budget_cell(method, density, changes))["budget"]
+        if abs(budget["density"] - density) > MATCHED:
+            raise ValueError(
+                f"density: expected a {budget['field']} of {method} that gives {density:g} at this size, got {budget['density']:.2f} "
+                "at best; compare it at its own settings."
+            )
+        return budget
 
     def _budget_cell(self, method: str, density: float, changes: dict[str, Any]) -> Cell:
         spare = dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
