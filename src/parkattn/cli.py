@@ -16,13 +16,14 @@ from rich.table import Table
 import parkattn
 from parkattn.bench import commands as bench
 from parkattn.checks import did_you_mean, expect_count, shown
+from parkattn.experiments import commands as experiments
 from parkattn.files import explained, make_folder
 from parkattn.methods import METHODS, register_installed
 from parkattn.settings import LARGEST_SEED
 from parkattn.studio import commands as studio
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
-app.registered_commands += studio.app.registered_commands
+app.registered_commands += studio.app.registered_commands + experiments.app.registered_commands
 app.add_typer(bench.app, name="bench")
 console = Console()
 # typer brings its own copy of click, or uses the installed one: the classes are asked of typer itself

@@ -1,0 +1,220 @@
+"""Every experiment by its label in the paper: which cells it needs, and how its table and findings follow from their records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from parkattn.checks import did_you_mean
+from parkattn.experiments import results
+from parkattn.experiments.results import Gathered, Label, Result
+from parkattn.experiments.runner import FLOOR, Lab
+from parkattn.methods import METHODS, method_entry
+from parkattn.park import ParkConfig
+from parkattn.reuse import dense_prefix
+from parkattn.store import Cell
+
+PAPER_BASELINES = ("sparge", "xattention", "svg", "svg2", "svoo")
+ABLATIONS = {"park-no-pama": "PAMA", "park-no-qrkc": "QRKC"}
+TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+# of the paper's 128 query blocks, and of its 1,024 or 512 key blocks
+QUERY_SHARES, KEY_SHARES = (0.5, 1.0, 1.5, 2.0, 2.5), {"hy": (0.5, 0.75), "wan": (1.5, 2.0)}
+PAPER_KEYS = {"hy": 1024, "wan": 512}
+# steps at which plans are rebuilt, of 50; the first is where sparse attention begins
+SCHEDULES = ((10,), (10, 30), (10, 20, 30), (10, 20, 30, 40))
+Request = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    label: str
+    title: str
+    cells: Callable[[Lab], list[Cell]]
+    result: Callable[[Gathered], Result]
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    label: str
+    title: str
+    reason: str
+
+
+def _retrieval(lab: Lab) -> list[Cell]:
+    return lab.retrieval_cells()
+
+
+def _runs(lab: Lab, settings: list[tuple[str, dict[str, Any]]], *, density: float | None = None) -> list[Cell]:
+    """The floor first, then each (method, changes), all on one prompt before the next: they share its reference."""
+    rows = [(FLOOR, {}, None), *((method, changes, density) for method, changes in settings)]
+    return [lab.quality_cell(request, method, density=goal, **changes) for request in lab.requests() for method, changes, goal in rows]
+
+
+def _by_method(request: Request) -> Label:
+    return (request["method"], _guidance(request))
+
+
+def _guidance(request: Request) -> str:
+    return "" if request["guidance"] is None else f"{request['guidance']:g}"
+
+
+def _methods(lab: Lab) -> tuple[str, ...]:
+    """Those asked for, or the paper's and then all others but PARK's own variants."""
+    if lab.evaluation.methods:
+        return tuple(name for name in lab.evaluation.methods if name != "dense")
+    others = [name for name in METHODS if name not in ("dense", "park", "centroid", *ABLATIONS, *PAPER_BASELINES)]
+    return ("park", *PAPER_BASELINES, *others)
+
+
+def _main(lab: Lab) -> list[Cell]:
+    return _runs(lab, [(name, {}) for name in _methods(lab)])
+
+
+def _main_result(gathered: Gathered) -> Result:
+    return results.quality_table(gathered, ("method", "guidance"), _by_method)
+
+
+def _matched(lab: Lab) -> list[Cell]:
+    with_budget = [name for name in (*_methods(lab), *ABLATIONS, "centroid") if method_entry(name).budgets]
+    return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], density=lab.evaluation.density)
+
+
+def _matched_result(gathered: Gathered) -> Result:
+    table = results.quality_table(gathered, ("method", "guidance"), _by_method)
+    names = [name for name in dict.fromkeys(cell.request["method"] for cell in gathered.cells) if name not in (FLOOR, "park")]
+    findings = [results.psnr_finding(gathered, f"PARK above {name} at equal density", _is("park"), _is(name)) for name in names]
+    return Result(table.table, tuple(findings))
+
+
+def _ablation(lab: Lab) -> list[Cell]:
+    return _runs(lab, [(name, {}) for name in ("park", *ABLATIONS)])
+
+
+def _ablation_result(gathered: Gathered) -> Result:
+    table = results.quality_table(gathered, ("variant", "guidance"), _by_method)
+    findings = [results.psnr_finding(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
+    return Result(table.table, tuple(findings))
+
+
+def _is(method: str) -> Callable[[Request], bool]:
+    return lambda request: request["method"] == method
+
+
+def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
+    # what 1.0 stands for: as set for all methods, or the paper's
+    changes = lab.evaluation.changes
+    base = changes.get("query_clusters") or 128, changes.get("key_clusters") or PAPER_KEYS[kind]
+    chosen = [(share, 1.0) for share in QUERY_SHARES] + [(1.0, share) for share in KEY_SHARES[kind]]
+    counts = [{"query_clusters": max(1, round(q * base[0])), "key_clusters": max(1, round(k * base[1]))} for q, k in chosen]
+    return _runs(lab, [("park", each) for each in counts])
+
+
+def _by_blocks(request: Request) -> Label:
+    if request["method"] == FLOOR:
+        return (FLOOR, "")
+    return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]))
+
+
+def _sensitivity_result(gathered: Gathered) -> Result:
+    table = results.quality_table(gathered, ("N_Q", "N_K"), _by_blocks)
+    runs = [cell.request["changes"] for cell in gathered.cells if cell.request["method"] != FLOOR]
+    findings = []
+    for side, other in (("query_clusters", "key_clusters"), ("key_clusters", "query_clusters")):
+        usual = max({c[other] for c in runs}, key=lambda value: len({c[side] for c in runs if c[other] == value}))
+        values = sorted({c[side] for c in runs if c[other] == usual})
+        fewest, most = ({side: value, other: usual} for value in (values[0], values[-1]))
+        statement = f"{values[-1]} instead of {values[0]} {side.split('_')[0]} blocks lose nothing"
+        findings.append(results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True))
+    return Result(table.table, tuple(findings))
+
+
+def _with(changes: dict[str, Any]) -> Callable[[Request], bool]:
+    return lambda request: request["method"] != FLOOR and all(request["changes"].get(name) == value for name, value in changes.items())
+
+
+def _schedules(lab: Lab) -> list[Cell]:
+    steps = lab.base.steps or 50
+    first = dense_prefix(ParkConfig(), steps)
+    scaled = [sorted({first, *(round(step * steps / 50) for step in each[1:])}) for each in SCHEDULES]
+    return _runs(lab, [("park", {"refresh_steps": [step for step in each if step < steps]}) for each in scaled])
+
+
+def _by_schedule(request: Request) -> Label:
+    return (FLOOR if request["method"] == FLOOR else "{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}",)
+
+
+def _schedule_result(gathered: Gathered) -> Result:
+    table = results.quality_table(gathered, ("refreshes at",), _by_schedule)
+    asked = sorted((c.request["changes"]["refresh_steps"] for c in gathered.cells if c.request["method"] != FLOOR), key=len)
+    fewest, most = ({"refresh_steps": each} for each in (asked[0], asked[-1]))
+    statement = f"{len(asked[-1])} refreshes instead of {len(asked[0])} lose nothing"
+    return Result(table.table, (results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True),))
+
+
+def _curve(lab: Lab) -> list[Cell]:
+    return _runs(lab, [("park", {"top_p": value}) for value in TOP_P])
+
+
+def _by_top_p(request: Request) -> Label:
+    return (FLOOR if request["method"] == FLOOR else f"{request['changes']['top_p']:g}",)
+
+
+def _curve_result(gathered: Gathered) -> Result:
+    table = results.quality_table(gathered, ("top-p",), _by_top_p)
+    statement = f"PSNR falls as top-p goes from {TOP_P[-1]:g} to {TOP_P[0]:g}"
+    finding = results.psnr_finding(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
+    return Result(table.table, (finding,), results.trade_off(gathered, _by_top_p))
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    each.label: each
+    for each in (
+        Experiment("tab:query_key_compression", "Top-p recall by what represents queries and keys, %", _retrieval, partial(results.recall_table, kind="top_p")),
+        Experiment("tab:query_key_compression_topk", "Top-k recall by what represents queries and keys, %", _retrieval, partial(results.recall_table, kind="top_k")),
+        Experiment("tab:main_quality_efficiency", "Every method at its own settings", _main, _main_result),
+        Experiment("tab:module_ablation", "PARK without PAMA and without QRKC", _ablation, _ablation_result),
+        Experiment("tab:query_representation_errors", "Total variation of attention weights, Euclidean partitions", _retrieval, results.representation_table),
+        Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, results.key_error_table),
+        Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, results.mismatch_figure),
+        Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, results.qrkc_figure),
+        Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", partial(_sensitivity, "hy"), _sensitivity_result),
+        Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", partial(_sensitivity, "wan"), _sensitivity_result),
+        Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", _schedules, _schedule_result),
+        Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
+        Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
+    )
+}  # fmt: skip
+_FRAMES = "sheets of frames are not built yet; park compare shows the videos"
+NOT_BUILT: dict[str, NotBuilt] = {
+    each.label: each
+    for each in (
+        NotBuilt("fig:retrieval_mismatches", "The mismatches", "a and b are drawings; c is fig:mismatch_errors_appendix"),
+        NotBuilt("fig:overview", "Overview of PARK", "a drawing"),
+        NotBuilt("tab:pama_kernel_overhead", "PAMA's kernels", "needs a GPU; run park bench pama there"),
+        NotBuilt("fig:qrkc_breakdown", "Time of QRKC", "needs a GPU; run park bench qrkc there"),
+        NotBuilt("fig:generation_example", "Frames of PARK and SVG2", _FRAMES),
+        *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")),
+        NotBuilt("frontier", "Quality against cost (not in the paper)", "not moved here yet; run python -m parkattn.bench.frontier"),
+        NotBuilt("scaling", "Time against length (not in the paper)", "needs a GPU; run park bench scaling there"),
+    )
+}  # fmt: skip
+
+
+def choose_experiments(names: list[str]) -> list[Experiment]:
+    """all, or labels; without tab: or fig: too."""
+    known = {label.partition(":")[2] or label: label for label in (*EXPERIMENTS, *NOT_BUILT)}
+    if "all" in names:
+        return list(EXPERIMENTS.values())
+    chosen = []
+    for name in dict.fromkeys(names):
+        label = known.get(name, name)
+        if label in NOT_BUILT:
+            raise ValueError(f"name: expected an experiment that can be run here, got {label} ({NOT_BUILT[label].reason}); choose another.")
+        if label not in EXPERIMENTS:
+            raise ValueError(
+                f"name: expected a label of the paper, got {name!r}; {did_you_mean(name, [*known, *EXPERIMENTS], 'see park reproduce --list.')}"
+            )
+        chosen.append(EXPERIMENTS[label])
+    return chosen

@@ -1,0 +1,163 @@
+"""The commands `park reproduce` and `park capture`: parsing, one call, printing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from parkattn.experiments.reproduce import Outcome
+
+app = typer.Typer(add_completion=False)
+console = Console()
+
+Model = Annotated[str, typer.Option(help="tiny (the shipped model), a diffusers folder or a hub id.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
+
+
+@app.command()
+def reproduce(
+    names: Annotated[list[str] | None, typer.Argument(help="Labels of the paper (park reproduce --list), or all.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print what there is, and what is not built and why.")] = False,
+    model: Model = "tiny",
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 4 when not given.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
+    guidance: Annotated[str | None, typer.Option(help="Guidance scales separated by commas; the model's own when not given.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")] = None,
+    density: Annotated[float, typer.Option(help="Density of matched_densities.")] = 0.5,
+    steps: Annotated[int | None, typer.Option()] = None,
+    frames: Annotated[int | None, typer.Option()] = None,
+    height: Annotated[int | None, typer.Option()] = None,
+    width: Annotated[int | None, typer.Option()] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")
+    ] = None,
+    capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "none",
+    quick: Annotated[bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")] = False,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
+) -> None:
+    """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
+    from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
+    from parkattn.experiments.reproduce import evaluation_for, parse_shard, run_experiments
+
+    if listed:
+        table = Table("name", "what it is", "runs here")
+        for each in EXPERIMENTS.values():
+            table.add_row(each.label, each.title, "yes")
+        for other in NOT_BUILT.values():
+            table.add_row(other.label, other.title, f"no: {other.reason}")
+        console.print(table)
+        return
+    if not names:
+        raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
+    evaluation = evaluation_for(
+        model=model, prompts=prompts, prompt_file=prompt_file, seeds=_numbers("seeds", seeds, int),
+        guidances=(None,) if guidance is None else _numbers("guidance", guidance, float), methods=tuple(methods.split(",")) if methods else (),
+        density=density, steps=steps, frames=frames, height=height, width=width, changes=_changes(settings), device=device, dtype=dtype,
+        offload=offload, captures=tuple(capture_file or ()), quick=quick,
+    )  # fmt: skip
+    columns = (
+        TextColumn("cells"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("cells", total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        try:
+            outcome = run_experiments(names, evaluation, out, part=parse_shard(shard), advance=advance, say=_say)
+        except KeyboardInterrupt:
+            _say(f"stopped; finished cells are kept in {out}, run again to go on")
+            raise typer.Exit(130) from None
+    _show(outcome, out)
+
+
+def _show(outcome: Outcome, out: Path) -> None:
+    for section in outcome.sections:
+        for finding in section.result.findings if section.result else ():
+            _say(f"{section.label}: {finding.line()}")
+    failed = f", {outcome.failed} failed" if outcome.failed else ""
+    _say(f"{outcome.made} cells made, {outcome.kept} there already{failed}; report in {out / 'index.html'}")
+
+
+@app.command()
+def capture(
+    prompt: Annotated[str, typer.Argument(help="What to show.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file.")] = Path("out/capture.safetensors"),
+    model: Model = "tiny",
+    layers: Annotated[str | None, typer.Option(help="Layers from 0, separated by commas; all when not given.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads from 0; all when not given.")] = None,
+    capture_steps: Annotated[str | None, typer.Option(help="Denoising steps from 0; all when not given.")] = None,
+    branches: Annotated[str | None, typer.Option(help="Names of guidance branches; the first of each step when not given.")] = None,
+    values: Annotated[bool, typer.Option("--values", help="v beside q and k.")] = False,
+    limit_mib: Annotated[int, typer.Option(min=1, help="More than this is refused.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[int | None, typer.Option()] = None,
+    frames: Annotated[int | None, typer.Option()] = None,
+    height: Annotated[int | None, typer.Option()] = None,
+    width: Annotated[int | None, typer.Option()] = None,
+    guidance: Annotated[float | None, typer.Option()] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "none",
+) -> None:
+    """Queries and keys of chosen attention calls of a dense run, in one safetensors file of bounded size."""
+    from parkattn.experiments.captures import Selection
+    from parkattn.experiments.reproduce import capture_file, known_model
+    from parkattn.studio.generate import Request
+
+    chosen: dict[str, Any] = {
+        name: None if text is None else _numbers(name, text, int)
+        for name, text in (("layers", layers), ("heads", heads), ("steps", capture_steps))
+    }
+    names = tuple(branches.split(",")) if branches else None
+    selection = Selection(**chosen, branches=names, first_branch=names is None, values=values, limit=limit_mib * 2**20)
+    request = Request(
+        prompt=prompt, model=known_model(model), method="dense", seed=seed, steps=steps, frames=frames, height=height, width=width,
+        guidance=guidance, device=device, dtype=dtype, offload=offload,
+    )  # fmt: skip
+    calls, size = capture_file(request, selection, out)
+    _say(f"wrote {out}: {calls} calls, {size / 2**20:.1f} MiB")
+
+
+def _numbers(name: str, text: str, kind: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}; write 0,1,2.") from None
+
+
+def _changes(settings: list[str] | None) -> dict[str, Any]:
+    changes = {}
+    for entry in settings or []:
+        name, sign, value = entry.partition("=")
+        if not sign:
+            raise ValueError(f"--set: expected NAME=VALUE, got {entry!r}; write for example --set top_p=0.8.")
+        try:
+            changes[name.strip()] = json.loads(value)
+        except ValueError:
+            changes[name.strip()] = value
+    return changes
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

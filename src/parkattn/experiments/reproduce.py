@@ -1,0 +1,161 @@
+"""What `park reproduce` and `park capture` do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parkattn.experiments.captures import Selection, write_captures
+from parkattn.experiments.catalogue import choose_experiments
+from parkattn.experiments.report import Section, sections_of, write_report
+from parkattn.experiments.results import Gathered
+from parkattn.experiments.runner import Evaluation, Lab, capture_calls
+from parkattn.methods import method_entry
+from parkattn.sprites.grammar import held_out_scenes
+from parkattn.store import Cell, Say, Store
+from parkattn.studio import checkpoints
+from parkattn.studio.ablation import BLOCKS
+from parkattn.studio.generate import Request, fit_to_pipeline, prepare
+from parkattn.studio.prompts import Shard, read_prompts, shard_from_environment
+
+TINY = "tiny"
+PROMPTS = 4
+# 1,920 tokens, so that every table is a matter of minutes on two cores
+TINY_SIZE = {"steps": 12, "frames": 17, "height": 128, "width": 192}
+QUICK_SIZE = {"steps": 4, "frames": 9, "height": 64, "width": 96}
+QUICK_METHODS = ("park", "svg2")
+CAPTURE = "parkattn.capture.record.1"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    sections: Sequence[Section]
+    made: int
+    kept: int
+    failed: int
+
+
+def known_model(model: str) -> str | None:
+    return None if model == TINY else model
+
+
+def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None, quick: bool, **given: Any) -> Evaluation:
+    """The prompts, sizes and blocks that were not said, for the shipped model and for others."""
+    count = prompts or (1 if quick else PROMPTS)
+    sizes: dict[str, Any] = QUICK_SIZE if quick else {}
+    if prompt_file is not None:
+        found = [item.prompt for item in read_prompts(prompt_file)]
+        if len(found) <= count:
+            raise ValueError(
+                f"prompt_file: expected at least {count + 1} prompts, one of them to calibrate on, got {len(found)}; add some."
+            )
+        chosen, spare = found[:count], found[count]
+    elif known_model(model) is not None and not checkpoints.is_shipped(checkpoints.find_model(model)):
+        raise ValueError("prompt_file: expected one for a model other than the shipped one, got none; pass --prompt-file FILE.")
+    else:
+        scenes = held_out_scenes(count)
+        chosen, spare = (
+            [scene.sentence for scene in scenes],
+            next(s.sentence for s in held_out_scenes(4, seed=1) if s not in scenes),
+        )
+    if known_model(model) is None:
+        sizes = sizes or TINY_SIZE
+        given["changes"] = BLOCKS | given.get("changes", {})
+    given |= {name: value for name, value in sizes.items() if given.get(name) is None}
+    if quick and not given.get("methods"):
+        given["methods"] = QUICK_METHODS
+    return Evaluation(model=known_model(model), prompts=tuple(chosen), spare_prompt=spare, **given)
+
+
+def parse_shard(text: str | None) -> Shard:
+    """i/n, counted from 0; without one, what torchrun says."""
+    if text is None:
+        return shard_from_environment()
+    rank, slash, ranks = text.partition("/")
+    if not (slash and rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
+        raise ValueError(f"shard: expected I/N with I from 0 to N - 1, got {text!r}; write 0/4.")
+    return Shard(int(rank), int(ranks), int(rank))
+
+
+def share_out(cells: Sequence[Cell], part: Shard) -> list[Cell]:
+    """A shard's cells: those of one group together, since they share what they need, and whole groups by turns."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.mark, []).append(cell)
+    return [cell for place, group in enumerate(groups.values()) if part.takes(place) for cell in group]
+
+
+def run_experiments(
+    names: list[str],
+    evaluation: Evaluation,
+    out: Path,
+    *,
+    part: Shard | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    say: Say = lambda line: None,
+) -> Outcome:
+    """Every cell of the part that is not there yet, then the report from all that are."""
+    chosen, part = choose_experiments(names), part or Shard()
+    for name in evaluation.methods:
+        method_entry(name)
+    lab = Lab(evaluation, out, say)
+    asked = {each.label: each.cells(lab) for each in chosen}
+    cells = list({cell.name: cell for found in asked.values() for cell in found}.values())
+    mine = share_out(cells, part)
+    done = 0
+
+    def moved() -> None:
+        nonlocal done
+        done += 1
+        advance(done, len(mine))
+
+    advance(0, len(mine))
+    records, failures = lab.fill(mine, moved)
+    there = lab.finished([cell for cell in cells if cell.name not in records and cell.name not in failures])
+    found = records | there
+    results = {each.label: each.result(Gathered(asked[each.label], found, failures)) for each in chosen}
+    sections = sections_of(results)
+    write_report(Store(out, say), sections, _about(lab))
+    made = len(set(lab.made) & set(records))
+    return Outcome(sections, made, len(records) - made, len(failures))
+
+
+def _about(lab: Lab) -> dict[str, Any]:
+    e, base = lab.evaluation, lab.base
+    size = "the model's own size" if base.frames is None else f"{base.frames} frames of {base.height} x {base.width}"
+    return {
+        "model": "the shipped model" if e.model is None else Path(e.model).name,
+        "weights": base.weights[:16],
+        "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
+        "prompts and seeds": f"{len(e.prompts)} prompts, seeds {', '.join(map(str, e.seeds))}",
+        "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
+        "device": f"{base.device}, {base.dtype}",
+        "quality": "PSNR and SSIM of raw frames against dense attention; 'dense again' is dense attention once more, the floor of the measure",
+        "seconds": "text, denoising and decoding of one video; what measuring recall takes is left out",
+    }
+
+
+def capture_file(request: Request, selection: Selection, out: Path) -> tuple[int, int]:
+    """How many calls were written, and their bytes."""
+    if out.suffix != ".safetensors":
+        raise ValueError(f"out: expected a file name ending in .safetensors, got {out}; rename it.")
+    request, folder = prepare(request)
+    cell = Cell(
+        name=out.stem,
+        format=CAPTURE,
+        request=request.to_dict() | {"capture": dataclasses.asdict(selection)},
+        files=(out.name,),
+    )
+
+    def make(making: Any) -> None:
+        pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        calls = capture_calls(pipe, fit_to_pipeline(request, pipe), selection)
+        about = {name: value for name, value in request.to_dict().items() if name != "model"}
+        making.write(out.name, lambda path: write_captures(path, calls, about))
+        making.commit({"format": CAPTURE, "request": dict(making.cell.request), "calls": [call.name for call in calls]})
+
+    record = Store(out.parent).fill([cell], make)[cell.name]
+    return len(record["calls"]), out.stat().st_size

@@ -1,0 +1,251 @@
+"""From records to tables and findings: pure functions, one for retrieval, one for quality."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parkattn.bench.frontier import interval
+from parkattn.experiments.mismatches import REPRESENTATIONS
+from parkattn.experiments.runner import FLOOR
+from parkattn.experiments.tables import Column, Finding, Table
+from parkattn.metrics.retrieval import recall_summary
+from parkattn.store import Cell, Record
+
+NOT_RUN = "not run"
+Label = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A figure of bars: panels of (title, lower or higher is better), each with names and values."""
+
+    panels: tuple[tuple[str, tuple[str, ...], tuple[float, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure of points joined by a line: what is on each axis, and (x, y, label) of each point."""
+
+    x: str
+    y: str
+    points: tuple[tuple[float, float, str], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    table: Table | None
+    findings: tuple[Finding, ...] = ()
+    figure: Bars | Curve | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What was asked for, what is there, and why the rest is not."""
+
+    cells: Sequence[Cell]
+    records: Mapping[str, Record]
+    failures: Mapping[str, str]
+
+    def of(self, cells: Iterable[Cell]) -> list[Record]:
+        return [self.records[cell.name] for cell in cells if cell.name in self.records]
+
+    def why_not(self, cells: Iterable[Cell]) -> str:
+        reasons = [self.failures[cell.name] for cell in cells if cell.name in self.failures]
+        return reasons[0] if reasons else "left to another shard, or not finished yet"
+
+
+# retrieval
+
+
+def recall_table(gathered: Gathered, kind: str) -> Result:
+    """kind: top_p or top_k. Percent, over all layers, heads, prompts and seeds."""
+    calls = _calls(gathered)
+    if not calls:
+        return _nothing(gathered)
+    rows, means = [], {}
+    for order in ("Clustered", "Original"):
+        for estimator, (query, key) in REPRESENTATIONS.items():
+            values = torch.tensor([value for call in calls for value in call["recall"][order][kind][estimator]])
+            found = {name: 100 * value for name, value in recall_summary(values).items()}
+            means[order, estimator] = found["mean"]
+            rows.append((order, query, key, found["mean"], found["p05"], found["worst"]))
+    columns = (*map(Column, ("Ordering", "Query", "Key")), *(Column(name, 2) for name in ("Mean", "P05", "Worst")))
+    findings = []
+    for order in ("Clustered", "Original"):
+        rival = max(means[order, "query-centroid"], means[order, "full-key"])
+        statement = f"{order.lower()} order, {'top-p' if kind == 'top_p' else 'top-k'}: Full x Centroid has the best mean recall of the compressed pairs"
+        findings.append(Finding(statement, means[order, "pama"] - rival, "percentage points"))
+    return Result(Table(columns, tuple(rows)), tuple(findings), note=_what_was_measured(calls))
+
+
+def representation_table(gathered: Gathered) -> Result:
+    calls = _calls(gathered)
+    if not calls:
+        return _nothing(gathered)
+    tv = {name: _mean(call["tv"][name] for call in calls) for name in REPRESENTATIONS}
+    rows = tuple((query, key, tv[name]) for name, (query, key) in REPRESENTATIONS.items())
+    findings = (
+        Finding("per-query TV is below centroid TV, both over key centroids", tv["query-centroid"] - tv["pama"], "TV"),
+        Finding("Full x Centroid has lower TV than Centroid x Full", tv["full-key"] - tv["pama"], "TV"),
+    )
+    return Result(Table((Column("Query"), Column("Key"), Column("TV", 4)), rows), findings, note=_what_was_measured(calls))
+
+
+def key_error_table(gathered: Gathered) -> Result:
+    calls = _calls(gathered)
+    if not calls:
+        return _nothing(gathered)
+    rows, change = [], {}
+    for name, shown in (("key_mse", "Raw-key MSE"), ("score_error", "QK-score squared error")):
+        euclidean, qrkc = (_mean(call["keys"][metric][name] for call in calls) for metric in ("euclidean", "query-response"))
+        change[name] = 100 * (qrkc / euclidean - 1)
+        rows.append((shown, euclidean, qrkc, f"{change[name]:+.1f}%"))
+    findings = (
+        Finding("QRKC raises raw-key MSE", change["key_mse"], "%"),
+        Finding("QRKC lowers QK-score error", -change["score_error"], "%"),
+    )
+    columns = (Column("Metric"), Column("Euclidean", 3), Column("QRKC", 3), Column("Change"))
+    return Result(Table(columns, tuple(rows)), findings, note=_what_was_measured(calls))
+
+
+def mismatch_figure(gathered: Gathered) -> Result:
+    calls = _calls(gathered)
+    if not calls:
+        return _nothing(gathered)
+    tv = [_mean(call["tv"][name] for call in calls) for name in ("query-centroid", "pama")]
+    mass = [_mean(call["keys"][metric]["log_mass"] for call in calls) for metric in ("euclidean", "query-response")]
+    rows = (
+        ("attention-weight TV", "query centroid", tv[0]), ("attention-weight TV", "per query", tv[1]),
+        ("log-mass RMSE", "Euclidean", mass[0]), ("log-mass RMSE", "QRKC", mass[1]),
+    )  # fmt: skip
+    panels = (
+        ("attention-weight TV", ("query centroid", "per query"), tuple(tv)),
+        ("log-mass RMSE", ("Euclidean", "QRKC"), tuple(mass)),
+    )
+    findings = (Finding("QRKC lowers the centred log-mass RMSE", mass[0] - mass[1]),)
+    columns = (Column("Metric"), Column("Estimate"), Column("Error", 4))
+    return Result(Table(columns, rows), findings, Bars(panels), _what_was_measured(calls))
+
+
+def qrkc_figure(gathered: Gathered) -> Result:
+    calls = _calls(gathered)
+    if not calls:
+        return _nothing(gathered)
+    names = {"euclidean": "Euclidean", "query-response": "QRKC"}
+    values = {metric: torch.tensor([v for call in calls for v in call["keys"][metric]["pama_recall"]]) for metric in names}
+    found = {metric: {name: 100 * value for name, value in recall_summary(each).items()} for metric, each in values.items()}
+    rows = tuple((names[metric], each["mean"], each["p05"], each["worst"]) for metric, each in found.items())
+    panels = tuple((f"{part} recall, %", tuple(names.values()), tuple(each[part] for each in found.values())) for part in ("mean", "p05"))
+    findings = tuple(
+        Finding(
+            f"QRKC raises {part} recall of PAMA",
+            found["query-response"][part] - found["euclidean"][part],
+            "percentage points",
+        )
+        for part in ("mean", "p05")
+    )
+    columns = (Column("Keys"), *(Column(name, 2) for name in ("Mean", "P05", "Worst")))
+    return Result(Table(columns, rows), findings, Bars(panels), _what_was_measured(calls))
+
+
+def _calls(gathered: Gathered) -> list[dict[str, Any]]:
+    return [call for record in gathered.of(gathered.cells) for call in record["calls"]]
+
+
+def _nothing(gathered: Gathered) -> Result:
+    return Result(None, note=f"{NOT_RUN}: {gathered.why_not(gathered.cells)}")
+
+
+def _mean(lists: Iterable[Sequence[float]]) -> float:
+    return statistics.fmean(value for values in lists for value in values)
+
+
+def _what_was_measured(calls: list[dict[str, Any]]) -> str:
+    heads = sum(len(call["tv"]["exact"]) for call in calls)
+    tokens, blocks = calls[0]["tokens"], calls[0]["blocks"]
+    return f"{heads} heads of {len(calls)} calls, {tokens[0]:,} tokens, {blocks[0]} query and {blocks[1]} key blocks; partitions by 10 Lloyd iterations."
+
+
+# quality
+
+
+QUALITY = (
+    Column("runs"), Column("PSNR", 2), Column("±", 2), Column("SSIM", 4), Column("LPIPS", 4), Column("density", 3), Column("recall", 3),
+    Column("seconds", 2), Column("speedup", 2), Column("note"),
+)  # fmt: skip
+
+
+def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str, Any]], Label]) -> Result:
+    """One row per label of a cell's request, in the order of the cells; ± is half the 95 % interval of the mean PSNR."""
+    rows: list[tuple[Any, ...]] = []
+    for name, cells in _labelled(gathered.cells, label).items():
+        found = [record["row"] for record in gathered.of(cells)]
+        if not found:
+            rows.append((*name, 0, *(None,) * (len(QUALITY) - 2), f"{NOT_RUN}: {gathered.why_not(cells)}"))
+            continue
+        lpips, recall = ([row[part] for row in found if row[part] is not None] for part in ("lpips", "recall"))
+        psnr = [row["psnr"] for row in found]
+        seconds, dense = (statistics.fmean(row[part] for row in found) for part in ("seconds", "dense_seconds"))
+        note = "" if len(found) == len(cells) else f"{len(cells) - len(found)} of {len(cells)} {NOT_RUN}"
+        rows.append((
+            *name, len(found), statistics.fmean(psnr), interval(psnr), statistics.fmean(row["ssim"] for row in found),
+            statistics.fmean(lpips) if lpips else None, statistics.fmean(row["density"] for row in found),
+            statistics.fmean(recall) if recall else None, seconds, dense / seconds, note,
+        ))  # fmt: skip
+    columns = (*map(Column, heads), *QUALITY)
+    # a column that nothing was measured for says nothing
+    kept = [i for i, column in enumerate(columns) if i < len(heads) or any(row[i] not in (None, "") for row in rows)]
+    return Result(Table(tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows)))
+
+
+def psnr_finding(
+    gathered: Gathered,
+    statement: str,
+    upper: Callable[[Mapping[str, Any]], bool],
+    lower: Callable[[Mapping[str, Any]], bool],
+    *,
+    tie: bool = False,
+) -> Finding:
+    """Mean over prompts and seeds of the difference in PSNR, on those that both have."""
+    sides = []
+    for chosen in (upper, lower):
+        cells = [cell for cell in gathered.cells if chosen(cell.request)]
+        sides.append({_place(record["request"]): record["row"]["psnr"] for record in gathered.of(cells)})
+        if not sides[-1]:
+            return Finding(statement, None, reason=gathered.why_not(cells))
+    ahead = [psnr - sides[1][place] for place, psnr in sides[0].items() if place in sides[1]]
+    if not ahead:
+        return Finding(statement, None, reason="no prompt that both were run on")
+    return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
+
+
+def trade_off(gathered: Gathered, label: Callable[[Mapping[str, Any]], Label]) -> Curve:
+    points = []
+    for name, cells in _labelled(gathered.cells, label).items():
+        found = [record["row"] for record in gathered.of(cells)]
+        if found and name[0] != FLOOR:
+            points.append(
+                (
+                    statistics.fmean(row["seconds"] for row in found),
+                    statistics.fmean(row["psnr"] for row in found),
+                    " ".join(name),
+                )
+            )
+    return Curve("seconds", "PSNR against dense, dB", tuple(points))
+
+
+def _place(request: Mapping[str, Any]) -> tuple[Any, ...]:
+    return request["prompt"], request["seed"], request["guidance"]
+
+
+def _labelled(cells: Sequence[Cell], label: Callable[[Mapping[str, Any]], Label]) -> dict[Label, list[Cell]]:
+    found: dict[Label, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(label(cell.request), []).append(cell)
+    return found

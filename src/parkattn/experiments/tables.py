@@ -1,0 +1,116 @@
+"""Tables and findings as values, and their forms: Markdown, CSV, LaTeX and HTML. Nothing here measures."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Value = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    digits: int | None = None  # after the point; None: text and whole numbers as they are
+
+    def show(self, value: Value) -> str:
+        if value is None:
+            return ""
+        return f"{value:.{self.digits}f}" if isinstance(value, float) and self.digits is not None else str(value)
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            assert len(row) == len(self.columns), f"{row} under {[column.name for column in self.columns]}"
+
+    def shown(self) -> list[list[str]]:
+        return [[column.show(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statement of the paper, and what was measured: it holds where the margin is above 0, or 0 where a tie is enough."""
+
+    statement: str
+    margin: float | None  # None: not measured
+    unit: str = ""
+    spread: float | None = None  # half the 95 % interval of the margin, where several runs were made
+    reason: str = ""  # why it was not measured
+    tie: bool = False  # a margin of 0 is enough
+
+    @property
+    def held(self) -> bool | None:
+        return None if self.margin is None else self.margin > 0 or (self.tie and self.margin == 0)
+
+    @property
+    def verdict(self) -> str:
+        return {True: "held", False: "not held", None: "not run"}[self.held]
+
+    def line(self) -> str:
+        if self.margin is None:
+            return f"{self.verdict}: {self.statement} ({self.reason})"
+        spread = "" if self.spread is None else f" ± {self.spread:.4g}"
+        return f"{self.verdict}: {self.statement} (margin {self.margin:+.4g}{spread}{' ' + self.unit if self.unit else ''})"
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return Table(tuple(Column(name) for name in columns), tuple(tuple(row) for row in rows))
+
+
+def to_markdown(table: Table) -> str:
+    lines = ["| " + " | ".join(column.name for column in table.columns) + " |", "|" + "---|" * len(table.columns)]
+    lines += ["| " + " | ".join(value.replace("|", "\\|") for value in row) + " |" for row in table.shown()]
+    return "\n".join(lines) + "\n"
+
+
+def to_csv(table: Table) -> str:
+    """Every digit, for programs."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([column.name for column in table.columns])
+    writer.writerows([["" if value is None else value for value in row] for row in table.rows])
+    return buffer.getvalue()
+
+
+def to_latex(table: Table, caption: str, label: str) -> str:
+    """A float of the package booktabs."""
+    numbers = [column.digits is not None for column in table.columns]
+    lines = ["\\begin{table}", "  \\centering", f"  \\caption{{{_tex(caption)}}}", f"  \\label{{{label}}}"]
+    lines.append(f"  \\begin{{tabular}}{{{''.join('r' if number else 'l' for number in numbers)}}}")
+    lines += [
+        "    \\toprule",
+        "    " + " & ".join(_tex(column.name) for column in table.columns) + " \\\\",
+        "    \\midrule",
+    ]
+    lines += ["    " + " & ".join(_tex(value) for value in row) + " \\\\" for row in table.shown()]
+    return "\n".join([*lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""])
+
+
+def to_html(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(column.name)}</th>" for column in table.columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in row) + "</tr>\n" for row in table.shown())
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+
+
+def _tex(text: str) -> str:
+    special = {
+        "\\": "\\textbackslash{}",
+        "%": "\\%",
+        "&": "\\&",
+        "_": "\\_",
+        "#": "\\#",
+        "$": "\\$",
+        "{": "\\{",
+        "}": "\\}",
+        "^": "\\^{}",
+        "~": "\\~{}",
+    }
+    return "".join(special.get(letter, letter) for letter in text).replace("×", "$\\times$").replace("±", "$\\pm$")
