@@ -307,8 +307,8 @@ def test_importance_rows_sum_to_one_and_match_their_definition():
     q, k = (torch.randn(1, 1, 70, 64, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
     backend = resolve("triton", q.device, q.dtype, 64)
     config = config_for()
-    options = {"iterations": 1, "start": None, "valid": None}
-    queries, keys = backend.cluster_queries(q, config, **options), backend.cluster_keys(k, q, config, **options, query_valid=None)
+    options = {"iterations": 1, "seed": config.seed}
+    queries, keys = backend.kmeans(q, config.query_clusters, **options), backend.cluster_keys(k, q, config.key_clusters, config, **options)
     blocks = backend.arrange(queries.labels, queries.clusters)
     for kind in ("pama", "query-centroid"):
         found = backend.importance(kind, q, k, blocks, queries, keys, scale=None)
