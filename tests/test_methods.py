@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +153,25 @@ def test_enable_runs_a_method_by_name_or_as_an_object(outside):
             tiny_pipelines.run_wan(wan)
             said = parkattn.summary(wan)
         assert said.method == "window" and said.calls["refresh"] > 0 and said.density < 1
+
+
+KERNELS = """
+import torch, window, tile_top_k
+from parkattn import CallSite
+q, k, v = torch.randn(3, 1, 1, 90, 64, generator=torch.Generator().manual_seed(0)).half().unbind(0)
+for module, settings in ((window, {"tile": (1, 5, 3), "reach": 0}), (tile_top_k, {"tile": 32, "top_k": 0.5})):
+    entry, outs = module.ENTRY, []
+    for backend in ("reference", "triton"):
+        method = entry.make(entry.config(**settings, dense_steps=0, backend=backend))
+        outs += [method(q, k, v, CallSite(step=step, total_steps=9, grid=(3, 5, 6))).out.float() for step in (0, 1)]
+    # weights and output are rounded to 11 bits each
+    assert max((out - outs[0]).abs().max().item() for out in outs) <= 4 * 2.0**-11 * v.abs().max().item(), entry.name
+    print(entry.name)
+"""
+
+
+def test_outside_methods_run_in_the_kernels(tmp_path):
+    path = f"{EXAMPLES}:{PARK.parent}"
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout.split() == ["window", "tile-top-k"], run.stderr

@@ -269,7 +269,8 @@ class ProbeRepair:
     def repair(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor, site: CallSite) -> Tensor:
         if "probes" not in plan.memory:
             return out
-        at, weight = plan.memory["probes"].long().unsqueeze(-1), plan.memory["probe_weights"]
+        # a cluster without a finite token has no probe, and marks it by a token past the last
+        at, weight = plan.memory["probes"].long().clamp(max=q.shape[2] - 1).unsqueeze(-1), plan.memory["probe_weights"]
         rows = q.gather(2, at.expand(-1, -1, -1, q.shape[-1]))
         exact = dense_attention(rows, k, v, scale=site.scale, key_valid=site.key_valid)
         sparse = out.gather(2, at.expand(-1, -1, -1, out.shape[-1]))

@@ -76,6 +76,18 @@ def attend(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = Fal
     _run("attend", record, repeats, rehearse, ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline"))
 
 
+@app.command("dense")
+def dense(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+    """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
+    _run("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"))
+
+
+@app.command("methods")
+def methods(record: Record = None, repeats: Repeats = 3, rehearse: Rehearse = False) -> None:
+    """What each method's plan and attention cost at the sizes of real videos, at its authors' settings."""
+    _run("methods", record, repeats, rehearse, ("shape", "method", "density", "plan_ms", "attend_ms", "plan_mb", "attend_mb"))
+
+
 @app.command("layer")
 def layer(record: Record = None, repeats: Repeats = 5, rehearse: Rehearse = False) -> None:
     """One whole layer: plan, refresh step, reuse step."""

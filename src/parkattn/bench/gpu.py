@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from parkattn.bench import attend, flashinfer, kmeans, layer, pama, qrkc, sanitize, scaling
+from parkattn.bench import attend, dense, flashinfer, kmeans, layer, methods, pama, qrkc, sanitize, scaling
 from parkattn.bench.timing import bench_device, gpu_environment, roofline
 from parkattn.record import append_records
 
@@ -41,12 +41,17 @@ SECTIONS = {  # seconds; the gates come first and include compilation
     "layer": 60,
     "scaling": 60,
     "flashinfer": 60,
+    "gate-dense": 80,
+    "gate-methods": 90,
+    "dense": 60,
+    "methods": 180,
 }
 GATES = {"gate-pama": pama.gate, "gate-kmeans": kmeans.gate, "gate-qrkc": qrkc.gate, "gate-attend": attend.gate}
 GATES |= {"gate-layer": layer.gate, "gate-large": attend.gate_large, "gate-large-retrieval": kmeans.gate_large}
 GATES |= {"gate-large-pama": pama.gate_large, "gate-flashinfer": flashinfer.gate}
 MEASURES = {"pama": pama.measure, "kmeans": kmeans.measure, "qrkc": qrkc.measure, "attend": attend.measure, "layer": layer.measure}
-MEASURES |= {"scaling": scaling.measure, "flashinfer": flashinfer.measure}
+MEASURES |= {"scaling": scaling.measure, "flashinfer": flashinfer.measure, "dense": dense.measure, "methods": methods.measure}
+GATES |= {"gate-dense": dense.gate, "gate-methods": methods.gate}
 
 
 def run_all(out: Path, *, only: list[str] | None = None, budget_s: float = 570, rehearse: bool = False) -> dict[str, str]:
