@@ -15,6 +15,7 @@ import torch
 
 from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, relative_error
 from parkattn.hosts.comfyui import patch_model, summary_of
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +98,10 @@ def model(request):
 def sampled(comfy: Any, model: Any, seed: int = 0, **how: Any) -> torch.Tensor:
     """KSampler's own path: comfy.sample.sample with guidance."""
     generator = torch.Generator().manual_seed(seed)
-    latent = how.pop("latent", torch.zeros(1, 16, 3, 16, 16))
+    latent, extra = how.pop("latent", torch.zeros(1, 16, 3, 16, 16)), how.pop("extra", {})
     noise = torch.randn(latent.shape, generator=generator)
     texts, pooled = torch.randn(2, 1, 9, 24, generator=generator), torch.randn(2, 1, 8, generator=generator)
-    words = [[text, {"pooled_output": vector}] for text, vector in zip(texts, pooled, strict=True)]
+    words = [[text, {"pooled_output": vector, **extra}] for text, vector in zip(texts, pooled, strict=True)]
     given = {
         "steps": STEPS,
         "cfg": 3.0,
@@ -133,6 +134,31 @@ class TestWithSource:
             sampled(comfy, patched)
             assert [row["layer"] for row in summary_of(patched).layers] == layers
             assert summary_of(patched).dense_because.keys() == foreign
+
+    def test_grid_and_text_are_where_the_model_has_them(self, comfy, wan, hunyuan, monkeypatch):
+        sites: list[CallSite] = []
+
+        class Recording:
+            name, state_bytes = "recording", 0
+
+            def __call__(self, q, k, v, site):
+                sites.append(site)
+                return AttentionOutput(site.dense(), AttentionStats("dense", "recorded", q.new_ones(q.shape[:2])))
+
+            def reset(self):
+                pass
+
+        monkeypatch.setattr("parkattn.hosts.comfyui.configured_method", lambda *_, **__: Recording())
+        reference = {"ref_latent": torch.zeros(1, 16, 1, 16, 16)}
+        for model, extra, grid, text in (
+            (wan, {}, (3, 8, 8), None),
+            (hunyuan, {}, (3, 8, 8), slice(192, 201)),
+            (hunyuan, reference, None, slice(256, 265)),
+        ):
+            sites.clear()
+            sampled(comfy, patch_model(model, min_tokens=0), extra=extra, cfg=1.0)  # its reference takes no batch
+            assert {(site.grid, str(site.text)) for site in sites} == {(grid, str(text))}
+            assert [site.step for site in sites if site.layer == 0] == list(range(STEPS)) and sites[0].total_steps == STEPS
 
     def test_a_second_prompt_is_unaffected_by_the_first(self, comfy, model):
         patched = patch_model(model, "paper", **SPARSE)
