@@ -28,7 +28,7 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def scaled_dot_product(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **_):
+def scaled_dot_product(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **_):
     if not skip_reshape:
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -36,7 +36,7 @@ def scaled_dot_product(q, k, v, heads, mask=None, attn_precision=None, skip_resh
 
 
 class WanModel:
-    """Two blocks of self- and cross-attention over [b, tokens, 2 heads of 8]; asks as ComfyUI's attention wrapper does."""
+    """Two blocks of self- and cross-attention, 2 heads of 8; calls attention as ComfyUI's wrapper of it does."""
 
     patch_size = (1, 2, 2)
     blocks = (0, 1)
@@ -115,7 +115,11 @@ def denoise(patcher: Patcher, seed: int = 0, steps: int = STEPS, told: bool = Tr
         for sigma in schedule[:-1]:
             outs = []
             for kind in (0, 1):
-                options = {**patcher.model_options["transformer_options"], "cond_or_uncond": [kind], "uuids": [f"prompt {kind}"]}
+                options = {
+                    **patcher.model_options["transformer_options"],
+                    "cond_or_uncond": [kind],
+                    "uuids": [f"prompt {kind}"],
+                }
                 options |= {"sigmas": sigma[None], "sample_sigmas": schedule} if told else {}
                 run = Executor(patcher.diffusion_model, patcher.wrappers.get("diffusion_model", []))
                 outs.append(run(x, sigma, contexts[kind], options))

@@ -111,7 +111,10 @@ def test_two_calls_of_one_block_have_plans_of_their_own():
     patched = patch_model(Patcher(WanModel()), "paper", **SPARSE)
     patched.diffusion_model.blocks = (0, 0)
     denoise(patched)
-    assert [(row["transformer"], row["layer"]) for row in summary_of(patched).layers] == [("model", 0), ("model, call 2", 0)]
+    assert [(row["transformer"], row["layer"]) for row in summary_of(patched).layers] == [
+        ("model", 0),
+        ("model, call 2", 0),
+    ]
 
 
 def test_a_sigma_between_two_steps_belongs_to_the_earlier():
@@ -139,7 +142,7 @@ def test_what_cannot_be_patched_is_refused():
 
 def test_dense_blocks_are_numbers_and_ranges():
     assert block_numbers(" 0, 2-4,,9") == (0, 2, 3, 4, 9)
-    with pytest.raises(ValueError, match=r"^dense_blocks: expected numbers and ranges as in 0, 2-4, got 'two'; correct it"):
+    with pytest.raises(ValueError, match=r"^dense_blocks: expected numbers and ranges .*, got 'two'; correct it"):
         block_numbers("0, two")
 
 
@@ -149,7 +152,8 @@ def defaults_of(node: Any) -> dict[str, Any]:
 
 def test_the_nodes_run_with_their_defaults():
     node, report = NODE_CLASS_MAPPINGS["ParkAttention"], NODE_CLASS_MAPPINGS["ParkAttentionSummary"]
-    (patched,) = getattr(node(), node.FUNCTION)(Patcher(WanModel()), **{**defaults_of(node), "dense_blocks": "0", "top_p": 0.8})
+    inputs = {**defaults_of(node), "dense_blocks": "0", "top_p": 0.8}
+    (patched,) = getattr(node(), node.FUNCTION)(Patcher(WanModel()), **inputs)
     latent = {"samples": denoise(patched)}
     shown = getattr(report(), report.FUNCTION)(patched, latent)
     assert shown["result"][0] is latent and "min_tokens=8192" in shown["result"][1] == shown["ui"]["text"][0]
@@ -160,12 +164,14 @@ def test_the_custom_node_folder_declares_the_nodes():
     spec = importlib.util.spec_from_file_location("parkattn_node", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys() == {"ParkAttention", "ParkAttentionSummary"}
+    assert module.NODE_CLASS_MAPPINGS.keys() == {"ParkAttention", "ParkAttentionSummary"}
+    assert module.NODE_DISPLAY_NAME_MAPPINGS.keys() == module.NODE_CLASS_MAPPINGS.keys()
 
 
 def test_the_workflow_gives_the_nodes_what_they_take():
     workflow = json.loads((ROOT / "integrations/comfyui/wan_t2v_park.json").read_text())
-    ours = {entry["class_type"]: entry["inputs"] for entry in workflow.values() if entry["class_type"] in NODE_CLASS_MAPPINGS}
+    by_class = {entry["class_type"]: entry["inputs"] for entry in workflow.values()}
+    ours = {name: by_class[name] for name in by_class.keys() & NODE_CLASS_MAPPINGS.keys()}
     assert ours.keys() == NODE_CLASS_MAPPINGS.keys()
     for name, inputs in ours.items():
         assert inputs.keys() == NODE_CLASS_MAPPINGS[name].INPUT_TYPES()["required"].keys()

@@ -15,6 +15,7 @@ import torch
 
 from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, relative_error
 from parkattn.hosts.comfyui import patch_model, summary_of
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +62,28 @@ def tiny(comfy: Any, made: str, latents: str, unet: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def wan(comfy):
-    sizes = {"dim": 128, "ffn_dim": 128, "freq_dim": 32, "text_dim": 24, "num_heads": 2, "num_layers": 2, "text_len": 16}
+    sizes = {
+        "dim": 128,
+        "ffn_dim": 128,
+        "freq_dim": 32,
+        "text_dim": 24,
+        "num_heads": 2,
+        "num_layers": 2,
+        "text_len": 16,
+    }
     return tiny(comfy, "WAN21", "Wan21", {"model_type": "t2v", "in_dim": 16, "out_dim": 16, **sizes})
 
 
 @pytest.fixture(scope="module")
 def hunyuan(comfy):
-    sizes = {"hidden_size": 128, "num_heads": 2, "axes_dim": [16, 24, 24], "mlp_ratio": 1.0, "depth": 1, "depth_single_blocks": 2}
+    sizes = {
+        "hidden_size": 128,
+        "num_heads": 2,
+        "axes_dim": [16, 24, 24],
+        "mlp_ratio": 1.0,
+        "depth": 1,
+        "depth_single_blocks": 2,
+    }
     inputs = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 8, "context_in_dim": 24, "patch_size": [1, 2, 2]}
     without = dict.fromkeys(("byt5", "meanflow", "use_cond_type_embedding", "meanflow_sum"), False)
     rest = {"theta": 256, "qkv_bias": True, "guidance_embed": True, "vision_in_dim": None}
@@ -82,10 +98,19 @@ def model(request):
 def sampled(comfy: Any, model: Any, seed: int = 0, **how: Any) -> torch.Tensor:
     """KSampler's own path: comfy.sample.sample with guidance."""
     generator = torch.Generator().manual_seed(seed)
-    latent = how.pop("latent", torch.zeros(1, 16, 3, 16, 16))
+    latent, extra = how.pop("latent", torch.zeros(1, 16, 3, 16, 16)), how.pop("extra", {})
     noise = torch.randn(latent.shape, generator=generator)
-    words = [[torch.randn(1, 9, 24, generator=generator), {"pooled_output": torch.randn(1, 8, generator=generator)}] for _ in range(2)]
-    given = {"steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "disable_pbar": True, "seed": 0, **how}
+    texts, pooled = torch.randn(2, 1, 9, 24, generator=generator), torch.randn(2, 1, 8, generator=generator)
+    words = [[text, {"pooled_output": vector, **extra}] for text, vector in zip(texts, pooled, strict=True)]
+    given = {
+        "steps": STEPS,
+        "cfg": 3.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "disable_pbar": True,
+        "seed": 0,
+        **how,
+    }
     with torch.inference_mode():
         return comfy.sample.sample(model, noise, positive=[words[0]], negative=[words[1]], latent_image=latent, **given)
 
@@ -109,6 +134,31 @@ class TestWithSource:
             sampled(comfy, patched)
             assert [row["layer"] for row in summary_of(patched).layers] == layers
             assert summary_of(patched).dense_because.keys() == foreign
+
+    def test_grid_and_text_are_where_the_model_has_them(self, comfy, wan, hunyuan, monkeypatch):
+        sites: list[CallSite] = []
+
+        class Recording:
+            name, state_bytes = "recording", 0
+
+            def __call__(self, q, k, v, site):
+                sites.append(site)
+                return AttentionOutput(site.dense(), AttentionStats("dense", "recorded", q.new_ones(q.shape[:2])))
+
+            def reset(self):
+                pass
+
+        monkeypatch.setattr("parkattn.hosts.comfyui.configured_method", lambda *_, **__: Recording())
+        reference = {"ref_latent": torch.zeros(1, 16, 1, 16, 16)}
+        for model, extra, grid, text in (
+            (wan, {}, (3, 8, 8), None),
+            (hunyuan, {}, (3, 8, 8), slice(192, 201)),
+            (hunyuan, reference, None, slice(256, 265)),
+        ):
+            sites.clear()
+            sampled(comfy, patch_model(model, min_tokens=0), extra=extra, cfg=1.0)  # its reference takes no batch
+            assert {(site.grid, str(site.text)) for site in sites} == {(grid, str(text))}
+            assert [site.step for site in sites if site.layer == 0] == list(range(STEPS)) and sites[0].total_steps == STEPS
 
     def test_a_second_prompt_is_unaffected_by_the_first(self, comfy, model):
         patched = patch_model(model, "paper", **SPARSE)
@@ -155,7 +205,12 @@ class TestWithSource:
         assert torch.equal(sampled(comfy, patched), sampled(comfy, wan))
         assert "192 tokens are fewer than min_tokens=193" in summary_of(patched).dense_because
         patched = patch_model(hunyuan, "paper", **SPARSE)
-        x, t, words, pooled = torch.randn(1, 16, 3, 16, 16), torch.tensor([0.5]), torch.randn(1, 9, 24), torch.randn(1, 8)
+        x, t, words, pooled = (
+            torch.randn(1, 16, 3, 16, 16),
+            torch.tensor([0.5]),
+            torch.randn(1, 9, 24),
+            torch.randn(1, 8),
+        )
         mask = torch.tensor([[1] * 5 + [0] * 4])
         options = {
             **patched.model_options["transformer_options"],
@@ -200,14 +255,25 @@ class TestWithSource:
         import comfy.context_windows as windows
 
         patched = patch_model(wan, "paper", **SPARSE, share_branches=True)
-        schedule, fuse = windows.get_matching_context_schedule("standard_static"), windows.get_matching_fuse_method("pyramid")
+        schedule, fuse = (
+            windows.get_matching_context_schedule("standard_static"),
+            windows.get_matching_fuse_method("pyramid"),
+        )
         patched.model_options["context_handler"] = windows.IndexListContextHandler(schedule, fuse, 2, 1, dim=2)
         sampled(comfy, patched)
         names = {row["transformer"]: row["refresh"] for row in summary_of(patched).layers}
         assert names == {"frames 0 to 1": 2, "frames 1 to 2": 2}
 
     def test_vace_blocks_have_plans_of_their_own(self, comfy):
-        sizes = {"dim": 128, "ffn_dim": 128, "freq_dim": 32, "text_dim": 24, "num_heads": 2, "num_layers": 2, "text_len": 16}
+        sizes = {
+            "dim": 128,
+            "ffn_dim": 128,
+            "freq_dim": 32,
+            "text_dim": 24,
+            "num_heads": 2,
+            "num_layers": 2,
+            "text_len": 16,
+        }
         vace = {"vace_layers": 1, "vace_in_dim": 96, "model_type": "vace"}
         model = tiny(comfy, "WAN21_Vace", "Wan21", {"in_dim": 16, "out_dim": 16, **sizes, **vace})
         patched = patch_model(model, "paper", **KEEP_ALL)

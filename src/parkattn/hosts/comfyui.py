@@ -40,8 +40,8 @@ class PatchedModel:
         self._reason: str | None = None  # why all calls of this forward are dense
 
     def summary(self) -> Summary:
-        engine = self.engine
-        return Summary.of(engine.method.name, engine.log, engine.method.state_bytes, missed=self.declined)
+        method = self.engine.method
+        return Summary.of(method.name, self.engine.log, method.state_bytes, missed=self.declined)
 
     def begin(self, patcher: Any) -> None:
         self.engine.reset()
@@ -144,7 +144,6 @@ def patch_model(
 
 def summary_of(model: Any) -> Summary:
     """What the last sampler did that used a patched model or a clone of it."""
-    report = model.model_options.get("transformer_options", {}).get(KEY)
-    if report is None:
+    if KEY not in (options := model.model_options.get("transformer_options", {})):
         raise ValueError("model: expected one with PARK, got one without; connect the model output of its node.")
-    return report()
+    return options[KEY]()

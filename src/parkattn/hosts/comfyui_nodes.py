@@ -40,10 +40,13 @@ class ParkAttention:
                 "model": ("MODEL",),
                 "profile": (profiles, {"default": "quality", "tooltip": "fast, quality, or the paper's settings."}),
                 "top_p": ("FLOAT", {"default": 0.0, **share, "step": 0.01, "tooltip": "0: the profile's. 1: dense."}),
-                "start_percent": ("FLOAT", {"default": 0.0, **share, "step": 0.001, "tooltip": "Earlier steps stay dense."}),
-                "end_percent": ("FLOAT", {"default": 1.0, **share, "step": 0.001, "tooltip": "Later steps stay dense."}),
+                "start_percent": (
+                    "FLOAT",
+                    {"default": 0.0, **share, "step": 0.001, "tooltip": "Earlier steps: dense."},
+                ),
+                "end_percent": ("FLOAT", {"default": 1.0, **share, "step": 0.001, "tooltip": "Later steps: dense."}),
                 "dense_blocks": ("STRING", {"default": "", "tooltip": blocks}),
-                "min_tokens": ("INT", {"default": 8192, "min": 0, "max": 1 << 24, "tooltip": "Fewer tokens stay dense."}),
+                "min_tokens": ("INT", {"default": 8192, "min": 0, "max": 1 << 24, "tooltip": "With fewer: dense."}),
             }
         }
 
