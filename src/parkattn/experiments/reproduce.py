@@ -116,7 +116,7 @@ def run_experiments(
     records, failures = lab.fill(mine, moved)
     there = lab.finished([cell for cell in cells if cell.name not in records and cell.name not in failures])
     found = records | there
-    results = {each.label: each.result(Gathered(asked[each.label], found, failures)) for each in chosen}
+    results = {each.label: each.result(Gathered(asked[each.label], found, failures, lab.load_frames)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab))
     made = len(set(lab.made) & set(records))
