@@ -153,6 +153,10 @@ def _schedule_result(gathered: Gathered) -> Result:
     return Result(table.table, (results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True),))
 
 
+def _example(lab: Lab) -> list[Cell]:
+    return [lab.frames_cell(lab.requests()[0], method) for method in ("dense", "park", "svg2")]
+
+
 def _curve(lab: Lab) -> list[Cell]:
     return _runs(lab, [("park", {"top_p": value}) for value in TOP_P])
 
@@ -183,10 +187,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", partial(_sensitivity, "wan"), _sensitivity_result),
         Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", _schedules, _schedule_result),
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
+        Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
     )
 }  # fmt: skip
-_FRAMES = "sheets of frames are not built yet; park compare shows the videos"
+_FRAMES = "fig:generation_example is this sheet for the model that is given; run it with that model"
 NOT_BUILT: dict[str, NotBuilt] = {
     each.label: each
     for each in (
@@ -194,7 +199,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
         NotBuilt("fig:overview", "Overview of PARK", "a drawing"),
         NotBuilt("tab:pama_kernel_overhead", "PAMA's kernels", "needs a GPU; run park bench pama there"),
         NotBuilt("fig:qrkc_breakdown", "Time of QRKC", "needs a GPU; run park bench qrkc there"),
-        NotBuilt("fig:generation_example", "Frames of PARK and SVG2", _FRAMES),
         *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")),
         NotBuilt("frontier", "Quality against cost (not in the paper)", "not moved here yet; run python -m parkattn.bench.frontier"),
         NotBuilt("scaling", "Time against length (not in the paper)", "needs a GPU; run park bench scaling there"),

@@ -18,14 +18,20 @@ from parkattn.store import Cell, Content, Record, Store
 
 FORMAT = "parkattn.reproduce.report.1"
 NOT_ASKED = "not asked for in this run; run park reproduce {}"
+HALF_A_SCREEN = 64  # letters
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; color: #1c2733; background: #fff; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; border-top: 1px solid #d5dce3; padding-top: 1rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .55rem; text-align: left; border-bottom: 1px solid #e4e9ee; } th { background: #f3f6f8; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; align-items: start; }
 .pair > div { min-width: 0; } h3 { font-size: .9rem; margin: .6rem 0 .2rem; color: #51606e; font-weight: 600; }
 .held { color: #17693a; } .not-held { color: #a3271f; } .not-run { color: #6b7680; } img { max-width: 100%; height: auto; }
+@media (max-width: 48rem) {
+  thead { display: none; } tr { display: block; border-bottom: 1px solid #d5dce3; padding: .3rem 0; }
+  td { display: inline-block; border: 0; padding: 0 .7rem 0 0; overflow-wrap: anywhere; } td:empty { display: none; }
+  td::before { content: attr(data-name) " "; color: #6b7680; }
+}
 p, li { overflow-wrap: anywhere; } code { font-size: .85em; } nav a { margin-right: .8rem; font-size: .85rem; }
 """
 
@@ -136,13 +142,28 @@ def to_page(sections: Sequence[Section], about: Mapping[str, Any], figures: Mapp
     ]
     for section in sections:
         parts.append(f'<h2 id="{section.file}">{html.escape(section.label)}</h2><p>{html.escape(section.title)}.</p>')
-        parts.append(f'<div class="pair"><div><h3>measured</h3>{_measured(section, figures.get(section.label))}</div>')
+        parts.append(
+            f'<div class="{"pair" if _fit_side_by_side(section) else "stack"}"><div><h3>measured</h3>{_measured(section, figures.get(section.label))}</div>'
+        )
         if section.label in PAPER:
             printed = PAPER[section.label]
             table = tables.to_html(tables.text_table(printed.columns, printed.rows))
-            parts.append(f'<div><h3>printed in the paper: {html.escape(printed.caption)}</h3><div class="wide">{table}</div></div>')
+            parts.append(f"<div><h3>printed in the paper: {html.escape(printed.caption)}</h3>{table}</div>")
         parts.append("</div>")
     return "\n".join([*parts, "</body></html>", ""])
+
+
+def _fit_side_by_side(section: Section) -> bool:
+    both = [section.result.table] if section.result is not None and section.result.table is not None else []
+    if section.label in PAPER:
+        both.append(tables.text_table(PAPER[section.label].columns, PAPER[section.label].rows))
+    return all(_letters(table) <= HALF_A_SCREEN for table in both)
+
+
+def _letters(table: tables.Table) -> int:
+    """About how wide a table is: its longest values and words of its heads, and two more per column."""
+    heads = [max(map(len, column.name.split() or [""])) for column in table.columns]
+    return sum(max([head, *(len(row[i]) for row in table.shown())]) + 2 for i, head in enumerate(heads))
 
 
 def _measured(section: Section, figure: bytes | None) -> str:
@@ -153,4 +174,4 @@ def _measured(section: Section, figure: bytes | None) -> str:
     image = ""
     if figure is not None:
         image = f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{base64.b64encode(figure).decode()}">'
-    return f'{image}<div class="wide">{tables.to_html(result.table)}</div><p>{html.escape(result.note)}</p>'
+    return f"{image}{tables.to_html(result.table)}<p>{html.escape(result.note)}</p>"

@@ -116,7 +116,7 @@ def run_experiments(
     records, failures = lab.fill(mine, moved)
     there = lab.finished([cell for cell in cells if cell.name not in records and cell.name not in failures])
     found = records | there
-    results = {each.label: each.result(Gathered(asked[each.label], found, failures)) for each in chosen}
+    results = {each.label: each.result(Gathered(asked[each.label], found, failures, lab.load_frames)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab))
     made = len(set(lab.made) & set(records))
@@ -130,7 +130,7 @@ def _about(lab: Lab) -> dict[str, Any]:
         "model": "the shipped model" if e.model is None else Path(e.model).name,
         "weights": base.weights[:16],
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
-        "prompts and seeds": f"{len(e.prompts)} prompts, seeds {', '.join(map(str, e.seeds))}",
+        "runs": f"prompts: {len(e.prompts)}; seeds: {', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
         "device": f"{base.device}, {base.dtype}",
         "quality": "PSNR and SSIM of raw frames against dense attention; 'dense again' is dense attention once more, the floor of the measure",

@@ -15,6 +15,7 @@ from parkattn.experiments.runner import FLOOR
 from parkattn.experiments.tables import Column, Finding, Table
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.store import Cell, Record
+from parkattn.studio.video import Frames
 
 NOT_RUN = "not run"
 Label = tuple[str, ...]
@@ -37,10 +38,17 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Sheet:
+    """A figure of frames: one row per method, each of frames [n, height, width, 3]."""
+
+    rows: tuple[tuple[str, Frames], ...]
+
+
+@dataclass(frozen=True)
 class Result:
     table: Table | None
     findings: tuple[Finding, ...] = ()
-    figure: Bars | Curve | None = None
+    figure: Bars | Curve | Sheet | None = None
     note: str = ""
 
 
@@ -51,6 +59,7 @@ class Gathered:
     cells: Sequence[Cell]
     records: Mapping[str, Record]
     failures: Mapping[str, str]
+    load: Callable[[Record], Frames] | None = None  # frames of a record that has them
 
     def of(self, cells: Iterable[Cell]) -> list[Record]:
         return [self.records[cell.name] for cell in cells if cell.name in self.records]
@@ -58,6 +67,16 @@ class Gathered:
     def why_not(self, cells: Iterable[Cell]) -> str:
         reasons = [self.failures[cell.name] for cell in cells if cell.name in self.failures]
         return reasons[0] if reasons else "left to another shard, or not finished yet"
+
+
+def frame_sheet(gathered: Gathered) -> Result:
+    assert gathered.load is not None
+    found = [(record["request"], record["shown"], gathered.load(record)) for record in gathered.of(gathered.cells)]
+    if not found:
+        return _nothing(gathered)
+    rows = tuple((asked["method"], ", ".join(map(str, shown)), f"{asked['prompt']}, seed {asked['seed']}") for asked, shown, _ in found)
+    table = Table((Column("method"), Column("frames"), Column("video")), rows)
+    return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
 
 
 # retrieval

@@ -1,9 +1,10 @@
-"""The runner: cells of four kinds, each with a content hash, made once by whichever process comes to it first.
+"""The runner: cells of five kinds, each with a content hash, made once by whichever process comes to it first.
 
 reference  a prompt and a seed with dense attention: raw frames, the video that every other one is compared with
 capture    queries and keys of a dense run
 retrieval  what compressing queries and keys costs, on a capture
 quality    a prompt, a seed and a method: PSNR and SSIM against the reference, density, recall, seconds
+frames     a few frames of one video, for people
 
 A density that is asked for is reached by a budget, found once per method on the capture of a prompt that is in no table
 (`budget`). What a cell needs is made when the cell is: a finished cell needs nothing.
@@ -50,9 +51,10 @@ from parkattn.studio.generate import (
 )
 from parkattn.studio.video import Frames
 
-FORMATS = {kind: f"parkattn.reproduce.{kind}.1" for kind in ("reference", "capture", "retrieval", "quality", "budget")}
+FORMATS = {kind: f"parkattn.reproduce.{kind}.1" for kind in ("reference", "capture", "retrieval", "quality", "frames", "budget")}
 FLOOR = "dense again"
 CALIBRATION_LAYERS = 6
+SHOWN = 5  # frames of a video
 MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
@@ -118,6 +120,13 @@ class Lab:
         # a group shares its reference
         return _cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
+    def frames_cell(self, request: Request, method: str) -> Cell:
+        asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
+        return _cell("frames", method, asked, ending=".npy")
+
+    def load_frames(self, record: Record) -> Frames:
+        return _as_frames(self.store.load(record, next(iter(record["files"]))))
+
     def retrieval_cells(self) -> list[Cell]:
         if self.evaluation.captures:
             return [_cell("retrieval", path.stem, self._blocks() | {"file": _file_hash(path)}) for path in self.evaluation.captures]
@@ -176,6 +185,7 @@ class Lab:
             FORMATS["quality"]: self._make_quality,
             FORMATS["budget"]: self._make_budget,
         }
+        kinds[FORMATS["frames"]] = self._make_frames
         found = kinds[making.cell.format](making)
         making.commit({"format": making.cell.format, "request": dict(making.cell.request), **found, "environment": environment()})
         self.made.append(making.cell.name)
@@ -185,10 +195,17 @@ class Lab:
         if request.device.startswith("cuda"):
             warm_up(self.pipe, request, MethodConfig())
         made = generate_frames(self.pipe, request, MethodConfig(), recall_rows=0)
-        buffer = io.BytesIO()
-        np.save(buffer, made.frames, allow_pickle=False)
-        making.write(making.cell.files[0], buffer.getvalue())
+        making.write(making.cell.files[0], _as_npy(made.frames))
         return {"seconds": made.measured["seconds"]}
+
+    def _make_frames(self, making: Making) -> Record:
+        asked = making.cell.request
+        request = dataclasses.replace(self._fitted(making.cell), changes=dict(asked["changes"]))
+        request = for_method(request, asked["method"])
+        made = generate_frames(self.pipe, request, config_for(request, self.pipe), recall_rows=0)
+        shown = np.linspace(0, len(made.frames) - 1, min(asked["shown"], len(made.frames))).round().astype(int)
+        making.write(making.cell.files[0], _as_npy(made.frames[shown]))
+        return {"shown": shown.tolist()}
 
     def _make_quality(self, making: Making) -> Record:
         name, density = making.cell.request["method"], making.cell.request["density"]
@@ -267,8 +284,7 @@ class Lab:
         if wanted.name not in self._held:
             self._held.clear()
             record = self._need(wanted)
-            frames = np.load(io.BytesIO(self.store.load(record, wanted.files[0])), allow_pickle=False)
-            self._held[wanted.name] = frames, record
+            self._held[wanted.name] = self.load_frames(record), record
         return self._held[wanted.name]
 
     def _captured(self, cell: Cell) -> list[Captured]:
@@ -354,6 +370,17 @@ def _cell(kind: str, label: str, asked: dict[str, Any], *, ending: str | None = 
     """Its name holds its hash: cells of other settings in the same folder are other files."""
     name = f"{kind}-{label}-{content_hash(asked)[:16]}"
     return Cell(name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group)
+
+
+def _as_npy(frames: Frames) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, frames, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _as_frames(data: bytes) -> Frames:
+    frames: Frames = np.load(io.BytesIO(data), allow_pickle=False)
+    return frames
 
 
 @functools.cache

@@ -96,7 +96,13 @@ def to_latex(table: Table, caption: str, label: str) -> str:
 
 def to_html(table: Table) -> str:
     head = "".join(f"<th>{html.escape(column.name)}</th>" for column in table.columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in row) + "</tr>\n" for row in table.shown())
+    # the name stands in each cell too: on a phone a row is a paragraph of name and value
+    names = [html.escape(column.name) for column in table.columns]
+    rows = [
+        "".join(f'<td data-name="{name}">{html.escape(value)}</td>' for name, value in zip(names, row, strict=True))
+        for row in table.shown()
+    ]
+    body = "".join(f"<tr>{row}</tr>\n" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
 
 
