@@ -171,8 +171,8 @@ def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
 def _call(name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:
     text, grid, levels = facts["text"], facts["grid"], facts["noise_levels"]
     site = CallSite(
-        layer=facts["layer"], step=facts["step"], total_steps=facts["total_steps"], branch=facts["branch"], transformer=facts["transformer"],
-        grid=None if grid is None else tuple(grid), text=None if text is None else slice(*text), scale=facts["scale"],
+        layer=facts["layer"], step=facts["step"], total_steps=facts["total_steps"], branch=facts["branch"],
+        transformer=facts["transformer"], grid=None if grid is None else tuple(grid), text=None if text is None else slice(*text), scale=facts["scale"],
         noise_levels=None if levels is None else tuple(levels), key_valid=tensors.get(f"{name}.key_valid"), values=tensors.get(f"{name}.v"),
     )  # fmt: skip
     return Captured(tensors[f"{name}.q"], tensors[f"{name}.k"], site)

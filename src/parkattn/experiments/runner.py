@@ -135,9 +135,10 @@ class Lab:
     def requests(self) -> list[Request]:
         """Every prompt, guidance and seed."""
         e = self.evaluation
+        guidances = [self.base.guidance if guidance is None else guidance for guidance in e.guidances]
         return [
-            dataclasses.replace(self.base, prompt=understood(prompt, self.folder), seed=seed, guidance=self.base.guidance if g is None else g)
-            for prompt in e.prompts for g in e.guidances for seed in e.seeds
+            dataclasses.replace(self.base, prompt=understood(prompt, self.folder), seed=seed, guidance=guidance)
+            for prompt in e.prompts for guidance in guidances for seed in e.seeds
         ]  # fmt: skip
 
     # how it is made
