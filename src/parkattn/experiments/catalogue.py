@@ -9,8 +9,9 @@ from typing import Any
 
 from parkattn.checks import did_you_mean
 from parkattn.experiments import results
+from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.results import Gathered, Label, Result
-from parkattn.experiments.runner import FLOOR, Lab
+from parkattn.experiments.runner import Lab
 from parkattn.methods import METHODS, method_entry
 from parkattn.park import ParkConfig
 from parkattn.reuse import dense_prefix

@@ -64,10 +64,11 @@ def reproduce(
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
     evaluation = evaluation_for(
-        model=model, prompts=prompts, prompt_file=prompt_file, seeds=_numbers("seeds", seeds, int),
+        model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds, int),
         guidances=(None,) if guidance is None else _numbers("guidance", guidance, float),
-        methods=tuple(methods.split(",")) if methods else (), density=density, steps=steps, frames=frames, height=height, width=width, changes=_changes(settings), device=device, dtype=dtype,
-        offload=offload, captures=tuple(capture_file or ()), quick=quick,
+        methods=tuple(methods.split(",")) if methods else (), density=density, changes=_changes(settings),
+        steps=steps, frames=frames, height=height, width=width, device=device, dtype=dtype, offload=offload,
+        captures=tuple(capture_file or ()),
     )  # fmt: skip
     columns = (
         TextColumn("cells"),

@@ -10,9 +10,10 @@ from typing import Any
 
 from parkattn.experiments.captures import Selection, write_captures
 from parkattn.experiments.catalogue import choose_experiments
+from parkattn.experiments.evaluation import Evaluation
 from parkattn.experiments.report import Section, sections_of, write_report
 from parkattn.experiments.results import Gathered
-from parkattn.experiments.runner import Evaluation, Lab, capture_calls
+from parkattn.experiments.runner import Lab, capture_calls
 from parkattn.methods import method_entry
 from parkattn.sprites.grammar import held_out_scenes
 from parkattn.store import Cell, Say, Store

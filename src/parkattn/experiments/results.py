@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from parkattn.bench.frontier import interval
+from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.mismatches import REPRESENTATIONS
-from parkattn.experiments.runner import FLOOR
 from parkattn.experiments.tables import Column, Finding, Table
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.store import Cell, Record
