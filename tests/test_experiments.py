@@ -305,6 +305,12 @@ def test_a_name_that_cannot_be_run_is_refused_with_a_reason(names, line):
     assert [each.label for each in choose_experiments(["module_ablation"])] == ["tab:module_ablation"]
 
 
+def test_blocks_of_the_small_size_are_not_those_of_a_size_that_is_asked_for():
+    assert quick().changes == {"query_clusters": 8, "key_clusters": 32}
+    assert quick(frames=81, height=720, width=1280).changes == {}
+    assert quick(changes={"key_clusters": 16}).changes == {"query_clusters": 8, "key_clusters": 16}
+
+
 def test_another_model_needs_its_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "find_model", lambda model: tmp_path)
     with pytest.raises(ValueError, match=r"^prompt_file: expected one for a model other than the shipped one"):

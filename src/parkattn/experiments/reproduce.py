@@ -64,7 +64,9 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
         )
     if known_model(model) is None:
         sizes = sizes or TINY_SIZE
-        given["changes"] = BLOCKS | given.get("changes", {})
+        # a size that is asked for gets the blocks of every other video of that size
+        if all(given.get(name) is None for name in ("frames", "height", "width")):
+            given["changes"] = BLOCKS | given.get("changes", {})
     given |= {name: value for name, value in sizes.items() if given.get(name) is None}
     if quick and not given.get("methods"):
         given["methods"] = QUICK_METHODS

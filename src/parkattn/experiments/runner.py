@@ -145,13 +145,11 @@ class Lab:
         return checkpoints.load_pipeline(self.folder, device=self.base.device, dtype=self.base.dtype, offload=self.base.offload)
 
     def _make(self, making: Making) -> None:
-        kinds = {FORMATS["reference"]: self._make_reference, FORMATS["capture"]: self._make_capture}
-        kinds |= {
-            FORMATS["retrieval"]: self._make_retrieval,
-            FORMATS["quality"]: self._make_quality,
-            FORMATS["budget"]: self._make_budget,
-        }
-        kinds[FORMATS["frames"]] = self._make_frames
+        makers = {
+            "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
+            "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
+        }  # fmt: skip
+        kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
         found = kinds[making.cell.format](making)
         making.commit({"format": making.cell.format, "request": dict(making.cell.request), **found, "environment": environment()})
         self.made.append(making.cell.name)
