@@ -214,6 +214,7 @@ def test_recall_is_summed_up_over_heads_in_percent():
 
 def test_what_is_not_run_is_neither_held_nor_not_held():
     assert Finding("s", None, reason="why").held is None
+    assert "less than its interval" in Finding("s", 1.0, "dB", 2.0).line() and "less" not in Finding("s", 3.0, "dB", 2.0).line()
     assert Finding("s", 0.0).held is False and Finding("s", 0.0, tie=True).held is True
 
 
