@@ -114,7 +114,7 @@ def test_the_page_holds_every_label_the_papers_numbers_and_nothing_from_outside(
         assert f'<h2 id="{label.replace(":", "-")}">{label}</h2>' in page
     for label in NAMES[:2]:
         for row in paper_numbers.PAPER[label].rows:
-            assert all(f"<td>{value}</td>" in page for value in row)
+            assert all(f">{value}</td>" in page for value in row)
     assert page.count('<p class="not-run"><b>not run</b>') == len(EXPERIMENTS) + len(NOT_BUILT) - len(NAMES)
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)|url\(|@import|<script|<link""", page)
 
@@ -150,6 +150,7 @@ def _quality(prompt, method, psnr, **changes):
         "ssim": 0.9,
         "lpips": None,
         "density": 0.5,
+        "density_all_steps": 0.6,
         "recall": None,
         "seconds": 2.0,
         "dense_seconds": 3.0,
@@ -213,6 +214,7 @@ def test_recall_is_summed_up_over_heads_in_percent():
 
 def test_what_is_not_run_is_neither_held_nor_not_held():
     assert Finding("s", None, reason="why").held is None
+    assert "less than its interval" in Finding("s", 1.0, "dB", 2.0).line() and "less" not in Finding("s", 3.0, "dB", 2.0).line()
     assert Finding("s", 0.0).held is False and Finding("s", 0.0, tie=True).held is True
 
 
@@ -302,6 +304,12 @@ def test_a_name_that_cannot_be_run_is_refused_with_a_reason(names, line):
     with pytest.raises(ValueError, match=re.escape(line)):
         choose_experiments(names)
     assert [each.label for each in choose_experiments(["module_ablation"])] == ["tab:module_ablation"]
+
+
+def test_blocks_of_the_small_size_are_not_those_of_a_size_that_is_asked_for():
+    assert quick().changes == {"query_clusters": 8, "key_clusters": 32}
+    assert quick(frames=81, height=720, width=1280).changes == {}
+    assert quick(changes={"key_clusters": 16}).changes == {"query_clusters": 8, "key_clusters": 16}
 
 
 def test_another_model_needs_its_prompts(tmp_path, monkeypatch):

@@ -61,10 +61,15 @@ class Captured:
     def name(self) -> str:
         return f"{self.site.transformer}/{self.site.layer}/{self.site.step}/{self.site.branch}"
 
+    def to(self, device: str) -> Captured:
+        valid, values = (None if x is None else x.to(device) for x in (self.site.key_valid, self.site.values))
+        site = dataclasses.replace(self.site, key_valid=valid, values=values)
+        return Captured(self.q.to(device), self.k.to(device), site)
+
     def video_tokens(self) -> tuple[Tensor, Tensor]:
         """q and k without text and padding, which no method clusters; padding may differ along the batch, so b must be 1 then."""
         q, k, site = self.q, self.k, self.site
-        keep = torch.ones(k.shape[2], dtype=torch.bool)
+        keep = torch.ones(k.shape[2], dtype=torch.bool, device=k.device)
         if site.text is not None:
             keep[site.text] = False
         if site.key_valid is not None:
@@ -170,9 +175,13 @@ def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
 
 def _call(name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:
     text, grid, levels = facts["text"], facts["grid"], facts["noise_levels"]
+    plain = {part: facts[part] for part in ("layer", "step", "total_steps", "branch", "transformer", "scale")}
     site = CallSite(
-        layer=facts["layer"], step=facts["step"], total_steps=facts["total_steps"], branch=facts["branch"], transformer=facts["transformer"],
-        grid=None if grid is None else tuple(grid), text=None if text is None else slice(*text), scale=facts["scale"],
-        noise_levels=None if levels is None else tuple(levels), key_valid=tensors.get(f"{name}.key_valid"), values=tensors.get(f"{name}.v"),
-    )  # fmt: skip
+        **plain,
+        grid=None if grid is None else tuple(grid),
+        text=None if text is None else slice(*text),
+        noise_levels=None if levels is None else tuple(levels),
+        key_valid=tensors.get(f"{name}.key_valid"),
+        values=tensors.get(f"{name}.v"),
+    )
     return Captured(tensors[f"{name}.q"], tensors[f"{name}.k"], site)

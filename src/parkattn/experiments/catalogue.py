@@ -9,8 +9,9 @@ from typing import Any
 
 from parkattn.checks import did_you_mean
 from parkattn.experiments import results
+from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.results import Gathered, Label, Result
-from parkattn.experiments.runner import FLOOR, Lab
+from parkattn.experiments.runner import Lab
 from parkattn.methods import METHODS, method_entry
 from parkattn.park import ParkConfig
 from parkattn.reuse import dense_prefix
@@ -172,25 +173,28 @@ def _curve_result(gathered: Gathered) -> Result:
     return Result(table.table, (finding,), results.trade_off(gathered, _by_top_p))
 
 
+_top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
+_hy, _wan = (partial(_sensitivity, kind) for kind in ("hy", "wan"))
 EXPERIMENTS: dict[str, Experiment] = {
     each.label: each
     for each in (
-        Experiment("tab:query_key_compression", "Top-p recall by what represents queries and keys, %", _retrieval, partial(results.recall_table, kind="top_p")),
-        Experiment("tab:query_key_compression_topk", "Top-k recall by what represents queries and keys, %", _retrieval, partial(results.recall_table, kind="top_k")),
+        Experiment("tab:query_key_compression", "Top-p recall by representation, %", _retrieval, _top_p),
+        Experiment("tab:query_key_compression_topk", "Top-k recall by representation, %", _retrieval, _top_k),
         Experiment("tab:main_quality_efficiency", "Every method at its own settings", _main, _main_result),
         Experiment("tab:module_ablation", "PARK without PAMA and without QRKC", _ablation, _ablation_result),
-        Experiment("tab:query_representation_errors", "Total variation of attention weights, Euclidean partitions", _retrieval, results.representation_table),
+        Experiment("tab:query_representation_errors", "TV of attention weights", _retrieval, results.representation_table),
         Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, results.key_error_table),
         Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, results.mismatch_figure),
         Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, results.qrkc_figure),
-        Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", partial(_sensitivity, "hy"), _sensitivity_result),
-        Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", partial(_sensitivity, "wan"), _sensitivity_result),
+        Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", _hy, _sensitivity_result),
+        Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", _wan, _sensitivity_result),
         Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", _schedules, _schedule_result),
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
     )
-}  # fmt: skip
+}
+SHEETS = ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")
 _FRAMES = "fig:generation_example is this sheet for the model that is given; run it with that model"
 NOT_BUILT: dict[str, NotBuilt] = {
     each.label: each
@@ -199,7 +203,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
         NotBuilt("fig:overview", "Overview of PARK", "a drawing"),
         NotBuilt("tab:pama_kernel_overhead", "PAMA's kernels", "needs a GPU; run park bench pama there"),
         NotBuilt("fig:qrkc_breakdown", "Time of QRKC", "needs a GPU; run park bench qrkc there"),
-        *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")),
+        *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in SHEETS),
         NotBuilt("frontier", "Quality against cost (not in the paper)", "not moved here yet; run python -m parkattn.bench.frontier"),
         NotBuilt("scaling", "Time against length (not in the paper)", "needs a GPU; run park bench scaling there"),
     )
@@ -217,8 +221,7 @@ def choose_experiments(names: list[str]) -> list[Experiment]:
         if label in NOT_BUILT:
             raise ValueError(f"name: expected an experiment that can be run here, got {label} ({NOT_BUILT[label].reason}); choose another.")
         if label not in EXPERIMENTS:
-            raise ValueError(
-                f"name: expected a label of the paper, got {name!r}; {did_you_mean(name, [*known, *EXPERIMENTS], 'see park reproduce --list.')}"
-            )
+            advice = did_you_mean(name, [*known, *EXPERIMENTS], "see park reproduce --list.")
+            raise ValueError(f"name: expected a label of the paper, got {name!r}; {advice}")
         chosen.append(EXPERIMENTS[label])
     return chosen

@@ -28,7 +28,7 @@ def reproduce(
     names: Annotated[list[str] | None, typer.Argument(help="Labels of the paper (park reproduce --list), or all.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print what there is, and what is not built and why.")] = False,
     model: Model = "tiny",
-    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 4 when not given.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 2 when not given.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
     guidance: Annotated[str | None, typer.Option(help="Guidance scales separated by commas; the model's own when not given.")] = None,
@@ -64,10 +64,11 @@ def reproduce(
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
     evaluation = evaluation_for(
-        model=model, prompts=prompts, prompt_file=prompt_file, seeds=_numbers("seeds", seeds, int),
-        guidances=(None,) if guidance is None else _numbers("guidance", guidance, float), methods=tuple(methods.split(",")) if methods else (),
-        density=density, steps=steps, frames=frames, height=height, width=width, changes=_changes(settings), device=device, dtype=dtype,
-        offload=offload, captures=tuple(capture_file or ()), quick=quick,
+        model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds, int),
+        guidances=(None,) if guidance is None else _numbers("guidance", guidance, float),
+        methods=tuple(methods.split(",")) if methods else (), density=density, changes=_changes(settings),
+        steps=steps, frames=frames, height=height, width=width, device=device, dtype=dtype, offload=offload,
+        captures=tuple(capture_file or ()),
     )  # fmt: skip
     columns = (
         TextColumn("cells"),

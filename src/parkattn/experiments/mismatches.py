@@ -32,7 +32,7 @@ REPRESENTATIONS = {
 
 def measure_call(call: Captured, config: ParkConfig, device: str = "cpu") -> dict[str, Any]:
     """config: the numbers of blocks, k-means iterations and the metric of QRKC."""
-    q, k = (x.to(device) for x in call.video_tokens())
+    q, k = call.to(device).video_tokens()
     scale, counts = call.site.scale, config.counts(q.shape[2], k.shape[2])
     verbs = resolve_for(q, config.backend)
     asked: dict[str, Any] = {"iterations": config.kmeans_iterations, "seed": config.seed}

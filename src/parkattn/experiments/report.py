@@ -142,9 +142,8 @@ def to_page(sections: Sequence[Section], about: Mapping[str, Any], figures: Mapp
     ]
     for section in sections:
         parts.append(f'<h2 id="{section.file}">{html.escape(section.label)}</h2><p>{html.escape(section.title)}.</p>')
-        parts.append(
-            f'<div class="{"pair" if _fit_side_by_side(section) else "stack"}"><div><h3>measured</h3>{_measured(section, figures.get(section.label))}</div>'
-        )
+        side = "pair" if _fit_side_by_side(section) else "stack"
+        parts.append(f'<div class="{side}"><div><h3>measured</h3>{_measured(section, figures.get(section.label))}</div>')
         if section.label in PAPER:
             printed = PAPER[section.label]
             table = tables.to_html(tables.text_table(printed.columns, printed.rows))

@@ -10,9 +10,10 @@ from typing import Any
 
 from parkattn.experiments.captures import Selection, write_captures
 from parkattn.experiments.catalogue import choose_experiments
+from parkattn.experiments.evaluation import Evaluation
 from parkattn.experiments.report import Section, sections_of, write_report
 from parkattn.experiments.results import Gathered
-from parkattn.experiments.runner import Evaluation, Lab, capture_calls
+from parkattn.experiments.runner import Lab, capture_calls
 from parkattn.methods import method_entry
 from parkattn.sprites.grammar import held_out_scenes
 from parkattn.store import Cell, Say, Store
@@ -22,7 +23,7 @@ from parkattn.studio.generate import Request, fit_to_pipeline, prepare
 from parkattn.studio.prompts import Shard, read_prompts, shard_from_environment
 
 TINY = "tiny"
-PROMPTS = 4
+PROMPTS = 2
 # 1,920 tokens, so that every table is a matter of minutes on two cores
 TINY_SIZE = {"steps": 12, "frames": 17, "height": 128, "width": 192}
 QUICK_SIZE = {"steps": 4, "frames": 9, "height": 64, "width": 96}
@@ -63,7 +64,9 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
         )
     if known_model(model) is None:
         sizes = sizes or TINY_SIZE
-        given["changes"] = BLOCKS | given.get("changes", {})
+        # a size that is asked for gets the blocks of every other video of that size
+        if all(given.get(name) is None for name in ("frames", "height", "width")):
+            given["changes"] = BLOCKS | given.get("changes", {})
     given |= {name: value for name, value in sizes.items() if given.get(name) is None}
     if quick and not given.get("methods"):
         given["methods"] = QUICK_METHODS
@@ -133,7 +136,8 @@ def _about(lab: Lab) -> dict[str, Any]:
         "runs": f"prompts: {len(e.prompts)}; seeds: {', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
         "device": f"{base.device}, {base.dtype}",
-        "quality": "PSNR and SSIM of raw frames against dense attention; 'dense again' is dense attention once more, the floor of the measure",
+        "quality": "PSNR and SSIM of raw frames against dense attention; 'dense again' is dense attention once more",
+        "density": "computed token pairs over all pairs, in the sparse steps and in all steps; it is matched in the sparse steps",
         "seconds": "text, denoising and decoding of one video; what measuring recall takes is left out",
     }
 

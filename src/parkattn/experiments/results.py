@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from parkattn.bench.frontier import interval
+from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.mismatches import REPRESENTATIONS
-from parkattn.experiments.runner import FLOOR
 from parkattn.experiments.tables import Column, Finding, Table
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.store import Cell, Record
@@ -98,7 +98,8 @@ def recall_table(gathered: Gathered, kind: str) -> Result:
     findings = []
     for order in ("Clustered", "Original"):
         rival = max(means[order, "query-centroid"], means[order, "full-key"])
-        statement = f"{order.lower()} order, {'top-p' if kind == 'top_p' else 'top-k'}: Full x Centroid has the best mean recall of the compressed pairs"
+        where = f"{order.lower()} order, {kind.replace('_', '-')}"
+        statement = f"{where}: Full x Centroid has the best mean recall of the compressed pairs"
         findings.append(Finding(statement, means[order, "pama"] - rival, "percentage points"))
     return Result(Table(columns, tuple(rows)), tuple(findings), note=_what_was_measured(calls))
 
@@ -188,16 +189,18 @@ def _mean(lists: Iterable[Sequence[float]]) -> float:
 def _what_was_measured(calls: list[dict[str, Any]]) -> str:
     heads = sum(len(call["tv"]["exact"]) for call in calls)
     tokens, blocks = calls[0]["tokens"], calls[0]["blocks"]
-    return f"{heads} heads of {len(calls)} calls, {tokens[0]:,} tokens, {blocks[0]} query and {blocks[1]} key blocks; partitions by 10 Lloyd iterations."
+    return f"{heads} heads of {len(calls)} calls, {tokens[0]:,} tokens, {blocks[0]} query and {blocks[1]} key blocks."
 
 
 # quality
 
 
 QUALITY = (
-    Column("runs"), Column("PSNR", 2), Column("±", 2), Column("SSIM", 4), Column("LPIPS", 4), Column("density", 3), Column("recall", 3),
-    Column("seconds", 2), Column("speedup", 2), Column("note"),
+    Column("runs"), Column("PSNR", 2), Column("±", 2), Column("SSIM", 4), Column("LPIPS", 4), Column("density", 3),
+    Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2), Column("note"),
 )  # fmt: skip
+
+DENSITIES = ("density", "density_all_steps")
 
 
 def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str, Any]], Label]) -> Result:
@@ -214,7 +217,7 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
         note = "" if len(found) == len(cells) else f"{len(cells) - len(found)} of {len(cells)} {NOT_RUN}"
         rows.append((
             *name, len(found), statistics.fmean(psnr), interval(psnr), statistics.fmean(row["ssim"] for row in found),
-            statistics.fmean(lpips) if lpips else None, statistics.fmean(row["density"] for row in found),
+            statistics.fmean(lpips) if lpips else None, *(statistics.fmean(row[part] for row in found) for part in DENSITIES),
             statistics.fmean(recall) if recall else None, seconds, dense / seconds, note,
         ))  # fmt: skip
     columns = (*map(Column, heads), *QUALITY)

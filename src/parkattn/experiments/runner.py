@@ -17,16 +17,14 @@ import functools
 import io
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from parkattn.checks import expect_count, expect_fraction
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
+from parkattn.experiments.evaluation import FLOOR, FORMATS, Evaluation, file_hash, named_cell
 from parkattn.experiments.mismatches import measure_call
-from parkattn.files import sha256_of
 from parkattn.hosts.diffusers.session import transformers_of
 from parkattn.methods import make_method, method_entry
 from parkattn.metrics import fidelity
@@ -36,8 +34,8 @@ from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
-from parkattn.settings import LARGEST_SEED, MethodConfig
-from parkattn.store import Cell, Making, Record, Say, Store, content_hash
+from parkattn.settings import MethodConfig
+from parkattn.store import Cell, Making, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.compare import warm_up
 from parkattn.studio.generate import (
@@ -51,42 +49,9 @@ from parkattn.studio.generate import (
 )
 from parkattn.studio.video import Frames
 
-FORMATS = {kind: f"parkattn.reproduce.{kind}.1" for kind in ("reference", "capture", "retrieval", "quality", "frames", "budget")}
-FLOOR = "dense again"
 CALIBRATION_LAYERS = 6
 SHOWN = 5  # frames of a video
 MATCHED = 0.05  # a density further off is not the one that was asked for
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What everything is measured on; None: the model's own value."""
-
-    prompts: tuple[str, ...]
-    spare_prompt: str  # densities are calibrated on it
-    seeds: tuple[int, ...] = (0,)
-    guidances: tuple[float | None, ...] = (None,)
-    methods: tuple[str, ...] = ()
-    density: float = 0.5
-    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of every method that has the field
-    steps: int | None = None
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    offload: str = "none"
-    captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
-
-    def __post_init__(self) -> None:
-        expect_fraction("density", self.density, zero=False)
-        if not self.prompts or not self.seeds or not self.guidances:
-            raise ValueError("prompts, seeds, guidance: expected at least one of each, got none; name some.")
-        for seed in self.seeds:
-            expect_count("seeds", seed, least=0, most=LARGEST_SEED)
-        for name in self.methods:
-            method_entry(name)
 
 
 class CellError(Exception):
@@ -118,26 +83,27 @@ class Lab:
         }
         label = f"{method.replace(' ', '-')}" if density is None else f"{method.replace(' ', '-')}-at-{density:g}"
         # a group shares its reference
-        return _cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
+        return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
     def frames_cell(self, request: Request, method: str) -> Cell:
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
-        return _cell("frames", method, asked, ending=".npy")
+        return named_cell("frames", method, asked, ending=".npy")
 
     def load_frames(self, record: Record) -> Frames:
         return _as_frames(self.store.load(record, next(iter(record["files"]))))
 
     def retrieval_cells(self) -> list[Cell]:
         if self.evaluation.captures:
-            return [_cell("retrieval", path.stem, self._blocks() | {"file": _file_hash(path)}) for path in self.evaluation.captures]
-        return [_cell("retrieval", "captured", self._asked(request) | self._blocks()) for request in self.requests()]
+            return [named_cell("retrieval", path.stem, self._blocks() | {"file": file_hash(path)}) for path in self.evaluation.captures]
+        return [named_cell("retrieval", "captured", self._asked(request) | self._blocks()) for request in self.requests()]
 
     def requests(self) -> list[Request]:
         """Every prompt, guidance and seed."""
         e = self.evaluation
+        guidances = [self.base.guidance if guidance is None else guidance for guidance in e.guidances]
         return [
-            dataclasses.replace(self.base, prompt=understood(prompt, self.folder), seed=seed, guidance=self.base.guidance if g is None else g)
-            for prompt in e.prompts for g in e.guidances for seed in e.seeds
+            dataclasses.replace(self.base, prompt=understood(prompt, self.folder), seed=seed, guidance=guidance)
+            for prompt in e.prompts for guidance in guidances for seed in e.seeds
         ]  # fmt: skip
 
     # how it is made
@@ -179,13 +145,11 @@ class Lab:
         return checkpoints.load_pipeline(self.folder, device=self.base.device, dtype=self.base.dtype, offload=self.base.offload)
 
     def _make(self, making: Making) -> None:
-        kinds = {FORMATS["reference"]: self._make_reference, FORMATS["capture"]: self._make_capture}
-        kinds |= {
-            FORMATS["retrieval"]: self._make_retrieval,
-            FORMATS["quality"]: self._make_quality,
-            FORMATS["budget"]: self._make_budget,
-        }
-        kinds[FORMATS["frames"]] = self._make_frames
+        makers = {
+            "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
+            "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
+        }  # fmt: skip
+        kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
         found = kinds[making.cell.format](making)
         making.commit({"format": making.cell.format, "request": dict(making.cell.request), **found, "environment": environment()})
         self.made.append(making.cell.name)
@@ -262,7 +226,7 @@ class Lab:
         entry = method_entry(name)
         if not entry.budgets:
             raise ValueError(f"method: expected one whose density can be set, got {name!r}; compare it at its own settings.")
-        calls = self._captured(making.cell)
+        calls = [call.to(self.base.device) for call in self._captured(making.cell)]
         request = for_method(dataclasses.replace(self._fitted(making.cell), changes=dict(making.cell.request["changes"])), name)
         config, field = config_for(request, self.pipe), entry.budgets[0]
 
@@ -280,7 +244,7 @@ class Lab:
 
     def _reference(self, cell: Cell) -> tuple[Frames, Record]:
         asked = {name: value for name, value in cell.request.items() if name not in ("changes", "density")} | {"method": "dense"}
-        wanted = _cell("reference", "dense", asked, ending=".npy")
+        wanted = named_cell("reference", "dense", asked, ending=".npy")
         if wanted.name not in self._held:
             self._held.clear()
             record = self._need(wanted)
@@ -289,7 +253,7 @@ class Lab:
 
     def _captured(self, cell: Cell) -> list[Captured]:
         if "file" in cell.request:
-            path = next(path for path in self.evaluation.captures if _file_hash(path) == cell.request["file"])
+            path = next(path for path in self.evaluation.captures if file_hash(path) == cell.request["file"])
             return read_captures(path)[0]
         own = cell.format == FORMATS["retrieval"]
         capture: dict[str, Any] = {
@@ -301,7 +265,7 @@ class Lab:
         if not own:
             capture["layers"] = self._spread_layers()
         asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)}
-        wanted = _cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
+        wanted = named_cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
         if wanted.name not in self._held:
             self._held.clear()
             self._need(wanted)
@@ -322,7 +286,7 @@ class Lab:
 
     def _budget_cell(self, method: str, density: float, changes: dict[str, Any]) -> Cell:
         spare = dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
-        return _cell(
+        return named_cell(
             "budget",
             f"{method}-at-{density:g}",
             self._asked(spare) | {"method": method, "density": density, "changes": changes},
@@ -366,12 +330,6 @@ def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Cap
     return list(capture.kept.values())
 
 
-def _cell(kind: str, label: str, asked: dict[str, Any], *, ending: str | None = None, group: str | None = None) -> Cell:
-    """Its name holds its hash: cells of other settings in the same folder are other files."""
-    name = f"{kind}-{label}-{content_hash(asked)[:16]}"
-    return Cell(name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group)
-
-
 def _as_npy(frames: Frames) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, frames, allow_pickle=False)
@@ -381,11 +339,3 @@ def _as_npy(frames: Frames) -> bytes:
 def _as_frames(data: bytes) -> Frames:
     frames: Frames = np.load(io.BytesIO(data), allow_pickle=False)
     return frames
-
-
-@functools.cache
-def _file_hash(path: Path) -> str:
-    found = sha256_of(path)
-    if found is None:
-        raise ValueError(f"captures: expected a file written by park capture, got {path}, which cannot be read; check the path.")
-    return found

@@ -58,7 +58,8 @@ class Finding:
         if self.margin is None:
             return f"{self.verdict}: {self.statement} ({self.reason})"
         spread = "" if self.spread is None else f" ± {self.spread:.4g}"
-        return f"{self.verdict}: {self.statement} (margin {self.margin:+.4g}{spread}{' ' + self.unit if self.unit else ''})"
+        unsure = ", less than its interval" if self.spread is not None and self.spread >= abs(self.margin) else ""
+        return f"{self.verdict}: {self.statement} (margin {self.margin:+.4g}{spread}{' ' + self.unit if self.unit else ''}{unsure})"
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -1,0 +1,63 @@
+"""What everything is measured on, and the names of what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parkattn.checks import expect_count, expect_fraction
+from parkattn.files import sha256_of
+from parkattn.methods import method_entry
+from parkattn.settings import LARGEST_SEED
+from parkattn.store import Cell, content_hash
+
+FORMATS = {kind: f"parkattn.reproduce.{kind}.1" for kind in ("reference", "capture", "retrieval", "quality", "frames", "budget")}
+FLOOR = "dense again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What everything is measured on; None: the model's own value."""
+
+    prompts: tuple[str, ...]
+    spare_prompt: str  # densities are calibrated on it
+    seeds: tuple[int, ...] = (0,)
+    guidances: tuple[float | None, ...] = (None,)
+    methods: tuple[str, ...] = ()
+    density: float = 0.5
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of every method that has the field
+    steps: int | None = None
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    offload: str = "none"
+    captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
+
+    def __post_init__(self) -> None:
+        expect_fraction("density", self.density, zero=False)
+        if not self.prompts or not self.seeds or not self.guidances:
+            raise ValueError("prompts, seeds, guidance: expected at least one of each, got none; name some.")
+        for seed in self.seeds:
+            expect_count("seeds", seed, least=0, most=LARGEST_SEED)
+        for name in self.methods:
+            method_entry(name)
+
+
+def named_cell(kind: str, label: str, asked: dict[str, Any], *, ending: str | None = None, group: str | None = None) -> Cell:
+    """Its name holds its hash: cells of other settings in the same folder are other files."""
+    name = f"{kind}-{label}-{content_hash(asked)[:16]}"
+    return Cell(name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group)
+
+
+@functools.cache
+def file_hash(path: Path) -> str:
+    found = sha256_of(path)
+    if found is None:
+        raise ValueError(f"captures: expected a file written by park capture, got {path}, which cannot be read; check the path.")
+    return found
