@@ -34,6 +34,10 @@ def register(entry: MethodEntry) -> MethodEntry:
     known = METHODS.get(entry.name)
     if known is not None and known != entry:
         raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
+    if not isinstance(entry.config, type) or not issubclass(entry.config, MethodConfig):
+        raise TypeError(f"config: expected a subclass of MethodConfig, got {shown(entry.config)}; write MethodEntry(..., config=MyConfig).")
+    if not isinstance(entry.budgets, tuple):
+        raise TypeError(f"budgets: expected a tuple of field names, got {shown(entry.budgets)}; write budgets=('top_p',).")
     fields = {field.name for field in dataclasses.fields(entry.config)}
     for budget in entry.budgets:
         expect_choice(f"budgets of {entry.name}", budget, fields)
