@@ -199,6 +199,7 @@ def test_a_profile_is_timed_dense_in_our_kernel_at_anchors_and_corrected(fast):
     # 16 blocks come in steps of a sixteenth
     assert (found["density"], found["plain_density"]) == (pytest.approx(0.25, abs=0.5 / 16),) * 2
     assert len(fast.compiled_calls) >= found["layers"]
+    assert found["attention_s"]["reuse"] > 0 and found["attention_s"]["anchor"] > 0 and found["plain_attention_s"]["reuse"] > 0
     assert found["config"]["compensate"] and found["config"]["own_dense"] and found["finite"]
     assert session_of(fast.ready.transformer) is None, "stock again"
     assert all(module._compiled_call_impl is None for module in fast.ready.transformer.modules()), "stock again"

@@ -149,7 +149,8 @@ def measure_profile(prepared: PreparedProfile, note: Note = lambda part: None) -
         "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text, "layers": len(report.layers), "config": config.to_dict(),
         "compiled": ready.compiled, "fused": report.fused, "fusing_s": ready.fusing_s,
         "density": sparse_density(report.layers), "plain_density": sparse_density(plain_report.layers),
-        "baselines": baselines, **seconds, "attention_s": report.attention_seconds, "runs": composed_runs,
+        "baselines": baselines, **seconds, "attention_s": report.attention_seconds, "plain_attention_s": plain_report.attention_seconds,
+        "runs": composed_runs,
         "finite": all(run.finite for run in [*runs, *plain, *dense.values()]),
         "memory": state_record(ready, config, report, plain_report, dense_peak_gb=dense[usual].peak_gb, park_peak_gb=largest(peaks)),
     }  # fmt: skip
