@@ -2,8 +2,8 @@
 
     50 steps = anchor_cold_s + (anchors - 1) x anchor_warm_s + the rest x reuse_s
 
-against three ways to run all of them dense: stock diffusers, its blocks compiled, and our own kernel with the blocks that
-enable fuses. The paper preset's refresh and reuse at the same density are timed in the same process, for what corrections cost.
+against three ways to run all of them dense: stock diffusers, its blocks compiled, and our own kernel in blocks that
+enable fuses. The paper preset's refresh and reuse at the same density are timed in the same process: what corrections cost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from parkattn.park import ParkConfig
 
 DENSITY = 0.10
 BASELINES = ("stock", "compiled", "own kernel")
-PHASES_TIMED = ("dense", "anchor", "reuse", "anchor", "reuse")  # dense in our own kernel; the second anchor is warm-started
+# dense in our own kernel; the second anchor is warm-started
+PHASES_TIMED = ("dense", "anchor", "reuse", "anchor", "reuse")
 COMPOSED = "dense x own_dense_s + anchor_cold_s + (anchor - 1) x anchor_warm_s + reuse x reuse_s, one forward per step"
 # what the fast profile is held to: a whole run against stock diffusers, and all state with guidance, in GB
 SPEED_BARS = {"wan2.1-14b": 2.4, "wan2.1-1.3b": 3.0, "hunyuanvideo": 4.0}
@@ -75,13 +76,21 @@ def profiles_timed_alike(ready: Prepared, profile: str) -> list[str]:
 class PreparedProfile:
     ready: Prepared
     profile: str
-    compiled_calls: dict[torch.nn.Module, Any]  # of blocks that stay stock until dense is timed compiled; empty: all is compiled
+    compiled_calls: dict[torch.nn.Module, Any]  # of blocks, put back to time dense compiled; empty: all is compiled
 
 
-def prepare_profile(model: WholeModel, device: torch.device, profile: str, density: float, *, compiled: bool = False) -> PreparedProfile:
+def prepare_profile(
+    model: WholeModel,
+    device: torch.device,
+    profile: str,
+    density: float,
+    *,
+    compiled: bool = False,
+) -> PreparedProfile:
     """Also runs each kind of forward once, on the first blocks, which compiles its kernels."""
     ready = prepare(model, device, compiled=compiled, density=density)
-    with enable(ready.transformer, timed_config(ready, profile), total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
+    config = timed_config(ready, profile)
+    with enable(ready.transformer, config, total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
         for step in range(len(PHASES_TIMED)):
             run_forward(ready.transformer, ready.inputs, 999.0 - step)
     calls: dict[torch.nn.Module, Any] = {}
@@ -119,7 +128,11 @@ def measure_profile(prepared: PreparedProfile, note: Note = lambda part: None) -
     ready, profile = prepared.ready, prepared.profile
     model, config = ready.model, timed_config(ready, profile)
     runs, report = timed_phases(ready, config, PHASES_TIMED, note)
-    plain, plain_report = timed_phases(ready, paper_config(ready), PHASES_MEASURED, lambda part: note({**part, "corrected": False}))
+
+    def note_plain(part: dict[str, Any]) -> None:
+        note({**part, "corrected": False})
+
+    plain, plain_report = timed_phases(ready, paper_config(ready), PHASES_MEASURED, note_plain)
     dense = {}
     if prepared.compiled_calls:
         with compiled_again(prepared.compiled_calls):
@@ -132,42 +145,54 @@ def measure_profile(prepared: PreparedProfile, note: Note = lambda part: None) -
     seconds = {
         "own_dense_s": own, "anchor_cold_s": anchor_cold, "anchor_warm_s": anchor_warm,
         "reuse_s": statistics.median((first_reuse, second_reuse)),
-        "refresh_cold_s": refresh_cold, "refresh_warm_s": refresh_warm, "plain_reuse_s": statistics.median((plain_first, plain_second)),
+        "refresh_cold_s": refresh_cold, "refresh_warm_s": refresh_warm,
+        "plain_reuse_s": statistics.median((plain_first, plain_second)),
     }  # fmt: skip
-    peaks = [run.peak_gb for run in runs]
+    peaks = {"dense_peak_gb": dense[usual].peak_gb, "park_peak_gb": largest([run.peak_gb for run in runs])}
     composed_runs = {
         name: anchored_run(seconds, phases_of_run(profile_config(model, name, ready.top_k)), baselines)
         for name in profiles_timed_alike(ready, profile)
     }
-    paper = composed(baselines[usual], refresh_cold, refresh_warm, seconds["plain_reuse_s"], phases_of_run(model.config()))
+    phases = phases_of_run(model.config())
+    paper = composed(baselines[usual], refresh_cold, refresh_warm, seconds["plain_reuse_s"], phases)
     composed_runs["paper"] = {
         **{key: paper[key] for key in ("steps", "formula", "park_s")},
         "speedup": speedups(paper["park_s"], baselines),
     }
     return {
-        "benchmark": "e2e profile", "profile": profile, "transformer": model.transformer, "video": model.video, "tokens": model.tokens,
-        "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text, "layers": len(report.layers), "config": config.to_dict(),
+        "benchmark": "e2e profile", "profile": profile, "transformer": model.transformer,
+        "video": model.video, "tokens": model.tokens,
+        "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text,
+        "layers": len(report.layers), "config": config.to_dict(),
         "compiled": ready.compiled, "fused": report.fused, "fusing_s": ready.fusing_s,
         "density": sparse_density(report.layers), "plain_density": sparse_density(plain_report.layers),
-        "baselines": baselines, **seconds, "attention_s": report.attention_seconds, "plain_attention_s": plain_report.attention_seconds,
+        "baselines": baselines, **seconds,
+        "attention_s": report.attention_seconds, "plain_attention_s": plain_report.attention_seconds,
         "runs": composed_runs,
         "finite": all(run.finite for run in [*runs, *plain, *dense.values()]),
-        "memory": state_record(ready, config, report, plain_report, dense_peak_gb=dense[usual].peak_gb, park_peak_gb=largest(peaks)),
+        "memory": state_record(ready, config, report, plain_report, **peaks),
     }  # fmt: skip
 
 
 def anchored_run(seconds: dict[str, float], phases: Counter[str], baselines: dict[str, float]) -> dict[str, Any]:
-    """What a run with anchors takes by the parts measured here, and how much faster that is than each way to run it dense."""
+    """What a run with anchors takes by the parts measured here, and how many times as long each way to run it dense."""
     anchors = seconds["anchor_cold_s"] + (phases["anchor"] - 1) * seconds["anchor_warm_s"]
     park = phases["dense"] * seconds["own_dense_s"] + anchors + phases["reuse"] * seconds["reuse_s"]
-    return {"steps": dict(phases), "formula": COMPOSED, "park_s": park, "speedup": speedups(park, baselines, phases.total())}
+    speedup = speedups(park, baselines, phases.total())
+    return {"steps": dict(phases), "formula": COMPOSED, "park_s": park, "speedup": speedup}
 
 
 def speedups(park_s: float, baselines: dict[str, float], steps: int = RUN_STEPS) -> dict[str, float]:
     return {way: steps * dense_s / park_s for way, dense_s in baselines.items()}
 
 
-def state_record(ready: Prepared, config: ParkConfig, report: Summary, plain: Summary, **peaks: float | None) -> dict[str, Any]:
+def state_record(
+    ready: Prepared,
+    config: ParkConfig,
+    report: Summary,
+    plain: Summary,
+    **peaks: float | None,
+) -> dict[str, Any]:
     """Plans have the same shapes with and without a residual, so the difference between the two is the residual."""
     residual = report.peak_state_bytes - plain.peak_state_bytes
     rank = config.rank_for(ready.model.tokens)
@@ -183,7 +208,8 @@ def state_sentence(memory: dict[str, Any]) -> str:
     bar = "" if memory["state_bar_gb"] is None else f" of at most {memory['state_bar_gb']:g} GB"
     per_rank = memory["residual_with_guidance_gb"] / memory["residual_rank"]
     return (
-        f"state with guidance, two branches: {memory['state_with_guidance_gb']:.3f} GB{bar}; plans {memory['plans_with_guidance_gb']:.3f} GB, "
+        f"state with guidance, two branches: {memory['state_with_guidance_gb']:.3f} GB{bar}; "
+        f"plans {memory['plans_with_guidance_gb']:.3f} GB, "
         f"residual {memory['residual_with_guidance_gb']:.3f} GB at rank {memory['residual_rank']}; "
         f"a lower residual_rank takes {per_rank:.3f} GB less per unit."
     )
@@ -215,5 +241,6 @@ def run_profile(
     # a run that cannot be finished says nothing
     if full and name == "wan2.1-1.3b" and left > composed_s:
         config = profile_config(model, profile, prepared.ready.top_k)
-        for line in whole_run(prepared.ready, seconds=left, rehearse=rehearse, config=config, benchmark="e2e profile run"):
+        how: dict[str, Any] = {"config": config, "benchmark": "e2e profile run"}
+        for line in whole_run(prepared.ready, seconds=left, rehearse=rehearse, **how):
             keep({"model": name, "profile": profile, "composed_s": composed_s, **line})
