@@ -12,9 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-from parkattn.bench import e2e, e2e_run, e2e_turns
+from parkattn.bench import e2e, e2e_profile, e2e_run, e2e_turns
 from parkattn.hosts.diffusers.session import session_of
 from parkattn.park import ParkConfig
+from parkattn.reuse import anchor_steps
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -175,9 +176,114 @@ def test_compiled_forwards_are_marked_and_go_through_the_same_phases():
     assert e2e_turns.table_rows([{"model": "wan2.1-1.3b", **found}])[0][0] == "wan2.1-1.3b, compiled"
 
 
+# blocks of the paper preset and of a profile are the same in long videos, and here by saying so
+ALIKE = {name: replace(model, settings={**model.settings, "query_multiple": 1, "key_multiple": 1}) for name, model in TINY.items()}
+
+
+@pytest.fixture(scope="module", params=["wan2.1-1.3b", "hunyuanvideo"])
+def fast(request):
+    # text, which is always kept, is a tenth of all pairs here
+    return e2e_profile.prepare_profile(ALIKE[request.param], CPU, "fast", 0.25)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_profile_is_timed_dense_in_our_kernel_at_anchors_and_corrected(fast):
+    parts = []
+    found = e2e_profile.measure_profile(fast, parts.append)
+    phases = ["dense", "anchor", "reuse", "anchor", "reuse", "refresh", "reuse", "refresh", "reuse", "dense, compiled", "dense"]
+    assert [part["phase"] for part in parts] == phases
+    each = [part["seconds"] for part in parts]
+    assert found["baselines"] == {"own kernel": each[0], "compiled": each[9], "stock": each[10]}
+    assert (found["anchor_cold_s"], found["anchor_warm_s"], found["reuse_s"]) == (each[1], each[3], (each[2] + each[4]) / 2)
+    assert (found["refresh_cold_s"], found["refresh_warm_s"], found["plain_reuse_s"]) == (each[5], each[7], (each[6] + each[8]) / 2)
+    # 16 blocks come in steps of a sixteenth
+    assert (found["density"], found["plain_density"]) == (pytest.approx(0.25, abs=0.5 / 16),) * 2
+    assert len(fast.compiled_calls) >= found["layers"]
+    assert found["attention_s"]["reuse"] > 0 and found["attention_s"]["anchor"] > 0 and found["plain_attention_s"]["reuse"] > 0
+    assert found["config"]["compensate"] and found["config"]["own_dense"] and found["finite"]
+    assert session_of(fast.ready.transformer) is None, "stock again"
+    assert all(module._compiled_call_impl is None for module in fast.ready.transformer.modules()), "stock again"
+    json.dumps(found)
+
+
+def test_state_is_plans_and_residuals_of_both_branches(fast):
+    found = e2e_profile.measure_profile(fast)
+    memory, model, config = found["memory"], fast.ready.model, fast.ready.transformer.config
+    rank, tokens = 32, model.tokens + (model.text_tokens if "hunyuan" in model.name else 0)
+    per_head = rank * (tokens + 4 + 4 * 128)  # codes, their step, directions
+    assert memory["residual_rank"] == rank
+    assert memory["residual_with_guidance_gb"] == pytest.approx(2 * found["layers"] * config.num_attention_heads * per_head / 1e9)
+    whole = memory["plans_with_guidance_gb"] + memory["residual_with_guidance_gb"]
+    assert memory["state_with_guidance_gb"] == pytest.approx(whole)
+    assert "of at most 4 GB" in e2e_profile.state_sentence({**memory, "state_bar_gb": 4.0})
+
+
+def test_a_run_of_a_profile_is_composed_of_its_anchors(fast):
+    found = e2e_profile.measure_profile(fast)
+    assert list(found["runs"]) == ["fast", "quality", "paper"], "forwards of fast and quality are the same at a fixed density"
+    for name in ("fast", "quality"):
+        anchors = len(anchor_steps(ParkConfig.PROFILES[name]["anchors"], e2e.RUN_STEPS))
+        run = found["runs"][name]
+        assert run["steps"] == {"anchor": anchors, "reuse": 50 - anchors}
+        park_s = found["anchor_cold_s"] + (anchors - 1) * found["anchor_warm_s"] + (50 - anchors) * found["reuse_s"]
+        assert run["park_s"] == pytest.approx(park_s)
+        assert run["speedup"] == {way: pytest.approx(50 * dense_s / park_s) for way, dense_s in found["baselines"].items()}
+    assert found["runs"]["paper"]["steps"] == {"dense": 10, "refresh": 4, "reuse": 36}
+
+
+def test_the_settings_that_profiles_are_timed_with_are_those_of_enable():
+    for name, model in e2e.MODELS.items():
+        asked = ParkConfig.named("fast", model=name)
+        timed = e2e_profile.profile_config(model, "fast", 0.1)
+        assert timed == asked.replace(top_p=None, top_k=0.1, own_dense=True)
+        # top-k is searched with the preset's blocks
+        assert timed.counts(model.tokens, model.tokens) == model.config().counts(model.tokens, model.tokens)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_composed_one(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
+    monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, profile="fast", turn=lambda: 60.0)
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    whole = ["e2e profile run", "e2e profile run", "e2e decode"]
+    assert [line["benchmark"] for line in lines] == ["e2e forward"] * 11 + ["e2e profile", *whole]
+    assert {line["profile"] for line in lines} == {"fast"}
+    assert lines[12]["calls"] == lines[12]["expected_calls"] == {"dense": 0, "refresh": 0, "reuse": 84, "anchor": 16}
+    assert lines[12]["composed_s"] == lines[11]["runs"]["fast"]["park_s"]
+    assert set(lines[12]["median_step_s"]) == {"anchor", "reuse"}
+    rows = e2e_turns.profile_rows(lines)
+    assert [row[:2] for row in rows] == [["wan2.1-1.3b", name] for name in ("fast", "paper", "quality")]
+    assert {len(row) for row in rows} == {len(e2e_turns.columns_of("fast"))}
+    assert rows[0][10].endswith("x, bar 3.0") and rows[1][10].endswith("x")
+    assert [row[9] for row in rows] == ["8", "", "14"]
+    assert e2e_turns.table_rows(lines) == [], "the figures of the paper preset stay those of its own call"
+    assert "a lower residual_rank takes" in capfd.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_profile_on_compiled_blocks_has_no_stock_to_compare_with():
+    prepared = e2e_profile.prepare_profile(ALIKE["wan2.1-1.3b"], CPU, "quality", 0.25, compiled=True)
+    found = e2e_profile.measure_profile(prepared)
+    assert found["compiled"] and list(found["baselines"]) == ["compiled", "own kernel"]
+    assert list(found["runs"]) == ["quality", "fast", "paper"]
+    memory = {**found["memory"], "state_bar_gb": None}
+    rows = e2e_turns.profile_rows([{"model": "m", "speed_bar": 3.0, **found, "memory": memory}])
+    assert rows[0][:2] == ["m, compiled", "fast"] and rows[0][10] == "" != rows[0][11]
+
+
+def test_what_no_profile_or_density_is_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match="profile: expected"):
+        e2e_turns.run_all(tmp_path / "r.jsonl", profile="fastest")
+    with pytest.raises(ValueError, match="density: expected"):
+        e2e_turns.run_all(tmp_path / "r.jsonl", density=0.0)
+
+
 def test_sparse_density_leaves_dense_calls_out():
     rows = [{"dense": 2, "refresh": 1, "reuse": 1, "density": (2 + 0.2 + 0.4) / 4}, {"dense": 0, "refresh": 1, "reuse": 1, "density": 0.5}]
     assert e2e_run.sparse_density(rows) == pytest.approx((0.2 + 0.4 + 0.5 + 0.5) / 4)
+    anchored = {"dense": 1, "anchor": 1, "refresh": 0, "reuse": 2, "density": (1 + 1 + 0.1 + 0.3) / 4}
+    assert e2e_run.sparse_density([anchored]) == pytest.approx(0.2)
 
 
 def worker(monkeypatch, code: dict[str, str]) -> None:
@@ -236,6 +342,18 @@ def test_the_gate_can_fail(name, monkeypatch):
     monkeypatch.setattr(e2e_gate, "_EVERY_BLOCK", 0.9)
     bad = [case["gate"] for case in e2e_gate._gate_model(name, TINY[name], CPU) if not case["ok"]]
     assert bad[0] == f"{name}, reference: every block kept is stock dense"
+
+
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo"])
+def test_the_gate_of_anchors_can_fail(name, monkeypatch):
+    from parkattn.bench import e2e_gate
+    from parkattn.residual import LowRank
+
+    monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))
+    assert all(case["ok"] for case in e2e_gate._gate_anchored(name, TINY[name], CPU))
+    monkeypatch.setattr(LowRank, "add_to", lambda self, out: out + 0.05)
+    bad = [case["gate"] for case in e2e_gate._gate_anchored(name, TINY[name], CPU) if not case["ok"]]
+    assert bad == [f"{name}, reference: own dense, anchor and corrected reuse are stock dense"]
 
 
 def test_the_gate_sees_padding(monkeypatch):

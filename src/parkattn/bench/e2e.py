@@ -3,6 +3,7 @@
     park bench e2e --record FILE            gate, then the three models, each in a process of its own
     park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
     park bench e2e --compiled --record FILE     the same models after compile_repeated_blocks(fullgraph=True), dense and PARK alike
+    park bench e2e --profile fast --record FILE     anchors and corrected reuse at density 0.10 (e2e_profile.py)
 
 Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep almost every
 block: density is fixed by top-k instead, and every record says which density was reached.
@@ -11,6 +12,7 @@ block: density is fixed by top-k instead, and every record says which density wa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import statistics
@@ -176,7 +178,7 @@ def phases_of_run(config: ParkConfig, steps: int = RUN_STEPS) -> Counter[str]:
     schedule, refreshed, found = Schedule(config), None, Counter[str]()
     for step in range(steps):
         phase = schedule.phase(CallSite(step=step, total_steps=steps), History(refreshed)).name
-        refreshed = step if phase == "refresh" else refreshed
+        refreshed = step if phase in ("anchor", "refresh") else refreshed
         found[phase] += 1
     return found
 
@@ -205,15 +207,19 @@ class Prepared:
     fusing_s: float | None = None  # what enable takes to compile the blocks, once; None where it does not
 
 
-def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False) -> Prepared:
+def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False, density: float = DENSITY) -> Prepared:
     transformer = random_transformer(model, device)
     if compiled:
-        transformer.compile_repeated_blocks(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+        compile_blocks(transformer, device)
     inputs = forward_inputs(model, transformer, device)
     fusing_s = seconds_of_fusing(transformer, inputs, model, device)
-    top_k = find_top_k(transformer, inputs, model)
+    top_k = find_top_k(transformer, inputs, model, density)
     free_memory()
     return Prepared(model, device, transformer, inputs, top_k, compiled, fusing_s)
+
+
+def compile_blocks(transformer: Any, device: torch.device) -> None:
+    transformer.compile_repeated_blocks(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
 
 
 def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeModel, device: torch.device) -> float | None:
@@ -233,24 +239,11 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
     note: is told every forward as soon as it is done.
     """
     model, transformer = ready.model, ready.transformer
-    config = model.config(top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),))
-
-    def forward(timestep: float, phase: str) -> Watched:
-        found = watched(lambda: run_forward(transformer, ready.inputs, timestep), ready.device)
-        note({
-            "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds, "peak_gb": found.peak_gb,
-            "top_k": ready.top_k,
-        })  # fmt: skip
-        return found
-
-    # as in a whole run, whose length decides whether blocks are fused
-    with enable(transformer, config, total_steps=RUN_STEPS):
-        runs = [forward(999.0 - step, phase) for step, phase in enumerate(PHASES_MEASURED)]
-        report = summary(transformer)
-    expect_phases(report.steps, PHASES_MEASURED)
+    config = paper_config(ready)
+    runs, report = timed_phases(ready, config, PHASES_MEASURED, note)
     with enable(transformer, config, total_steps=RUN_STEPS, fuse=False):
-        unfused = [forward(999.0 - step, f"{phase}, not fused") for step, phase in enumerate(PHASES_MEASURED[:2])]
-    stock = forward(999.0, "dense")
+        unfused = [timed_forward(ready, 999.0 - step, f"{phase}, not fused", note) for step, phase in enumerate(PHASES_MEASURED[:2])]
+    stock = timed_forward(ready, 999.0, "dense", note)
     seconds = {phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES}
     return {
         **forwards_record(model, config, report, {**seconds, "dense": [stock.seconds]}),
@@ -260,8 +253,34 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
         "reuse_unfused_s": unfused[-1].seconds,
         "density": report.density,
         "finite": all(run.finite for run in [stock, *runs, *unfused]),
-        "memory": memory_record(transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=_most([run.peak_gb for run in runs])),
+        "memory": memory_record(transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=largest([run.peak_gb for run in runs])),
     }
+
+
+def paper_config(ready: Prepared) -> ParkConfig:
+    """The preset at the density that was found, with the phases of PHASES_MEASURED."""
+    return ready.model.config(top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),))
+
+
+def timed_phases(
+    ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Callable[[dict[str, Any]], None]
+) -> tuple[list[Watched], Summary]:
+    """One forward in each of these phases, which are those of the config's first steps."""
+    # as in a whole run, whose length decides whether blocks are fused
+    with enable(ready.transformer, config, total_steps=RUN_STEPS):
+        runs = [timed_forward(ready, 999.0 - step, phase, note) for step, phase in enumerate(phases)]
+        report = summary(ready.transformer)
+    expect_phases(report.steps, phases)
+    return runs, report
+
+
+def timed_forward(ready: Prepared, timestep: float, phase: str, note: Callable[[dict[str, Any]], None]) -> Watched:
+    found = watched(lambda: run_forward(ready.transformer, ready.inputs, timestep), ready.device)
+    note({
+        "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds, "peak_gb": found.peak_gb,
+        "top_k": ready.top_k,
+    })  # fmt: skip
+    return found
 
 
 def forwards_record(model: WholeModel, config: ParkConfig, report: Summary, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -311,17 +330,25 @@ def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
 
 def expect_phases(steps: dict[str, list[int]], expected: tuple[str, ...]) -> None:
     """Every layer did the same in every step, and that was what the figures are named after."""
-    wanted = {phase: [step for step, name in enumerate(expected) if name == phase] for phase in PHASES}
+    wanted = {phase: [step for step, name in enumerate(expected) if name == phase] for phase in (*PHASES, *expected)}
     if steps != wanted:
         raise RuntimeError(f"e2e: expected the steps {wanted}, got {steps}, so nothing was recorded.")
 
 
-def _most(values: list[float | None]) -> float | None:
+def largest(values: list[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
 def run_section(
-    name: str, record: Path, *, full: bool, rehearse: bool, compiled: bool = False, turn: Callable[[], float] = lambda: math.inf
+    name: str,
+    record: Path,
+    *,
+    full: bool,
+    rehearse: bool,
+    compiled: bool = False,
+    profile: str = "paper",
+    density: float | None = None,
+    turn: Callable[[], float] = lambda: math.inf,
 ) -> None:
     """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it is given."""
     device, facts = bench_device(), gpu_environment()
@@ -337,8 +364,9 @@ def run_section(
         if name == "gate-around":
             turn()  # says nothing about the figures, and would disturb them
         checks = e2e_gate.gate if name == "gate" else e2e_gate.gate_around
+        corrected = e2e_gate.gate_corrected(device, rehearse=rehearse) if name == "gate" and profile != "paper" else ()
         failed = []
-        for case in checks(device, rehearse=rehearse):
+        for case in itertools.chain(checks(device, rehearse=rehearse), corrected):
             keep(case)
             failed += [] if case["ok"] else [case["gate"]]
         if failed:
@@ -346,7 +374,13 @@ def run_section(
         if name == "gate":
             turn()
         return
-    ready = prepare((SMALL if rehearse else MODELS)[name], device, compiled=compiled)
+    model = (SMALL if rehearse else MODELS)[name]
+    if profile != "paper":
+        from parkattn.bench.e2e_profile import run_profile
+
+        run_profile(name, model, device, keep, profile=profile, density=density, compiled=compiled, full=full, rehearse=rehearse, turn=turn)
+        return
+    ready = prepare(model, device, compiled=compiled, density=DENSITY if density is None else density)
     given = turn()  # waits, so the clock is read after it
     ends = time.monotonic() + given
     found = measure(ready, lambda part: keep({"model": name, **part}))

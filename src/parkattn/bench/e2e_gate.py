@@ -32,6 +32,12 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     yield from _gate_compile(_fitted(SMALL_WAN, rehearse), device, "aot_eager")
 
 
+def gate_corrected(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+    """Before profiles with anchors are timed: a dense step of our kernel, an anchor and a corrected reuse, with every block kept."""
+    for name, model in {"wan": SMALL_WAN, "hunyuanvideo": SMALL_HUNYUAN}.items():
+        yield from _gate_anchored(name, _fitted(model, rehearse), device)
+
+
 def gate_around(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     """What else users put around a model: a compiler that generates code, and weights that wait in CPU memory."""
     if device.type == "cuda":
@@ -125,6 +131,22 @@ def _gate_model(name: str, model: WholeModel, device: torch.device) -> Iterator[
     yield verdict(f"{name}: density of all backends", max(density.values()) - min(density.values()), 0.1, density=density)
     disable(transformer)
     yield verdict(f"{name}: stock again after disable", _apart(_outputs(transformer, inputs), stock), 0)
+
+
+def _gate_anchored(name: str, model: WholeModel, device: torch.device) -> Iterator[Case]:
+    """Dense in our own kernel, anchor, reuse: each is stock dense where nothing is skipped, so that nothing is to be corrected."""
+    transformer = random_transformer(model, device)
+    inputs = forward_inputs(model, transformer, device)
+    stock, exact = _outputs(transformer, inputs), _exact(transformer, inputs)
+    for backend in _BACKENDS:
+        config = _config(model, backend, top_k=_EVERY_BLOCK).replace(own_dense=True, compensate=True, residual_rank=8)
+        with enable(transformer, config, total_steps=len(TIMESTEPS)):
+            share = _share_of_allowed(_outputs(transformer, inputs), stock, exact)
+            report = summary(transformer)
+        yield verdict(f"{name}, {backend}: own dense, anchor and corrected reuse are stock dense", share, 1, of="what is allowed")
+        layers = len(report.layers)
+        wrong = sum(abs(report.calls.get(phase, 0) - layers) for phase in ("dense", "anchor", "reuse"))
+        yield verdict(f"{name}, {backend}: phases with anchors", wrong, 0)
 
 
 def _gate_compile(model: WholeModel, device: torch.device, compiler: str) -> Iterator[Case]:

@@ -19,6 +19,7 @@ from parkattn.bench.e2e import RUN_STEPS, Prepared, WholeModel, memory_record, p
 from parkattn.bench.timing import free_memory
 from parkattn.engine.summary import PHASES
 from parkattn.hosts.diffusers import enable, summary
+from parkattn.park import ParkConfig
 
 
 def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:
@@ -35,21 +36,30 @@ def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:
     return pipe
 
 
-def whole_run(ready: Prepared, *, seconds: float, steps: int = RUN_STEPS, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def whole_run(
+    ready: Prepared,
+    *,
+    seconds: float,
+    steps: int = RUN_STEPS,
+    rehearse: bool = False,
+    config: ParkConfig | None = None,
+    benchmark: str = "e2e run",
+) -> Iterator[dict[str, Any]]:
     """A line for PARK, one for dense, one for the decoded video.
 
     seconds: what there is for all of it; PARK comes first, and a dense run that has no time left stops at a step, and says so.
+    config: None is the model's preset at the density found.
     """
     ends = time.monotonic() + seconds
     model, device = ready.model, ready.device
     pipe = pipeline(ready.transformer, device)
-    config = model.config(top_p=None, top_k=ready.top_k)
+    config = config or model.config(top_p=None, top_k=ready.top_k)
     with enable(pipe, config):
         park = generate(pipe, model, steps)
         report = summary(pipe)
     latents = park.pop("latents")
     phases, layers = phases_of_run(config, steps), len(report.layers)
-    expected = {phase: phases[phase] * layers for phase in PHASES}
+    expected = {phase: phases[phase] * layers for phase in (*PHASES, *phases)}
     problems = [
         *([f"attention calls {report.calls}, expected {expected}"] if report.calls != expected else []),
         *([f"{report.state_bytes} bytes of plans are left"] if report.state_bytes else []),
@@ -57,8 +67,8 @@ def whole_run(ready: Prepared, *, seconds: float, steps: int = RUN_STEPS, rehear
     ]
     if problems:
         raise RuntimeError(f"e2e: {'; '.join(problems)}, so nothing was recorded.")
-    by_phase = {phase: statistics.median(park["each_s"][step] for step in report.steps[phase]) for phase in PHASES}
-    run = {"benchmark": "e2e run", "video": model.video, "tokens": model.tokens, "steps": steps, "guidance_scale": 1.0, "layers": layers}
+    by_phase = {phase: statistics.median(park["each_s"][step] for step in took) for phase, took in report.steps.items() if took}
+    run = {"benchmark": benchmark, "video": model.video, "tokens": model.tokens, "steps": steps, "guidance_scale": 1.0, "layers": layers}
     yield {
         **run, "method": "park", "config": config.to_dict(), **park, "calls": report.calls, "expected_calls": expected,
         "steps_by_phase": report.steps, "dense_calls_because": len(report.dense_because), "density": report.density, "median_step_s": by_phase,
@@ -111,9 +121,10 @@ def generate(
 
 
 def sparse_density(layers: list[dict[str, Any]]) -> float:
-    """The mean over refresh and reuse calls: a layer's mean counts its dense calls as 1."""
+    """The mean over refresh and reuse calls: a layer's mean counts its dense calls and its anchors as 1."""
     sparse = [row["refresh"] + row["reuse"] for row in layers]
-    summed = [row["density"] * (row["dense"] + n) - row["dense"] for row, n in zip(layers, sparse, strict=True)]
+    whole = [row["dense"] + row.get("anchor", 0) for row in layers]
+    summed = [row["density"] * (m + n) - m for row, m, n in zip(layers, whole, sparse, strict=True)]
     return sum(summed) / sum(sparse)
 
 

@@ -1,6 +1,6 @@
 """Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the GPU alone.
 
-    python -m parkattn.bench.e2e_turns --record FILE [--full] [--budget SECONDS] [--only gate wan2.1-14b ...]
+    python -m parkattn.bench.e2e_turns --record FILE [--full] [--budget SECONDS] [--only gate wan2.1-14b ...] [--profile fast]
 
 A hang or a CUDA error costs one model. Every figure is in FILE as soon as it is there.
 """
@@ -20,8 +20,10 @@ from typing import IO, Any
 import torch
 
 from parkattn.bench.e2e import ROOM_FOR_ALL, SECTIONS, run_section
+from parkattn.bench.e2e_profile import BASELINES
 from parkattn.bench.timing import bench_device
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, expect_fraction
+from parkattn.park import ParkConfig
 
 READY = "ready"
 
@@ -33,15 +35,21 @@ def run_all(
     full: bool = False,
     compiled: bool = False,
     rehearse: bool = False,
+    profile: str = "paper",
+    density: float | None = None,
     budget_s: float = 1200,
 ) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
+    expect_choice("profile", profile, ParkConfig.PROFILES)
+    if density is not None:
+        expect_fraction("density", density, zero=False)
     ends = time.monotonic() + budget_s
     names = only or list(SECTIONS)
     for name in names:
         expect_choice("only", name, SECTIONS)
     together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
     options = [f"--{name}" for name, chosen in {"full": full, "compiled": compiled, "rehearse": rehearse}.items() if chosen]
+    options += ["--profile", profile, *([] if density is None else ["--density", str(density)])]
 
     def start(name: str) -> _Section:
         return _Section(name, [sys.executable, "-m", "parkattn.bench.e2e_turns", "--section", name, "--record", str(record), *options])
@@ -65,12 +73,13 @@ def run_all(
 
 
 def run_and_tabulate(record: Path | None, **options: Any) -> tuple[dict[str, str], list[list[str]]]:
-    """run_all, and the rows of COLUMNS that this run (not an earlier one in the same file) came to."""
+    """run_all, and the rows of columns_of(profile) that this run (not an earlier one in the same file) came to."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "lines.jsonl") if record is None else record
         before = len(_lines(lines))
         outcome = run_all(lines, **options)
-        return outcome, table_rows([json.loads(line) for line in _lines(lines)[before:]])
+        rows = table_rows if options.get("profile", "paper") == "paper" else profile_rows
+        return outcome, rows([json.loads(line) for line in _lines(lines)[before:]])
 
 
 def _lines(path: Path) -> list[str]:
@@ -156,6 +165,54 @@ def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+PROFILE_COLUMNS = (
+    "model",
+    "profile",
+    "density",
+    "dense s",
+    "compiled",
+    "own s",
+    "cold s",
+    "warm s",
+    "reuse s",
+    "anchors",
+    "x stock",
+    "x compiled",
+    "x own",
+    "state GB",
+)
+
+
+def columns_of(profile: str) -> tuple[str, ...]:
+    return COLUMNS if profile == "paper" else PROFILE_COLUMNS
+
+
+def profile_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of PROFILE_COLUMNS per model and profile: its forwards, and 50 steps against three ways to run them dense.
+
+    cold and warm: the forward that builds a plan, an anchor or the paper preset's refresh.
+    """
+
+    def each(values: dict[str, float], unit: str = "") -> list[str]:
+        return [f"{values[way]:.2f}{unit}" if way in values else "" for way in BASELINES]
+
+    rows = []
+    for line in lines:
+        if line.get("benchmark") == "e2e profile":
+            memory, name = line["memory"], line["model"] + (", compiled" if line["compiled"] else "")
+            for profile, run in sorted(line["runs"].items()):
+                anchored = "anchor" in run["steps"]
+                kinds = ("anchor_cold_s", "anchor_warm_s", "reuse_s") if anchored else ("refresh_cold_s", "refresh_warm_s", "plain_reuse_s")
+                won = each(run["speedup"], "x")
+                won[0] += f", bar {line['speed_bar']}" if won[0] and line["speed_bar"] and profile == "fast" else ""
+                state = f"{memory['state_with_guidance_gb' if anchored else 'plans_with_guidance_gb']:.2f}"
+                state += f" of {memory['state_bar_gb']:g}" if memory["state_bar_gb"] else ""
+                density = f"{line['density' if anchored else 'plain_density']:.3f}"
+                times = [f"{line[kind]:.2f}" for kind in kinds]
+                rows.append([name, profile, density, *each(line["baselines"]), *times, str(run["steps"].get("anchor", "")), *won, state])
+    return rows
+
+
 def wait_for_turn() -> float:
     """In a section's process: the seconds it is given."""
     _say(READY)
@@ -178,14 +235,16 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--profile", choices=list(ParkConfig.PROFILES), default="paper")
+    parser.add_argument("--density", type=float)
     parser.add_argument("--budget", type=float, default=1200)
     asked = parser.parse_args()
-    chosen = {"full": asked.full, "compiled": asked.compiled, "rehearse": asked.rehearse}
+    chosen = {name: getattr(asked, name) for name in ("full", "compiled", "rehearse", "profile", "density")}
     if asked.section:
         run_section(asked.section, asked.record, **chosen, turn=wait_for_turn)
         return
     outcome, rows = run_and_tabulate(asked.record, only=asked.only, **chosen, budget_s=asked.budget)
-    for row in (COLUMNS, *rows):
+    for row in (columns_of(asked.profile), *rows):
         _say("  ".join(f"{cell:>12}" for cell in row))
     sys.exit(any(result != "passed" for result in outcome.values()))
 
