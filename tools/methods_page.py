@@ -49,7 +49,7 @@ def _cost(entry: MethodEntry, costs: list[dict]) -> str:
         f"{row['shape']}: plan {row['plan_ms']:.1f} ms, attention {row['attend_ms']:.1f} ms at density {row['density']:.2f}"
         for row in rows
     )
-    return f"On one H200, Gaussian mixtures, defaults ({said}; `park bench methods` measures it, `benchmarks/results/gpu_methods.jsonl` has it).\n"
+    return f"On one H200, Gaussian mixtures, defaults ({said}; `benchmarks/results/gpu_methods.jsonl`, by a script with the calls of `park bench methods`).\n"
 
 
 def _settings(entry: MethodEntry) -> str:

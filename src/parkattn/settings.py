@@ -1,7 +1,7 @@
 """How methods are set: small frozen groups of fields, which a method's config inherits, checked when a value is made.
 
 @dataclass(frozen=True, kw_only=True)
-class MyConfig(Selection, When, Correction, Running, MethodConfig):
+class MyConfig(Selection, PlannedConfig):
     tile: int = 128
 """
 

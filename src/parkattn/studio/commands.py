@@ -28,7 +28,9 @@ Preset = Annotated[
         "--preset", "--profile", help="quality, fast or paper, or a model's settings by name (park presets); the model's when not given."
     ),
 ]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One PARK setting, e.g. top_p=0.8; repeatable.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
 Height = Annotated[int | None, typer.Option()]
