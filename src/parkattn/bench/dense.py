@@ -19,9 +19,10 @@ from parkattn.backend.triton import TritonBackend, triton_backend
 from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import HUNYUAN, TINY, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
 from parkattn.bench.timing import Call, extra_mb, free_memory, steady_ms
+from parkattn.park import ParkConfig
 from parkattn.residual import factor
 
-RANK = 8
+RANK = ParkConfig.profile("fast").residual_rank
 DENSITY = 0.10
 DENSE_BAR, RESIDUAL_BAR = 0.88, 0.03
 
