@@ -222,10 +222,12 @@ def test_a_run_of_a_profile_is_composed_of_its_anchors(fast):
     found = e2e_profile.measure_profile(fast)
     assert list(found["runs"]) == ["fast", "quality", "paper"], "forwards of fast and quality are the same at a fixed density"
     for name in ("fast", "quality"):
-        anchors = len(anchor_steps(ParkConfig.PROFILES[name]["anchors"], e2e.RUN_STEPS))
+        planned = anchor_steps(ParkConfig.PROFILES[name]["anchors"], e2e.RUN_STEPS)
+        dense = sum(step + 1 in planned for step in planned)  # an anchor before an anchor builds no plan
+        anchors, reuse = len(planned) - dense, e2e.RUN_STEPS - len(planned)
         run = found["runs"][name]
-        assert run["steps"] == {"anchor": anchors, "reuse": 50 - anchors}
-        park_s = found["anchor_cold_s"] + (anchors - 1) * found["anchor_warm_s"] + (50 - anchors) * found["reuse_s"]
+        assert run["steps"] == {"dense": dense, "anchor": anchors, "reuse": reuse}
+        park_s = dense * found["own_dense_s"] + found["anchor_cold_s"] + (anchors - 1) * found["anchor_warm_s"] + reuse * found["reuse_s"]
         assert run["park_s"] == pytest.approx(park_s)
         assert run["speedup"] == {way: pytest.approx(50 * dense_s / park_s) for way, dense_s in found["baselines"].items()}
     assert found["runs"]["paper"]["steps"] == {"dense": 10, "refresh": 4, "reuse": 36}
@@ -249,14 +251,14 @@ def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_compo
     whole = ["e2e profile run", "e2e profile run", "e2e decode"]
     assert [line["benchmark"] for line in lines] == ["e2e forward"] * 11 + ["e2e profile", *whole]
     assert {line["profile"] for line in lines} == {"fast"}
-    assert lines[12]["calls"] == lines[12]["expected_calls"] == {"dense": 0, "refresh": 0, "reuse": 84, "anchor": 16}
+    assert lines[12]["calls"] == lines[12]["expected_calls"] == {"dense": 2, "refresh": 0, "reuse": 86, "anchor": 12}
     assert lines[12]["composed_s"] == lines[11]["runs"]["fast"]["park_s"]
-    assert set(lines[12]["median_step_s"]) == {"anchor", "reuse"}
+    assert set(lines[12]["median_step_s"]) == {"dense", "anchor", "reuse"}
     rows = e2e_turns.profile_rows(lines)
     assert [row[:2] for row in rows] == [["wan2.1-1.3b", name] for name in ("fast", "paper", "quality")]
     assert {len(row) for row in rows} == {len(e2e_turns.columns_of("fast"))}
     assert rows[0][10].endswith("x, bar 3.0") and rows[1][10].endswith("x")
-    assert [row[9] for row in rows] == ["8", "", "14"]
+    assert [row[9] for row in rows] == ["6", "", "8"]
     assert e2e_turns.table_rows(lines) == [], "the figures of the paper preset stay those of its own call"
     assert "a lower residual_rank takes" in capfd.readouterr().out
 

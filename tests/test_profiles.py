@@ -64,7 +64,8 @@ def test_a_pipeline_runs_a_profile_with_guidance_and_says_what_was_an_anchor(exp
         out, report = tiny.run_wan(pipe, steps=8, guidance_scale=3.0), session.summary()
         wanted = set(anchor_steps(anchor_count(ParkConfig.profile("quality"), 8), 8))
         assert wanted <= set(report.steps["anchor"]) and len(report.steps["anchor"]) <= len(wanted) + experts - 1
-        assert report.calls["anchor"] + report.calls["reuse"] == sum(report.calls.values())
+        # in 8 steps plans do not reach from anchor to anchor
+        assert report.calls["dense"] == 0 < report.calls["refresh"]
         assert report.peak_state_bytes > 0 and report.state_bytes == 0
     assert out.isfinite().all() and not torch.equal(out, stock)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from parkattn.backend import attend_planned, planning, resolve_for
 from parkattn.borders import fitting_multiple
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite, shown
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite, expect_fraction, shown
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.retrieval import ESTIMATORS, kept_mass, select_top_k, select_top_p
-from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
+from parkattn.settings import LONG_VIDEO, Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite
 
 # section "Implementations" of the paper; Wan and HunyuanVideo differ in the number of key blocks only
@@ -28,7 +28,7 @@ _PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_i
 # not the paper's: borders where the attention kernel's tiles begin (DESIGN.md, "Block borders"); 1 and 1 give the paper's blocks
 _BORDERS = {"query_multiple": 64, "key_multiple": 32}
 # not the paper's: what stands in for skipped blocks (docs/corrections.md)
-_CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32, "share_branches": True}
+_CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32, "share_branches": True, "own_dense": True}
 _BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
 
 
@@ -38,6 +38,10 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
 
     importance: Literal["pama", "query-centroid", "full-key", "exact"] = "pama"
     """How much attention a query block gives to a key block: per query (pama), by the mean query, by all keys, or exactly."""
+    short_top_p: float | None = None
+    """top_p below 16,384 tokens, where attention is a smaller part of a step and each block a larger part of it; None: top_p."""
+    refresh_top_p: float | None = None
+    """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at anchors."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "wan2.1-1.3b": {**_PAPER, **_BORDERS, "key_clusters": 512},
@@ -48,13 +52,31 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
 
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
-        "quality": {**_CORRECTED, "top_p": 0.7, "anchors": 14},
-        "fast": {**_CORRECTED, "top_p": 0.4, "anchors": 8},
+        "quality": {**_CORRECTED, "top_p": 0.85, "refresh_top_p": 0.9, "anchors": 12},
+        "fast": {**_CORRECTED, "top_p": 0.5, "short_top_p": 0.65, "refresh_top_p": 0.8, "anchors": 7},
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_choice("importance", self.importance, ESTIMATORS)
+        for name in ("short_top_p", "refresh_top_p"):
+            if getattr(self, name) is not None:
+                expect_fraction(name, getattr(self, name), zero=False)
+                if self.top_p is None:
+                    raise ValueError(f"{name}: expected None beside top_k={self.top_k}, got {getattr(self, name)}; leave out one of them.")
+
+    def top_p_for(self, tokens: int) -> float | None:
+        """The share of attention that is kept of this many queries."""
+        return self.short_top_p if self.short_top_p is not None and tokens < LONG_VIDEO else self.top_p
+
+    @classmethod
+    def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
+        """What is wanted ("paper", "quality", "fast"), with the settings of a model underneath. A budget among `changes` is the only one."""
+        return super().profile(name, model=model, **_one_budget(changes))
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values. A budget among them is the only one."""
+        return super().replace(**_one_budget(changes))
 
     @classmethod
     def for_model(cls, name: str | None, **changes: Any) -> Self:
@@ -63,6 +85,11 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
         long_video = preset["query_clusters"], preset["key_clusters"]
         settings = {field: value for field, value in preset.items() if field not in _BLOCK_FIELDS}
         return cls.from_dict({**settings, "long_video_blocks": long_video, **changes})
+
+
+def _one_budget(changes: dict[str, Any]) -> dict[str, Any]:
+    """Whoever sets top_p or top_k means it for every video and every plan."""
+    return {"short_top_p": None, "refresh_top_p": None, **changes} if {"top_p", "top_k"} & changes.keys() else changes
 
 
 class ParkPlanner:
@@ -100,8 +127,9 @@ class ParkPlanner:
         if config.top_k is not None:
             mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
         else:
-            assert config.top_p is not None
-            mask = select_top_p(importance, config.top_p, sizes=keys.sizes, floor=config.floor)
+            share = config.top_p_for(q.shape[2])
+            assert share is not None
+            mask = select_top_p(importance, share, sizes=keys.sizes, floor=config.floor)
         return Plan(
             query_blocks,
             key_blocks,
@@ -175,7 +203,8 @@ class Park(PlannedMethod):
 
     def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
         config = _expect_config(config)
-        super().__init__(name, ParkPlanner(config), config)
+        lone = None if config.refresh_top_p is None else config.replace(top_p=config.refresh_top_p, short_top_p=None)
+        super().__init__(name, ParkPlanner(config), config, between=None if lone is None else ParkPlanner(lone))
 
 
 def _expect_config(config: ParkConfig | None) -> ParkConfig:

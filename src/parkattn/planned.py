@@ -53,9 +53,12 @@ class PlannedMethod:
         *,
         schedule: Scheduling | None = None,
         repair: Repair | None = None,
+        between: Planner | None = None,
     ) -> None:
+        """between: makes the plans between anchors, which no residual accompanies; `planner` where left out."""
         self.name = name
         self.planner = planner
+        self.between = between or planner
         self.config = config
         self.schedule = schedule or (Schedule(config) if config.anchor_error is None else AdaptiveSchedule(config))
         self.repair = repair
@@ -86,7 +89,7 @@ class PlannedMethod:
             return self._anchor(phase, q, k, v, site, backend, held)
         residual = None
         if phase.name == "refresh" or held is None:
-            plan = self._plan(q, k, site, backend, held)
+            plan = self._plan(q, k, site, backend, held, self.between if self.config.anchors is not None else self.planner)
             self.plans.put(plan_key(site), plan, site.step, site.text)
         else:
             plan, residual = held.plan, held.residual
@@ -105,7 +108,7 @@ class PlannedMethod:
         self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
-        plan = self._plan(q, k, site, backend, held)
+        plan = self._plan(q, k, site, backend, held, self.planner)
         kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
         rank = self.config.rank_for(q.shape[2])
         if rank:
@@ -128,7 +131,7 @@ class PlannedMethod:
             by = ""
         return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2]), backend=by))
 
-    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None) -> Plan:
+    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None, planner: Planner) -> Plan:
         """A new plan, or with `share_branches` the one that another branch made at this step."""
         if self.config.share_branches:
             sibling = self.plans.sibling(plan_key(site), site.step)
@@ -136,7 +139,7 @@ class PlannedMethod:
             usable = other is not None and other.plan.fits(q, k) and other.text == site.text
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
                 return other.plan
-        return make_plan(q, k, self.planner, site, None if held is None else held.plan, self.config.check_finite)
+        return make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
         """The method's own sparse output, from that of the kept blocks."""
@@ -146,13 +149,16 @@ class PlannedMethod:
         return {"scale": site.scale, "compensate": self.config.compensate}
 
     def _usable(self, phase: Phase, q: Tensor, k: Tensor, site: CallSite, backend: Backend) -> tuple[Phase, HeldPlan | None]:
-        """The plan held for this call, or a phase that says why there is none. A plan with a residual is built at an anchor."""
+        """The plan held for this call, or a phase that says why there is none.
+
+        With a residual a first plan is built at an anchor, and without a schedule of anchors every plan is.
+        """
         held = self.plans.get(plan_key(site), backend.arrange, site.key_valid)
         if held is not None and not held.plan.fits(q, k):
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
             phase, held = Phase("refresh", "text or padding changed"), None
-        if phase.name == "refresh" and self.config.rank_for(q.shape[2]):
+        if phase.name == "refresh" and self.config.rank_for(q.shape[2]) and (held is None or self.config.anchors is None):
             phase = Phase("anchor", phase.reason)
         return phase, held
 

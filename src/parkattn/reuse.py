@@ -81,7 +81,13 @@ class Schedule:
         steps = anchor_steps(anchor_count(self.when, site.total_steps), *_levels(site))
         # anchors that a cache skipped are made up at the next step that runs
         due = [step for step in steps if (-1 if last is None else last) < step <= site.step]
-        return Phase("anchor", f"anchor step {due[-1]}") if due and last is not None else unanchored(site, last)
+        if site.step in steps and site.step + 1 in steps:
+            return Phase("dense", f"anchor step {site.step}, whose plan no step would use: the next is an anchor too")
+        if due and last is not None:
+            return Phase("anchor", f"anchor step {due[-1]}")
+        if last is not None and last <= site.step and outlived(self.when, last, site):
+            return Phase("refresh", f"the plan of step {last} is from another noise level")
+        return unanchored(site, last)
 
 
 class AdaptiveSchedule:
@@ -167,15 +173,16 @@ def unanchored(site: CallSite, last: int | None) -> Phase:
 
 
 def anchor_count(when: When, total_steps: int | None) -> int:
-    """Anchors of a run: as many per unit of sqrt(steps) as in a run of reference_steps.
+    """Anchors of a run: the same share of its steps as in a run of reference_steps, rounded up.
 
-    A run of fewer steps passes the same noise levels in longer strides: with as many anchors in proportion each would serve a
-    longer stretch of the run, with as many in number each would cost more of it. Between the two lies the square root.
+    A run of fewer steps passes the same noise levels in longer strides, so each anchor serves a longer stretch of them:
+    what a plan and its residual do not reach is planned again without an anchor (`outlived`).
     """
     if total_steps is None:
         raise ValueError("total_steps: expected the number of steps, got None; pass it, or set anchors=None.")
     assert when.anchors is not None
-    return max(1, min(total_steps, round(when.anchors * min(1.0, math.sqrt(total_steps / when.reference_steps)))))
+    # 1e-9 because 10 * 15 / 50 must stay 3
+    return max(1, min(total_steps, math.ceil(when.anchors * min(1.0, total_steps / when.reference_steps) - 1e-9)))
 
 
 # the last share of a run has no anchor of its own: what is wrong there has no later step to grow in
@@ -189,8 +196,7 @@ def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] |
     Between two steps attention changes about as much as the log of signal to noise does (docs/corrections.md).
     """
     reached = log_signal_to_noise(total_steps, noise_levels)
-    last = min(total_steps - 1, total_steps * (1 - UNANCHORED))
-    end = reached[math.floor(last)] * (1 - last % 1) + reached[math.ceil(last)] * (last % 1)
+    end = _anchored_until(reached)
     steps = [0]
     for j in range(1, min(count, total_steps)):
         wanted = reached[0] + (end - reached[0]) * j / count
@@ -202,6 +208,30 @@ def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] |
         steps[j] = min(steps[j], latest)
         latest = steps[j] - 1
     return tuple(steps)
+
+
+# a plan and its residual serve up to this many times the distance between the anchors of a run of reference_steps
+REACH = 1.5
+
+
+def outlived(when: When, last: int, site: CallSite) -> bool:
+    """Whether a plan of step `last` is too old at this step: further away, in log signal-to-noise, than REACH anchors lie apart.
+
+    Never in a run of reference_steps or more. What the last share of a run does has no later step to grow in.
+    """
+    total, levels = _levels(site)
+    assert when.anchors is not None
+    if total >= when.reference_steps:
+        return False
+    reached = log_signal_to_noise(total, levels)
+    end = _anchored_until(reached)
+    return min(reached[site.step], end) - min(reached[last], end) > REACH * (end - reached[0]) / when.anchors
+
+
+def _anchored_until(reached: list[float]) -> float:
+    """The log signal-to-noise up to which a run has anchors."""
+    last = min(len(reached) - 1, len(reached) * (1 - UNANCHORED))
+    return reached[math.floor(last)] * (1 - last % 1) + reached[math.ceil(last)] * (last % 1)
 
 
 def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
