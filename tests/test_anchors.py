@@ -22,7 +22,7 @@ def phases(when: ParkConfig, total: int, *, levels=None, ran=None, schedule=None
     schedule, last, names = schedule or Schedule(when), None, []
     for step in ran or range(total):
         name = schedule.phase(CallSite(step=step, total_steps=total, noise_levels=levels), History(last)).name
-        last = step if name == "anchor" else last
+        last = step if name in ("anchor", "refresh") else last
         names.append(name)
     return names
 
@@ -78,11 +78,52 @@ def test_a_run_with_anchors_is_anchors_and_reuse_and_nothing_else():
     assert set(names) == {"anchor", "reuse"}
 
 
-def test_shorter_runs_have_fewer_anchors_but_more_than_in_proportion():
-    when = ParkConfig(anchors=8)
-    counts = [anchor_count(when, total) for total in RUNS]
-    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == counts[-2] == 8
-    assert all(8 * total / 50 <= count <= max(1, total) for total, count in zip(RUNS[2:6], counts[2:6], strict=True))
+def test_an_anchor_right_before_another_builds_no_plan():
+    names = phases(ParkConfig(anchors=12), 50)
+    planned = anchor_steps(12, 50)
+    assert {step for step, name in enumerate(names) if name == "dense"} == {step for step in planned if step + 1 in planned} != set()
+    skipped = [step for step in range(50) if step != 1]
+    assert phases(ParkConfig(anchors=12), 50, ran=skipped)[:2] == ["dense", "dense"], "step 2, whose next is an anchor too"
+
+
+def test_shorter_runs_spend_the_same_share_on_anchors_rounded_up():
+    counts = [anchor_count(ParkConfig(anchors=8), total) for total in RUNS]
+    assert counts == [max(1, math.ceil(8 * min(total, 50) / 50)) for total in RUNS]
+    assert anchor_count(ParkConfig(anchors=10), 15) == 3, "10 * 15 / 50 is 3 and not a little more"
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 12.0])
+@pytest.mark.parametrize("anchors", [1, 3, 7, 12, 30, 50])
+def test_plans_of_a_run_of_full_length_reach_the_next_anchor(anchors, shift):
+    for total in (50, 80):
+        assert "refresh" not in phases(ParkConfig(anchors=anchors), total, levels=flow_levels(total, shift))
+
+
+@pytest.mark.parametrize("total", [4, 8, 16])
+@pytest.mark.parametrize("anchors", [7, 12])
+def test_no_plan_of_a_short_run_is_used_further_away_than_its_reach(anchors, total):
+    levels = flow_levels(total, 3.0)
+    reached = log_signal_to_noise(total, levels)
+    names, last = phases(ParkConfig(anchors=anchors), total, levels=levels), 0
+    end = total * (1 - 1 / 9)
+    for step, name in enumerate(names):
+        last = step if name in ("anchor", "refresh") else last
+        if name == "reuse" and step <= end:
+            assert reached[step] - reached[last] <= 1.5 * (reached[min(math.ceil(end), total - 1)] - reached[0]) / anchors
+    assert "refresh" in names
+
+
+def test_a_plan_between_anchors_has_its_own_budget_and_no_residual():
+    random = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 60, 16, generator=random).unbind(0)
+    config = ParkConfig.profile("fast", query_clusters=3, key_clusters=12, top_p=0.3).replace(refresh_top_p=1.0)
+    park = Park(config)
+    made = [park(q, k, v, CallSite(step=step, total_steps=4)).stats for step in range(4)]
+    assert [stats.phase for stats in made] == ["anchor", "refresh", "refresh", "refresh"]
+    assert all(stats.density.item() == 1.0 for stats in made[1:])
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    # with a stale residual added it would not be dense attention
+    torch.testing.assert_close(park(q, k, v, CallSite(step=3, total_steps=4)).out, exact)
 
 
 def test_an_anchor_that_a_cache_skipped_is_made_up_at_the_next_step_that_runs():

@@ -78,3 +78,13 @@ def test_padded_text_keeps_its_residual():
     # everything is kept: anchors, plans and residuals of zero change nothing but rounding
     torch.testing.assert_close(out, stock, rtol=1e-3, atol=1e-3)
     assert report.calls["anchor"] > 0 and report.calls["reuse"] > 0
+
+
+def test_a_budget_of_ones_own_holds_for_every_video_and_every_plan():
+    shipped = ParkConfig.profile("fast")
+    assert shipped.top_p_for(100) == shipped.short_top_p != shipped.top_p == shipped.top_p_for(20_000)
+    for own in (ParkConfig.profile("fast", top_p=0.6), shipped.replace(top_p=0.6)):
+        assert own.top_p_for(100) == own.top_p_for(20_000) == 0.6 and own.refresh_top_p is None
+    assert shipped.replace(top_p=None, top_k=0.1).refresh_top_p is None
+    with pytest.raises(ValueError, match="short_top_p: expected None beside top_k"):
+        ParkConfig(top_p=None, top_k=0.1, short_top_p=0.5)
