@@ -67,7 +67,7 @@ def main() -> None:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(folder, filter="data")
         workers = {"before": start(Path(folder) / "src"), "now": start(ROOT / "src")}
-        names = [worker.stdout.readline().strip().split(",") for worker in workers.values() if worker.stdout][0]
+        names = [worker.stdout.readline().strip().split(",") for worker in workers.values() if worker.stdout].pop()
         times: dict[tuple[str, str], list[float]] = {}
         for _ in range(asked.rounds):
             for name in names:
