@@ -83,6 +83,7 @@ def prose_of(text: str) -> str:
 def tiny_models(monkeypatch, tmp_path):
     """Large models are tiny random ones, at a small size, on the CPU; a page writes into a folder of its own."""
     diffusers = pytest.importorskip("diffusers")
+    pytest.importorskip("av")
     import tiny_pipelines as tiny
 
     class TinyWan(diffusers.WanPipeline):

@@ -1,6 +1,6 @@
 """Writes docs/methods.md and, for every method, a page and a picture in docs/methods.
 
-No figure is typed in: settings come from the configs, costs from benchmarks/results, masks from the small model.
+No figure is typed in: settings come from the configs, costs from benchmarks/results, masks from the methods.
 
 python tools/methods_page.py             texts and pictures (minutes on a CPU)
 python tools/methods_page.py texts       texts alone
@@ -13,17 +13,22 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parkattn import CallSite, make_method, methods
+from parkattn import METHODS, CallSite, PlannedMethod, make_method, methods
 from parkattn.files import write_atomically
+from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig, PlannedConfig
 
 if TYPE_CHECKING:
     from page_svg import Picture
+    from torch import Tensor
+
+    from parkattn.plan import Blocks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -32,8 +37,8 @@ INDEX = """# Methods
 
 PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
 `park compare --methods dense,NAME` shows it beside dense attention. All of them attend through the same kernels, at
-their authors' settings. Every page has the mask that the method chooses in the small model of the package. The pages
-are written by `tools/methods_page.py`.
+their authors' settings. Every page has the mask that the method chooses, in the small model of the package where it
+looks at tokens. The pages are written by `tools/methods_page.py`.
 """
 ABOUT = {
     "dense": "Dense attention computes every pair of tokens. Nothing is planned and nothing is left out. The"
@@ -71,6 +76,9 @@ ABOUT = {
     "radial": "Radial Attention narrows the band between two frames as they lie further apart. The mask"
     " depends on the grid alone.",
 }
+# pictures at other settings or sizes than a method's defaults in the small model, where that would show every pair
+DRAWN_WITH: dict[str, dict[str, Any]] = {"sparge": {"topk": 0.5}}
+OF_THE_GRID, GRID = ("sta", "radial"), (30, 32, 32)
 SHAPES = {"wan-14b": "Wan2.1-14B, 720p", "hunyuan": "HunyuanVideo, 720p"}
 
 
@@ -93,7 +101,7 @@ def _page(entry: MethodEntry, module: Any, costs: list[dict[str, Any]]) -> str:
     parts = [
         f"# {entry.name}\n",
         f"{ABOUT[entry.name]}{paper}\n",
-        f"![Mask of {entry.name} in one head of the small model]({entry.name}.svg)\n",
+        f"![Mask of {entry.name} in one head]({entry.name}.svg)\n",
         "Each dot is a group of query tokens (rows) by a group of key tokens (columns), in the order of the video:"
         " the darker, the more of its pairs are computed.\n",
         _run(entry),
@@ -196,28 +204,45 @@ def field_docstrings(kind: type) -> dict[str, str]:
 
 
 def picture(name: str) -> Picture:
-    """The mask of a method in one head of the small model, in token order, at the method's defaults."""
+    """The mask of a method in one head, in token order: of the small model, or of a grid where that alone decides."""
     import torch
-    from concepts_page import STEP, captured
+    from concepts_page import LAYER, STEP, captured, one_head
     from page_svg import Picture, shades
 
-    call, cells, side = captured()[STEP], 128, 300
-    assert call.site.values is not None
-    site = CallSite(step=25, total_steps=50, grid=call.site.grid, values=call.site.values)
-    stats = make_method(name)(call.q, call.k, call.site.values, site).stats
-    if stats.plan is None:
-        kept = torch.ones(call.q.shape[2], call.k.shape[2])
+    cells, side = 128, 300
+    changes = DRAWN_WITH.get(name, {})
+    method = make_method(name, METHODS[name].config(**changes))
+    if name in OF_THE_GRID:
+        grid, q, k, v = GRID, *(torch.zeros(1, 1, math.prod(GRID), 16) for _ in range(3))
     else:
-        rows, columns = stats.plan.queries.labels[0, 0].long(), stats.plan.keys.labels[0, 0].long()
-        kept = stats.plan.mask[0, 0][rows][:, columns].float()
-    share = torch.nn.functional.adaptive_avg_pool2d(kept[None], cells)[0]
-    density = f"{kept.mean():.2f}"
-    said = f"{name}: {call.q.shape[2]:,} tokens of {call.site.grid[0]} latent frames, one head, density {density}"
-    drawn = Picture(side + 40, side + 62, f"Mask of {name}", said)
-    drawn.text(20, 22, f"{name}, density {density}", size=13)
-    drawn.raster(20, 34, side, side, shades(share.numpy()))
-    drawn.text(20 + side / 2, side + 52, "keys, in the order of the video", size=11, anchor="middle")
+        grid, (q, k, v) = captured()[STEP].site.grid, one_head()
+    assert grid is not None
+    if isinstance(method, PlannedMethod):
+        site = CallSite(layer=LAYER, step=25, total_steps=50, grid=grid, values=v)
+        plan = make_plan(q, k, method.planner, site, None)
+        rows, columns = _shares(plan.queries, cells), _shares(plan.keys, cells)
+        share, density = rows @ plan.mask[0, 0].float() @ columns.mT, f"{plan.density().item():.2f}"
+    else:
+        share, density = torch.ones(cells, cells), "1.00"
+    set_to = "".join(f", {field}={value!r}" for field, value in changes.items())
+    frames, height, width = grid
+    said = f"{name}{set_to}: one head, {frames} latent frames of {height} x {width} tokens, density {density}"
+    drawn = Picture(side + 40, side + 76, f"Mask of {name}", said)
+    drawn.text(20, 20, f"{name}{set_to}: density {density}", size=13)
+    drawn.text(20, 36, f"{frames} latent frames of {height} x {width} tokens", size=11)
+    drawn.raster(20, 46, side, side, shades(share.numpy()))
+    drawn.text(20 + side / 2, side + 64, "keys, in the order of the video", size=11, anchor="middle")
     return drawn
+
+
+def _shares(blocks: Blocks, cells: int) -> Tensor:
+    """[cells, blocks]: of the tokens in each of `cells` equal stretches of the sequence, the share in each block."""
+    import torch
+
+    labels = blocks.labels[0, 0].long()
+    place = torch.arange(len(labels)) * cells // len(labels)
+    counts = torch.zeros(cells, blocks.count).index_put_((place, labels), torch.ones(len(labels)), accumulate=True)
+    return counts / counts.sum(-1, keepdim=True)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,11 @@ from parkattn.checks import (
 )
 
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
+"""Who computes."""
 KeyMetricName = Literal["query-response", "euclidean"]
+"""What the distance of two keys is."""
 MetricRoot = Literal["cholesky", "sqrt"]
+"""How a root of the metric is found."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 KEY_METRICS: tuple[KeyMetricName, ...] = get_args(KeyMetricName)
 METRIC_ROOTS: tuple[MetricRoot, ...] = get_args(MetricRoot)
