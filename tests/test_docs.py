@@ -274,6 +274,12 @@ def test_pictures_of_the_concepts_are_what_their_tool_draws():
         assert described(DOCS / f"pictures/{name}.svg") == concepts_page.DRAWN[name]().description
 
 
+@pytest.mark.parametrize("name", methods_page.OF_THE_GRID)
+def test_masks_that_depend_on_the_grid_alone_are_what_their_method_chooses(name):
+    pytest.importorskip("diffusers")
+    assert described(DOCS / f"methods/{name}.svg") == methods_page.picture(name).description
+
+
 def test_the_picture_of_the_scaling_is_the_recorded_one():
     recorded = ROOT / "benchmarks/results/gpu_scaling.svg"
     assert (DOCS / "pictures/gpu_scaling.svg").read_bytes() == recorded.read_bytes(), f"copy {recorded}"
