@@ -248,12 +248,12 @@ def test_every_page_is_in_the_navigation():
 # What pages are made from -------------------------------------------------------------------------------------
 
 
-def test_pages_of_the_methods_are_what_their_tool_writes():
+def test_pages_of_methods_and_profiles_are_what_their_tool_writes():
     written = methods_page.pages()
     for name, text in written.items():
         assert (DOCS / name).read_text() == text, "run python tools/methods_page.py texts"
     there = {path.relative_to(DOCS).as_posix() for path in (DOCS / "methods").glob("*.md")}
-    assert there == written.keys() - {"methods.md"}
+    assert there == written.keys() - {"methods.md", "profiles.md"}
 
 
 def test_every_method_has_a_paragraph_and_a_picture_of_its_own():
@@ -283,18 +283,6 @@ def test_masks_that_depend_on_the_grid_alone_are_what_their_method_chooses(name)
 def test_the_picture_of_the_scaling_is_the_recorded_one():
     recorded = ROOT / "benchmarks/results/gpu_scaling.svg"
     assert (DOCS / "pictures/gpu_scaling.svg").read_bytes() == recorded.read_bytes(), f"copy {recorded}"
-
-
-def test_the_table_of_the_profiles_is_that_of_the_config_and_of_the_records():
-    from parkattn.bench.frontier import read_records, tabulate
-
-    text = (DOCS / "tuning.md").read_text()
-    for name, changes in parkattn.ParkConfig.PROFILES.items():
-        sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items()) or "the settings of the paper"
-        assert f"| {name} | {sets} |" in text
-    for row in tabulate(read_records(ROOT / "benchmarks/results/frontier.jsonl")):
-        counted = f"| {row['setting']} | {row['guidance']:g} | {row['runs']} | {row['cost']:.1%} "
-        assert counted + f"| {row['psnr']:.1f} dB | {row['worst_psnr']:.1f} dB |" in text
 
 
 def test_versions_in_the_docs_are_the_bounds_of_the_package():

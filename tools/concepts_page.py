@@ -1,6 +1,7 @@
 """Pictures of docs/concepts.md, computed from one video of the small model in the package: docs/pictures/*.svg.
 
-python tools/concepts_page.py
+python tools/concepts_page.py                  all of them (minutes on a CPU)
+python tools/concepts_page.py reuse anchors    some of them
 """
 
 from __future__ import annotations
@@ -254,6 +255,7 @@ DRAWN = {
 
 
 if __name__ == "__main__":
-    for name, draw in DRAWN.items():
-        draw().write(PICTURES / f"{name}.svg")
-    sys.stdout.write(f"wrote {len(DRAWN)} pictures to docs/pictures\n")
+    names = sys.argv[1:] or list(DRAWN)
+    for name in names:
+        DRAWN[name]().write(PICTURES / f"{name}.svg")
+    sys.stdout.write(f"wrote {', '.join(names)} to docs/pictures\n")

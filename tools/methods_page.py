@@ -1,4 +1,4 @@
-"""Writes docs/methods.md and, for every method, a page and a picture in docs/methods.
+"""Writes docs/profiles.md, docs/methods.md and, for every method, a page and a picture in docs/methods.
 
 No figure is typed in: settings come from the configs, costs from benchmarks/results, masks from the methods.
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parkattn import METHODS, CallSite, PlannedMethod, make_method, methods
+from parkattn.bench.frontier import read_records, tabulate
 from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RECORDS = ROOT / "benchmarks/results/gpu_methods.jsonl"
+FRONTIER = ROOT / "benchmarks/results/frontier.jsonl"
 INDEX = """# Methods
 
 PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
@@ -40,6 +42,19 @@ PARK and the methods that it is compared with. `park methods` lists them, `enabl
 their authors' settings. Every page has the mask that the method chooses, in the small model of the package where it
 looks at tokens. The pages are written by `tools/methods_page.py`.
 """
+PROFILES = """# Profiles
+
+A profile is the dial between speed and quality: `parkattn.enable(pipe, "fast")`, `park generate --profile fast`.
+[Tuning](tuning.md) says which one to take. This page is written by `tools/methods_page.py`.
+"""
+MEASURED = """## What they give
+
+PSNR against the video of dense attention, in the small model at the number of tokens that a video of 720p has
+(`python -m parkattn.bench.frontier`, `benchmarks/results/frontier.jsonl`). "Attention computed" is that of the whole
+run, dense steps included. "Other settings" are those of the record where the profile has changed since.
+
+| profile | guidance | videos | attention computed | PSNR | worst video | other settings |
+|---|---|---|---|---|---|---|"""
 ABOUT = {
     "dense": "Dense attention computes every pair of tokens. Nothing is planned and nothing is left out. The"
     " other methods are measured against it.",
@@ -92,7 +107,28 @@ def pages() -> dict[str, str]:
             budgets = ", ".join(f"`{budget}`" for budget in entry.budgets)
             rows.append(f"| [{entry.name}](methods/{entry.name}.md) | {_line(entry)} | {budgets} | {_paper(entry)} |")
             texts[f"methods/{entry.name}.md"] = _page(entry, module, costs)
-    return {"methods.md": "\n".join([INDEX, *rows]) + "\n", **texts}
+    return {"profiles.md": _profiles(), "methods.md": "\n".join([INDEX, *rows]) + "\n", **texts}
+
+
+def _profiles() -> str:
+    config = METHODS["park"].config
+    lines = ["| profile | sets |", "|---|---|"]
+    for name, changes in config.PROFILES.items():
+        sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
+        lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
+    records = read_records(FRONTIER)
+    measured = []
+    for row in sorted(tabulate(records), key=lambda row: row["guidance"]):
+        recorded = next(record["config"] for record in records if record["setting"] == row["setting"])
+        now = config.profile(row["setting"]).to_dict()
+        set_by_profiles = sorted({field for changes in config.PROFILES.values() for field in changes})
+        other = {field: recorded.get(field) for field in set_by_profiles if recorded.get(field) != now[field]}
+        other = {field: value for field, value in other.items() if field in recorded or now[field] not in (None, False)}
+        measured.append(
+            f"| {row['setting']} | {row['guidance']:g} | {row['runs']} | {row['cost']:.1%} | {row['psnr']:.1f} dB "
+            f"| {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
+        )
+    return "\n".join([PROFILES, *lines, "", MEASURED, *measured]) + "\n"
 
 
 def _page(entry: MethodEntry, module: Any, costs: list[dict[str, Any]]) -> str:
@@ -251,4 +287,4 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["texts"]:
         for method in methods.METHODS:
             picture(method).write(DOCS / f"methods/{method}.svg")
-    sys.stdout.write("wrote docs/methods.md and docs/methods/\n")
+    sys.stdout.write("wrote docs/profiles.md, docs/methods.md and docs/methods/\n")

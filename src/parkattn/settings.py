@@ -244,8 +244,8 @@ class When(MethodConfig):
     share_branches: bool = False
     """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the guidance."""
     anchors: int | None = None
-    """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there and nowhere
-    else. None: the first steps are dense, by the fields above."""
+    """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there, and in
+    shorter runs between two of them where they lie far apart. None: the first steps are dense, by the fields above."""
     anchor_error: float | None = None
     """Put anchors where the measured output error exceeds this, at most `anchors` of them, instead of by a fixed rule."""
 
