@@ -172,8 +172,8 @@ def expect_park(words: list[str]) -> None:
     while words and words[0] in getattr(command, "commands", ()):
         command, words = command.commands[words[0]], words[1:]
     assert not words or not hasattr(command, "commands"), f"park has no command {words[0]}"
-    if words:
-        command.make_context("park", list(words))
+    if words:  # a single capital stands for a number
+        command.make_context("park", [re.sub(r"^[A-Z]$", "16", word) for word in words])
 
 
 def commands_in(text: str) -> list[list[str]]:
