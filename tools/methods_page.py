@@ -1,6 +1,9 @@
-"""Writes docs/methods.md: every method with its paper, equations, settings and what its plan costs. No figure is typed in.
+"""Writes docs/profiles.md, docs/methods.md and, for every method, a page and a picture in docs/methods.
 
-python tools/methods_page.py
+No figure is typed in: settings come from the configs, costs from benchmarks/results, masks from the methods.
+
+python tools/methods_page.py             texts and pictures (minutes on a CPU)
+python tools/methods_page.py texts       texts alone
 """
 
 from __future__ import annotations
@@ -10,64 +13,225 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from parkattn import methods
+from parkattn import METHODS, CallSite, PlannedMethod, make_method, methods
+from parkattn.bench.frontier import read_records, tabulate
 from parkattn.files import write_atomically
+from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
-from parkattn.settings import PlannedConfig
+from parkattn.settings import MethodConfig, PlannedConfig
+
+if TYPE_CHECKING:
+    from page_svg import Picture
+    from torch import Tensor
+
+    from parkattn.plan import Blocks
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 RECORDS = ROOT / "benchmarks/results/gpu_methods.jsonl"
-HEAD = """# Methods
+FRONTIER = ROOT / "benchmarks/results/frontier.jsonl"
+INDEX = """# Methods
 
-`park methods` lists them; `enable(pipe, method=name)` runs one, `park compare --methods dense,NAME` shows it. All of them attend through the
-same kernels, at their authors' settings. This page is written by `tools/methods_page.py`.
+PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
+`park compare --methods dense,NAME` shows it beside dense attention. All of them attend through the same kernels, at
+their authors' settings. Every page has the mask that the method chooses, in the small model of the package where it
+looks at tokens. The pages are written by `tools/methods_page.py`.
 """
+PROFILES = """# Profiles
+
+A profile is the dial between speed and quality: `parkattn.enable(pipe, "fast")`, `park generate --profile fast`.
+[Tuning](tuning.md) says which one to take. This page is written by `tools/methods_page.py`.
+"""
+MEASURED = """## What they give
+
+PSNR against the video of dense attention, in the small model at the number of tokens that a video of 720p has
+(`python -m parkattn.bench.frontier`, `benchmarks/results/frontier.jsonl`). "Attention computed" is that of the whole
+run, dense steps included. "Other settings" are those of the record where the profile has changed since.
+
+| profile | guidance | videos | attention computed | PSNR | worst video | other settings |
+|---|---|---|---|---|---|---|"""
+ABOUT = {
+    "dense": "Dense attention computes every pair of tokens. Nothing is planned and nothing is left out. The"
+    " other methods are measured against it.",
+    "park": "PARK clusters queries and keys into blocks. Keys that the current queries score alike share a"
+    " block (QRKC). Each query spreads its attention over the key blocks, and the mean over a query block says"
+    " which key blocks matter (PAMA). Top-p keeps the important ones. The plan is reused for several steps.",
+    "park-no-pama": "This is an ablation of PARK. One softmax of the mean query stands for the whole query"
+    " block, so queries that disagree are averaged before the softmax instead of after it.",
+    "park-no-qrkc": "This is an ablation of PARK. Keys are clustered by plain Euclidean distance, so a block"
+    " may hold keys that queries score differently.",
+    "centroid": "This is an ablation of PARK without QRKC and without PAMA: Euclidean clusters of keys, ranked"
+    " by the mean query.",
+    "sparge": "SpargeAttn cuts the sequence into tiles and pools each of them to its mean. Products of the"
+    " means rank the pairs. A tile whose tokens point in different directions has no fair mean, so it stays"
+    " dense.",
+    "xattention": "XAttention scores a tile of the attention matrix by the sum along its antidiagonals, which"
+    " touches every row and every column. It keeps tiles up to a share of the estimated attention.",
+    "svg": "Sparse VideoGen holds that a head looks either inside a frame or along one place through time. It"
+    " decides on a few sampled rows which of the two a head is, and gives it a band in that order of the"
+    " tokens.",
+    "svg2": "Sparse VideoGen2 clusters queries and keys by k-means and ranks pairs of clusters by their"
+    " centroids, weighted by the size of the key cluster. It clusters again at every step, from the centroids"
+    " of the step before.",
+    "svoo": "SVOO clusters queries by how keys respond to them and keys by how queries do, in turns. An"
+    " offline profile may say how many blocks each head needs at least.",
+    "svg-ear": "SVG-EAR takes the clusters and the budget of Sparse VideoGen2. It spends the budget where a"
+    " block's mean would be the worst replacement, and lets means stand in for what it skips.",
+    "sparsepr": "SparsePR clusters each side in the metric of the other; its key metric is the same matrix as"
+    " QRKC's. It keeps a fixed share of the keys. A few exact rows then correct the output of all the others.",
+    "sol": "Sol-Attn computes a block exactly where its pooled score stands out from the others of its row,"
+    " and next to the diagonal. All other blocks enter through their means.",
+    "sta": "Sliding tile attention shows each tile of the video a fixed window of neighbouring tiles in time,"
+    " height and width. The mask depends on the grid alone.",
+    "radial": "Radial Attention narrows the band between two frames as they lie further apart. The mask"
+    " depends on the grid alone.",
+}
+# pictures at other settings or sizes than a method's defaults in the small model, where that would show every pair
+DRAWN_WITH: dict[str, dict[str, Any]] = {"sparge": {"topk": 0.5}}
+OF_THE_GRID, GRID = ("sta", "radial"), (30, 32, 32)
+SHAPES = {"wan-14b": "Wan2.1-14B, 720p", "hunyuan": "HunyuanVideo, 720p"}
 
 
-def page() -> str:
+def pages() -> dict[str, str]:
+    """Path below docs -> text."""
     costs = [json.loads(line) for line in RECORDS.read_text().splitlines()]
-    parts = [HEAD]
+    rows = ["| method | what it is | density set by | described in |", "|---|---|---|---|"]
+    texts = {}
     for module in methods.MODULES:
-        about = inspect.getdoc(module) or ""
-        for number, entry in enumerate(module.ENTRIES):
-            parts.append(f"## {entry.name}\n\n{entry.line[0].upper()}{entry.line[1:]}.\n")
-            parts.append(_cost(entry, costs))
-            if number == 0:
-                parts.append(f"```text\n{about}\n```\n")
-                parts.append(_settings(entry))
+        for entry in module.ENTRIES:
+            budgets = ", ".join(f"`{budget}`" for budget in entry.budgets)
+            rows.append(f"| [{entry.name}](methods/{entry.name}.md) | {_line(entry)} | {budgets} | {_paper(entry)} |")
+            texts[f"methods/{entry.name}.md"] = _page(entry, module, costs)
+    return {"profiles.md": _profiles(), "methods.md": "\n".join([INDEX, *rows]) + "\n", **texts}
+
+
+def _profiles() -> str:
+    config = METHODS["park"].config
+    lines = ["| profile | sets |", "|---|---|"]
+    for name, changes in config.PROFILES.items():
+        sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
+        lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
+    records = read_records(FRONTIER)
+    measured = []
+    for row in sorted(tabulate(records), key=lambda row: row["guidance"]):
+        recorded = next(record["config"] for record in records if record["setting"] == row["setting"])
+        now = config.profile(row["setting"]).to_dict()
+        set_by_profiles = sorted({field for changes in config.PROFILES.values() for field in changes})
+        other = {field: recorded.get(field) for field in set_by_profiles if recorded.get(field) != now[field]}
+        other = {field: value for field, value in other.items() if field in recorded or now[field] not in (None, False)}
+        measured.append(
+            f"| {row['setting']} | {row['guidance']:g} | {row['runs']} | {row['cost']:.1%} | {row['psnr']:.1f} dB "
+            f"| {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
+        )
+    return "\n".join([PROFILES, *lines, "", MEASURED, *measured]) + "\n"
+
+
+def _page(entry: MethodEntry, module: Any, costs: list[dict[str, Any]]) -> str:
+    first = module.ENTRIES[0]
+    paper = f" It is described in {_paper(entry)}." if entry.paper else ""
+    parts = [
+        f"# {entry.name}\n",
+        f"{ABOUT[entry.name]}{paper}\n",
+        f"![Mask of {entry.name} in one head]({entry.name}.svg)\n",
+        "Each dot is a group of query tokens (rows) by a group of key tokens (columns), in the order of the video:"
+        " the darker, the more of its pairs are computed.\n",
+        _run(entry),
+        "## What planning costs\n",
+        _cost(entry, costs),
+    ]
+    if entry is not first:
+        parts += ["## Settings\n", f"Those of [{first.name}]({first.name}.md), with {_changes(entry)}.\n"]
+    else:
+        parts += ["## Settings\n", _settings(entry), _presets(entry), "## Definition\n"]
+        parts.append(f"```text\n{inspect.getdoc(module) or ''}\n```\n")
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def _cost(entry: MethodEntry, costs: list[dict]) -> str:
-    rows = [row for row in costs if row["method"] == entry.name]
-    if not rows:
-        return ""
-    said = "; ".join(
-        f"{row['shape']}: plan {row['plan_ms']:.1f} ms, attention {row['attend_ms']:.1f} ms at density {row['density']:.2f}"
-        for row in rows
+def _line(entry: MethodEntry) -> str:
+    return f"{entry.line[0].upper()}{entry.line[1:]}."
+
+
+def _paper(entry: MethodEntry) -> str:
+    """The name that an entry gives, with a link where it is a number of arXiv."""
+    name, found, number = entry.paper.partition("arXiv ")
+    return f"{name}[arXiv {number}](https://arxiv.org/abs/{number})" if found else ("the PARK paper" if name else "")
+
+
+def _run(entry: MethodEntry) -> str:
+    budget = f", {entry.budgets[0]}=0.5" if entry.budgets else ""
+    if entry.name == "radial":  # its budget narrows bands instead of counting blocks
+        budget = ", decay=0.5"
+    return (
+        "```python\nfrom parkattn import CallSite, make_method\nfrom parkattn.scene import clustered_scene\n\n"
+        f'q, k, v, grid, _ = clustered_scene(grid=(4, 16, 16))\nmethod = make_method("{entry.name}")\n'
+        "out, stats = method(q, k, v, CallSite(step=25, total_steps=50, grid=grid))\n"
+        "print(stats.phase, stats.density.mean())\n```\n\n"
+        f'In a pipeline: `parkattn.enable(pipe, method="{entry.name}"{budget})`.\n'
     )
-    return f"On one H200, Gaussian mixtures, defaults ({said}; `benchmarks/results/gpu_methods.jsonl`, by a script with the calls of `park bench methods`).\n"
+
+
+def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
+    rows = [row for row in costs if row["method"] == entry.name]
+    if entry.config is MethodConfig:
+        return "Nothing: there is no plan.\n"
+    if not rows:
+        return "Not measured on a GPU: `benchmarks/results/gpu_methods.jsonl` has no record of it.\n"
+    lines = [
+        f"| {SHAPES[row['shape']]} | {row['plan_ms']:.1f} | {row['plan_MiB']} | {row['attend_ms']:.1f} "
+        f"| {row['density']:.2f} |"
+        for row in rows
+    ]
+    gpus = ", ".join(sorted({row["environment"]["gpu"] for row in rows}))
+    return (
+        f"One layer on one {gpus}, at the defaults, on Gaussian mixtures (`benchmarks/results/gpu_methods.jsonl`,"
+        " made with the calls of `park bench methods`). Density depends on the data: real videos have others.\n\n"
+        "| shape | plan ms | memory of planning MiB | attention ms | density |\n|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _changes(entry: MethodEntry) -> str:
+    """What an ablation sets, asked of the method that it makes."""
+    plain, made = entry.config().to_dict(), make_method(entry.name).config.to_dict()  # type: ignore[attr-defined]
+    return " and ".join(f"`{name}={made[name]!r}`" for name in plain if plain[name] != made[name])
 
 
 def _settings(entry: MethodEntry) -> str:
-    shared = {field.name for field in dataclasses.fields(PlannedConfig)}
-    explained = {name: text for kind in reversed(entry.config.__mro__) for name, text in _docstrings(kind).items()}
+    shared = {field.name: field.default for field in dataclasses.fields(PlannedConfig)}
+    explained = {name: text for kind in reversed(entry.config.__mro__) for name, text in field_docstrings(kind).items()}
     lines = [
-        f"| `{field.name}` | `{field.default!r}` | {explained.get(field.name, '')} |"
+        f"| `{field.name}` | `{field.default!r}` | {explained[field.name]} |"
         for field in dataclasses.fields(entry.config)
-        if field.name not in shared
+        if shared.get(field.name, dataclasses.MISSING) != field.default
     ]
-    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *lines]) + "\n" if lines else ""
+    if not lines:
+        return "None.\n"
+    table = "\n".join(["| setting | default | meaning |", "|---|---|---|", *lines])
+    shared_by_all = "Schedule, corrections and backend are [those of every method](../api/settings.md)"
+    return f"{table}\n\n{shared_by_all} unless they are listed here.\n"
 
 
-def _docstrings(kind: type) -> dict[str, str]:
-    """Field -> the string below it."""
-    if not dataclasses.is_dataclass(kind):
+def _presets(entry: MethodEntry) -> str:
+    if not entry.config.PRESETS:
+        return ""
+    lines = [
+        f"| {name} | {', '.join(f'`{field}={value!r}`' for field, value in changes.items()) or 'the defaults'} |"
+        for name, changes in entry.config.PRESETS.items()
+    ]
+    return "\n".join(["| preset | sets |", "|---|---|", *lines]) + "\n"
+
+
+def field_docstrings(kind: type) -> dict[str, str]:
+    """Field of a class -> the string below it."""
+    if not kind.__module__.startswith("parkattn"):
         return {}
-    body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body[0].body
+    body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     return {
         field.target.id: " ".join(below.value.value.split())
         for field, below in itertools.pairwise(body)
@@ -75,6 +239,52 @@ def _docstrings(kind: type) -> dict[str, str]:
     }
 
 
+def picture(name: str) -> Picture:
+    """The mask of a method in one head, in token order: of the small model, or of a grid where that alone decides."""
+    import torch
+    from concepts_page import LAYER, STEP, captured, one_head
+    from page_svg import Picture, shades
+
+    cells, side = 128, 300
+    changes = DRAWN_WITH.get(name, {})
+    method = make_method(name, METHODS[name].config(**changes))
+    if name in OF_THE_GRID:
+        grid, q, k, v = GRID, *(torch.zeros(1, 1, math.prod(GRID), 16) for _ in range(3))
+    else:
+        grid, (q, k, v) = captured()[STEP].site.grid, one_head()
+    assert grid is not None
+    if isinstance(method, PlannedMethod):
+        site = CallSite(layer=LAYER, step=25, total_steps=50, grid=grid, values=v)
+        plan = make_plan(q, k, method.planner, site, None)
+        rows, columns = _shares(plan.queries, cells), _shares(plan.keys, cells)
+        share, density = rows @ plan.mask[0, 0].float() @ columns.mT, f"{plan.density().item():.2f}"
+    else:
+        share, density = torch.ones(cells, cells), "1.00"
+    set_to = "".join(f", {field}={value!r}" for field, value in changes.items())
+    frames, height, width = grid
+    said = f"{name}{set_to}: one head, {frames} latent frames of {height} x {width} tokens, density {density}"
+    drawn = Picture(side + 40, side + 76, f"Mask of {name}", said)
+    drawn.text(20, 20, f"{name}{set_to}: density {density}", size=13)
+    drawn.text(20, 36, f"{frames} latent frames of {height} x {width} tokens", size=11)
+    drawn.raster(20, 46, side, side, shades(share.numpy()))
+    drawn.text(20 + side / 2, side + 64, "keys, in the order of the video", size=11, anchor="middle")
+    return drawn
+
+
+def _shares(blocks: Blocks, cells: int) -> Tensor:
+    """[cells, blocks]: of the tokens in each of `cells` equal stretches of the sequence, the share in each block."""
+    import torch
+
+    labels = blocks.labels[0, 0].long()
+    place = torch.arange(len(labels)) * cells // len(labels)
+    counts = torch.zeros(cells, blocks.count).index_put_((place, labels), torch.ones(len(labels)), accumulate=True)
+    return counts / counts.sum(-1, keepdim=True)
+
+
 if __name__ == "__main__":
-    write_atomically(ROOT / "docs/methods.md", page().encode())
-    sys.stdout.write("wrote docs/methods.md\n")
+    for path, text in pages().items():
+        write_atomically(DOCS / path, text.encode())
+    if sys.argv[1:] != ["texts"]:
+        for method in methods.METHODS:
+            picture(method).write(DOCS / f"methods/{method}.svg")
+    sys.stdout.write("wrote docs/profiles.md, docs/methods.md and docs/methods/\n")

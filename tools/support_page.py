@@ -119,6 +119,6 @@ Python 3.11 or newer; the environments above have the versions in the record. Te
 {table(("model", "how far"), MODELS)}
 
 Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above.
-`docs/integrate.md` says how each is used. ComfyUI 0.7.0 (acbf08cd60fade74b2e9e5009fa0dcad9538356b): its Wan and HunyuanVideo
-classes, tested on a CPU against its source (`docs/hosts.md`).
+[diffusers](integrate.md) says how each is used. ComfyUI 0.7.0 (acbf08cd60fade74b2e9e5009fa0dcad9538356b): its Wan and
+HunyuanVideo classes, tested on a CPU against its source ([ComfyUI](comfyui.md)).
 """

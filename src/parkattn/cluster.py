@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_count, expect_fraction, expect_heads
 from parkattn.segments import aligned, by_head, compute_dtype, heads, segment_mean, segment_sizes
+from parkattn.settings import METRIC_ROOTS, MetricRoot
 
 
 class Clustering(NamedTuple):
@@ -149,9 +150,9 @@ def stabilise(metric: Tensor, *, alpha: float = 0.05, epsilon: float = 1e-6, s_m
     return (1 - alpha) * metric + (alpha + epsilon) * scale * torch.eye(d, dtype=metric.dtype, device=metric.device)
 
 
-def metric_root(metric: Tensor, kind: str = "cholesky") -> Tensor:
+def metric_root(metric: Tensor, kind: MetricRoot = "cholesky") -> Tensor:
     """R with R R^T = G (eqs. app_query_metric_cholesky, app_query_metric_sqrt); "sqrt" also takes a rank-deficient metric."""
-    expect_choice("root", kind, ("cholesky", "sqrt"))
+    expect_choice("root", kind, METRIC_ROOTS)
     # d x d is small: factor in float64 so that a nearly singular metric costs no accuracy
     exact = metric.double()
     finite = exact.isfinite().all(-1).all(-1)
@@ -176,7 +177,7 @@ def cluster_keys(
     alpha: float = 0.05,
     epsilon: float = 1e-6,
     s_min: float = 1e-12,
-    root: str = "cholesky",
+    root: MetricRoot = "cholesky",
     iterations: int = 10,
     seed: int = 0,
     start: Tensor | None = None,

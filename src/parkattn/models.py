@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Grid = tuple[int, int, int]  # (frames, height, width) in tokens
 
@@ -55,7 +55,7 @@ class ModelRow:
     """
 
     blocks: tuple[tuple[str, str], ...]
-    text: str = "none"
+    text: Literal["none", "first", "last"] = "none"
     preset: str = "wan2.1-14b"
     borrows: bool = False
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents

@@ -24,16 +24,21 @@ from parkattn.segments import segment_sizes
 class Blocks:
     """A partition of one side's tokens into contiguous blocks of a permuted order."""
 
-    labels: Tensor  # [b h n] int32: the block of each token
-    order: Tensor | None  # [b h n] int32: the token at each position of the permuted order; None: tokens are in that order already
-    offsets: Tensor  # [b h blocks+1] int32: where each block begins in the permuted order
+    labels: Tensor
+    """[b h n] int32: the block of each token."""
+    order: Tensor | None
+    """[b h n] int32: the token at each position of the permuted order; None: tokens are in that order already."""
+    offsets: Tensor
+    """[b h blocks+1] int32: where each block begins in the permuted order."""
 
     @property
     def count(self) -> int:
+        """How many blocks there are, empty ones included."""
         return self.offsets.shape[-1] - 1
 
     @property
     def tokens(self) -> int:
+        """How many tokens they hold together."""
         return self.labels.shape[-1]
 
     @property
@@ -48,6 +53,7 @@ class Blocks:
         return torch.arange(self.tokens, dtype=torch.int32, device=self.labels.device).expand(self.labels.shape)
 
     def to(self, device: torch.device | str) -> Blocks:
+        """The same blocks on another device."""
         return Blocks(self.labels.to(device), None if self.order is None else self.order.to(device), self.offsets.to(device))
 
 
@@ -78,14 +84,23 @@ class Plan:
     """
 
     queries: Blocks
+    """Blocks of queries."""
     keys: Blocks
-    mask: Tensor  # [b h qb kb] bool
-    query_clusters: int  # blocks of the method's own
+    """Blocks of keys."""
+    mask: Tensor
+    """[b h qb kb] bool: which query block attends to which key block."""
+    query_clusters: int
+    """Query blocks of the method's own."""
     key_clusters: int
+    """Key blocks of the method's own."""
     padding: bool = False
-    estimated_mass: Tensor | None = None  # [b h] fp32: share of the estimated importance that is kept, mean over queries
-    bias: Tensor | None = None  # [b h qb kb] fp32: log weight of a skipped block's stand-in; None: log of its size
-    memory: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # what the planner wants back with `earlier`
+    """Whether the last key block is padding, which no query sees."""
+    estimated_mass: Tensor | None = None
+    """[b h] fp32: share of the estimated importance that is kept, mean over queries."""
+    bias: Tensor | None = None
+    """[b h qb kb] fp32: log weight of a skipped block's stand-in; None: log of its size."""
+    memory: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """What the planner wants back with `earlier`."""
 
     def density(self) -> Tensor:
         """[b h]: token pairs computed / token pairs dense attention computes (padding keys count in neither)."""
@@ -104,6 +119,7 @@ class Plan:
         return self.queries.labels.shape == q.shape[:3] and self.keys.labels.shape == k.shape[:3] and self.mask.device == q.device
 
     def to(self, device: torch.device | str) -> Plan:
+        """The same plan on another device."""
         return Plan(
             self.queries.to(device),
             self.keys.to(device),

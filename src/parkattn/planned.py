@@ -66,9 +66,11 @@ class PlannedMethod:
 
     @property
     def state_bytes(self) -> int:
+        """What is held between steps."""
         return self.plans.nbytes
 
     def reset(self) -> None:
+        """Forget plans and residuals."""
         self.plans.reset()
         self.schedule.reset()
 

@@ -17,11 +17,17 @@ class MethodEntry:
     """One method by name. Another package offers its own under the entry point group "parkattn.methods"."""
 
     name: str
-    make: Callable[[Any], AttentionMethod]  # from a value of `config`
-    line: str  # what it is, in one line
+    """What users call it."""
+    make: Callable[[Any], AttentionMethod]
+    """Makes the method from a value of `config`."""
+    line: str
+    """What it is, in one line."""
     config: type[MethodConfig] = MethodConfig
-    budgets: tuple[str, ...] = ()  # fields in (0, 1] that set its density, the usual one first
-    paper: str = ""  # where it is described
+    """Type of its settings."""
+    budgets: tuple[str, ...] = ()
+    """Fields in (0, 1] that set its density, the usual one first."""
+    paper: str = ""
+    """Where it is described."""
 
     def with_budget(self, config: MethodConfig, field: str, value: float) -> MethodConfig:
         """The config with one of its budgets set, and those off that would compete with it."""

@@ -18,6 +18,8 @@ over a flat row stops growing and everything is kept.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from parkattn.checks import expect_choice, expect_fraction
 from parkattn.segments import by_head, column_sums, compute_dtype, heads, segment_mean
 
 QUERIES_AT_ONCE = 1024  # bounds the [queries, keys] scores of the full-key estimators
+Crossing = Literal["include", "exclude"]  # of the block whose mass crosses p
 
 
 def centroid_log_mass(q: Tensor, centroids: Tensor, sizes: Tensor, *, scale: float | None = None) -> Tensor:
@@ -120,7 +123,9 @@ def _block_weights(queries: Tensor, keys: Tensor, labels: Tensor, count: int, sc
     return torch.cat(parts)
 
 
-def select_top_p(importance: Tensor, p: float, *, sizes: Tensor | None = None, floor: float = 0.0, crossing: str = "include") -> Tensor:
+def select_top_p(
+    importance: Tensor, p: float, *, sizes: Tensor | None = None, floor: float = 0.0, crossing: Crossing = "include"
+) -> Tensor:
     """Keep blocks in descending importance until their mass reaches p; the block that crosses p is kept (or, as some
     baselines do, dropped with crossing="exclude"). p = 1 keeps every non-empty block.
 
@@ -128,7 +133,7 @@ def select_top_p(importance: Tensor, p: float, *, sizes: Tensor | None = None, f
     """
     expect_fraction("p", p, zero=False)
     expect_fraction("floor", floor, zero=True)
-    expect_choice("crossing", crossing, ("include", "exclude"))
+    expect_choice("crossing", crossing, get_args(Crossing))
     occupied = _occupied(importance, sizes)
     ranked, order = _rank(importance, occupied)
     mass = ranked.clamp(min=0).cumsum(-1)

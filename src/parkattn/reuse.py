@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from parkattn.site import CallSite, SiteKey
 
 
 class Phase(NamedTuple):
-    name: str  # "dense", "anchor" (dense, and a plan is built), "refresh" or "reuse"
+    name: Literal["dense", "anchor", "refresh", "reuse"]  # anchor: dense, and a plan is built
     reason: str  # for people
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from parkattn.checks import (
     did_you_mean,
@@ -23,9 +23,15 @@ from parkattn.checks import (
     shown,
 )
 
-BACKENDS = ("auto", "reference", "triton", "flashinfer")
-KEY_METRICS = ("query-response", "euclidean")
-METRIC_ROOTS = ("cholesky", "sqrt")
+BackendName = Literal["auto", "reference", "triton", "flashinfer"]
+"""Who computes."""
+KeyMetricName = Literal["query-response", "euclidean"]
+"""What the distance of two keys is."""
+MetricRoot = Literal["cholesky", "sqrt"]
+"""How a root of the metric is found."""
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+KEY_METRICS: tuple[KeyMetricName, ...] = get_args(KeyMetricName)
+METRIC_ROOTS: tuple[MetricRoot, ...] = get_args(MetricRoot)
 # from this many tokens on a video is long: blocks as the paper has them; below, as many tokens per block as the paper has
 LONG_VIDEO = 16_384
 QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
@@ -37,11 +43,12 @@ MOST_ITERATIONS = 1000  # of k-means, which is long still by then
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """What every method's config can do. PRESETS: changes of the defaults by the name of a model. PROFILES: changes of any
-    model's settings by what is wanted."""
+    """What every method's config can do."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Changes of the defaults by the name of a model."""
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Changes of any model's settings by what is wanted."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         try:
@@ -82,6 +89,7 @@ class MethodConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """A config from fields by name, as `to_dict` gives them; a name that it does not know is refused."""
         if not isinstance(fields, Mapping):
             raise TypeError(f"{cls.__name__}: expected a mapping of field names to values, got {shown(fields)}; pass a dict.")
         expect_known_fields(cls, fields)
@@ -92,6 +100,7 @@ class MethodConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()}
 
     def replace(self, **changes: Any) -> Self:
+        """The same config with single fields changed."""
         return self.from_dict({**dataclasses.asdict(self), **changes})
 
 
@@ -105,10 +114,16 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
 
 
 class BlockCounts(NamedTuple):
+    """How many blocks there are, and the multiples that they begin at."""
+
     queries: int
+    """Query blocks per head."""
     keys: int
+    """Key blocks per head."""
     query_multiple: int
+    """Query blocks begin at multiples of this."""
     key_multiple: int
+    """Key blocks begin at multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +180,9 @@ class Clusters(MethodConfig):
 class KeyMetric(MethodConfig):
     """The metric that keys are clustered in (QRKC)."""
 
-    key_metric: Literal["query-response", "euclidean"] = "query-response"
+    key_metric: KeyMetricName = "query-response"
     """query-response: distances are squared QK-score errors under the current queries. euclidean: plain k-means."""
-    metric_root: Literal["cholesky", "sqrt"] = "cholesky"
+    metric_root: MetricRoot = "cholesky"
     """R with R R^T = G: sqrt also takes a singular metric."""
     alpha: float = 0.05
     """Shrinkage of the metric towards a multiple of the identity."""
@@ -229,8 +244,8 @@ class When(MethodConfig):
     share_branches: bool = False
     """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the guidance."""
     anchors: int | None = None
-    """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there and nowhere
-    else. None: the first steps are dense, by the fields above."""
+    """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there, and in
+    shorter runs between two of them where they lie far apart. None: the first steps are dense, by the fields above."""
     anchor_error: float | None = None
     """Put anchors where the measured output error exceeds this, at most `anchors` of them, instead of by a fixed rule."""
 
@@ -290,7 +305,7 @@ class Running(MethodConfig):
 
     check_finite: bool = False
     """One device synchronisation per call buys an error instead of NaN output."""
-    backend: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
+    backend: BackendName = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
     own_dense: bool = False
     """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""

@@ -24,50 +24,78 @@ class SiteKey(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSite:
-    """Methods check it (`checks.expect_call_site`)."""
+    """Everything that a method may know about one attention call. Methods check it (`checks.expect_call_site`)."""
 
     layer: int = 0
+    """Number of the attention layer, from 0."""
     step: int = 0
+    """Denoising step, from 0."""
     total_steps: int | None = None
+    """Steps of the run; None: not known."""
     branch: str = "cond"
+    """Branch of guidance, such as cond or uncond; each has its own plans."""
     transformer: str = "transformer"
-    grid: tuple[int, int, int] | None = None  # (frames, height, width) of the video tokens
-    text: slice | None = None  # the span of text tokens in q and k
-    scale: float | None = None  # of the scores; None: d ** -0.5
-    key_valid: Tensor | None = None  # [b m] bool: False where a key is padding
-    values: Tensor | None = None  # v [b h m d], for planners that read values too
-    noise_levels: tuple[float, ...] | None = None  # the scheduler's sigmas, one per step, where it has them
-    dense: Callable[[], Tensor] | None = None  # the model's own dense attention of this call -> [b h n d]; None: PyTorch's
+    """Name of the transformer in the pipeline; Wan2.2 has two."""
+    grid: tuple[int, int, int] | None = None
+    """(frames, height, width) of the video tokens."""
+    text: slice | None = None
+    """The span of text tokens in q and k."""
+    scale: float | None = None
+    """Factor of the scores; None: d ** -0.5."""
+    key_valid: Tensor | None = None
+    """[b m] bool: False where a key is padding."""
+    values: Tensor | None = None
+    """v [b h m d], for planners that read values too."""
+    noise_levels: tuple[float, ...] | None = None
+    """The scheduler's sigmas, one per step, where it has them."""
+    dense: Callable[[], Tensor] | None = None
+    """The model's own dense attention of this call -> [b h n d]; None: PyTorch's."""
 
 
 @dataclass(frozen=True)
 class AttentionStats:
     """What happened in one call. Tensors stay on the device, so that reading them is the caller's choice."""
 
-    phase: str  # "dense", "anchor", "refresh" or "reuse"
+    phase: str
+    """One of dense, anchor, refresh and reuse, or a word of the method's own."""
     reason: str
-    density: Tensor  # [b h]
-    estimated_mass: Tensor | None = None  # [b h]
-    backend: str = ""  # what computed it and why, in one sentence; "" where the method has no choice of backends
-    plan: Plan | None = None  # what was attended to; None where every pair was
-    error: Tensor | None = None  # [b h] fp32: |out - dense| / |dense| over a few sampled queries, where that was asked for
+    """Why the call was in that phase, for people."""
+    density: Tensor
+    """[b h]: token pairs computed, of those that dense attention computes."""
+    estimated_mass: Tensor | None = None
+    """[b h]: share of the estimated attention that is kept."""
+    backend: str = ""
+    """What computed it and why, in one sentence; "" where the method has no choice of backends."""
+    plan: Plan | None = None
+    """What was attended to; None where every pair was."""
+    error: Tensor | None = None
+    """[b h] fp32: |out - dense| / |dense| over a few sampled queries, where that was asked for."""
 
 
 class AttentionOutput(NamedTuple):
-    out: Tensor  # [b h n d]
+    """What a method returns."""
+
+    out: Tensor
+    """[b h n d]: what attention returns."""
     stats: AttentionStats
+    """What happened in the call."""
 
 
 @runtime_checkable
 class AttentionMethod(Protocol):
+    """Anything that answers attention calls: PARK, what it is compared with, and methods of other packages."""
+
     name: str
+    """What summaries and tables call it."""
 
     @property
     def state_bytes(self) -> int:
         """What is held between steps."""
         ...
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        """One attention call. q [b h n d], k and v [b h m d]."""
+        ...
 
     def reset(self) -> None:
         """Forget everything remembered between steps."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ from parkattn.registry import MethodEntry
 from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
 
-THRESHOLDS = ("diag", "exact")
+Threshold = Literal["diag", "exact"]
+THRESHOLDS = get_args(Threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class SolConfig(PlannedConfig):
     """A block is exact if its pooled score is this many standard deviations above its row's mean; not with topk."""
     topk: float | None = None
     """Keep this share of the key blocks exact instead."""
-    threshold: Literal["diag", "exact"] = "diag"
+    threshold: Threshold = "diag"
     """The variance of a row's scores: from the diagonal of the pooled keys' covariance, or as it is."""
     block: int = 64
     """Tokens per block on both sides."""

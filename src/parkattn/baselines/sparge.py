@@ -78,6 +78,7 @@ class SpargeConfig(PlannedConfig):
 
     @property
     def coherence(self) -> float:
+        """Mean cosine above which a block is coherent, with the authors' number where none is set."""
         if self.simthreshd1 is not None:
             return self.simthreshd1
         return 0.6 if self.topk is None else -0.1

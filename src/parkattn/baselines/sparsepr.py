@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -59,7 +59,8 @@ from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
 
-SCORES = ("value_error", "attention_mass")
+Score = Literal["value_error", "attention_mass"]
+SCORES = get_args(Score)
 LEAST_ERROR = 1e-12
 NEARLY = 1 + 1e-5
 
@@ -78,7 +79,7 @@ class SparsePrConfig(AuthorsClusters, PlannedConfig):
     """Dimensions of the space that keys are clustered in."""
     query_rank: int = 64
     """Dimensions of the space that queries are clustered in."""
-    score: Literal["value_error", "attention_mass"] = "value_error"
+    score: Score = "value_error"
     """value_error: keep blocks that their centroid would replace worst. attention_mass: keep what the mean query attends to."""
     repair: bool = True
     """Whether exact probe rows correct the output."""

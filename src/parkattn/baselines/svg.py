@@ -42,7 +42,8 @@ from parkattn.settings import LARGEST_SEED, LONG_VIDEO, PlannedConfig
 from parkattn.site import CallSite
 
 HEADS_AT_ONCE = 4  # bounds the [rows, keys] weights of profiling
-DENSITY = {"wan": 0.30, "hunyuan": 0.25}
+Layout = Literal["wan", "hunyuan"]
+DENSITY: dict[Layout, float] = {"wan": 0.30, "hunyuan": 0.25}
 PROFILED_FRAMES = {"wan": 2.0, "hunyuan": 1.5}
 
 
@@ -52,7 +53,7 @@ class SvgConfig(PlannedConfig):
 
     sparsity: float | None = None
     """The share of pairs that is KEPT, as the authors use the word; None: 0.30 in the wan layout, 0.25 in hunyuan."""
-    layout: Literal["wan", "hunyuan"] | None = None
+    layout: Layout | None = None
     """How the band is rounded and whether all see the first S keys; None: hunyuan if there is text, else wan."""
     num_sampled_rows: int = 64
     """Queries that a head's kind is decided on."""
@@ -91,7 +92,7 @@ class SvgConfig(PlannedConfig):
 class Bands:
     """What the masks are made of, in a head's own numbers."""
 
-    layout: str
+    layout: Layout
     frames: int
     per_frame: int
     reach: int  # |i - j| <= reach is seen
@@ -140,7 +141,7 @@ class SvgPlanner:
         config = self.config
         frames, height, width = expect_grid(q, k, site)
         cells, words = frames * height * width, words_in(site)
-        layout = config.layout or ("hunyuan" if words else "wan")
+        layout: Layout = config.layout or ("hunyuan" if words else "wan")
         reach = band_reach(config.sparsity or DENSITY[layout], words, cells, config.block, layout)
         return Bands(layout, frames, height * width, reach, config.tile or (128 if cells >= LONG_VIDEO else 16))
 
@@ -151,7 +152,7 @@ class SvgPlanner:
         return (uniform(self.config.num_sampled_rows, seed) * most).long()
 
 
-def band_reach(sparsity: float, words: int, cells: int, block: int, layout: str) -> int:
+def band_reach(sparsity: float, words: int, cells: int, block: int, layout: Layout) -> int:
     """The largest |i - j| that is seen."""
     tokens = cells + words
     share = min(max(sparsity - 2 * words / tokens, 0.0), 1.0)  # text rows and columns are paid for first

@@ -54,6 +54,7 @@ class AuthorsClusters(Clusters):
     key_multiple: int | None = 1
 
     def counts(self, queries: int, keys: int) -> BlockCounts:
+        """As many tokens per block as the authors' clusters hold, in short videos too."""
         many_queries, many_keys = self.long_video_blocks
         few_queries, few_keys = max(2, queries * many_queries // AUTHORS_TOKENS), max(4, keys * many_keys // AUTHORS_TOKENS)
         return BlockCounts(

@@ -36,13 +36,19 @@ class Clock:
     """Where a run stands. step None: the host does not know, and calls run dense."""
 
     step: int | None = None
+    """Denoising step, from 0; None: not known."""
     total_steps: int | None = None
+    """Steps of the run; None: not known."""
     branch: str = "cond"
-    # (frames, height, width) of the video tokens; a call with another number of them is given none
+    """Branch of guidance, such as cond or uncond."""
     grid: tuple[int, int, int] | None = None
-    noise_levels: tuple[float, ...] | None = None  # one per step
-    gradient: bool = False  # the model runs with gradients on
-    recomputed: bool = False  # under gradient checkpointing: the backward pass calls attention again
+    """(frames, height, width) of the video tokens; a call with another number of them is given none."""
+    noise_levels: tuple[float, ...] | None = None
+    """One per step."""
+    gradient: bool = False
+    """The model runs with gradients on."""
+    recomputed: bool = False
+    """Under gradient checkpointing: the backward pass calls attention again."""
 
 
 class Engine:
@@ -56,6 +62,7 @@ class Engine:
         self._remembers_with_gradient = False  # since the last forward that was told to be recomputed
 
     def begin_run(self, total_steps: int | None = None, noise_levels: tuple[float, ...] | None = None) -> None:
+        """Forget the run before, and stand at step 0. noise_levels: the scheduler's sigmas, one per step."""
         self.reset()
         self.clock.step, self.clock.total_steps, self.clock.noise_levels = 0, total_steps, noise_levels
 
@@ -133,6 +140,7 @@ class Engine:
         return AttentionOutput(out if asked else out.detach(), dataclasses.replace(stats, reason=reason))
 
     def summary(self) -> Summary:
+        """What the calls since `begin_run` did."""
         return Summary.of(self.method.name, self.log, self.method.state_bytes)
 
 

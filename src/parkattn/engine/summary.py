@@ -26,18 +26,31 @@ class Summary:
     """to_dict() for programs (plain JSON types), str() for people."""
 
     method: str
-    steps: dict[str, list[int]]  # phase -> steps in which some layer was in it
-    calls: dict[str, int]  # phase -> attention calls
-    density: float | None  # mean over all calls
-    dense_because: dict[str, int]  # reason -> calls
-    backends: list[str]  # what computed the sparse calls, and why
-    fused: dict[str, int]  # whether blocks ran compiled by us, and why or why not -> calls of blocks
-    attention_seconds: dict[str, float]  # phase -> time in attention, plans included
-    seconds_saved: float | None  # against the layer's own dense calls (median); None where none ran dense
-    state_bytes: int  # held now
-    peak_state_bytes: int  # held during the run
+    """Name of the method."""
+    steps: dict[str, list[int]]
+    """Phase -> steps in which some layer was in it."""
+    calls: dict[str, int]
+    """Phase -> attention calls."""
+    density: float | None
+    """Mean over all calls."""
+    dense_because: dict[str, int]
+    """Reason -> calls."""
+    backends: list[str]
+    """What computed the sparse calls, and why."""
+    fused: dict[str, int]
+    """Whether blocks ran compiled by us, and why or why not -> calls of blocks."""
+    attention_seconds: dict[str, float]
+    """Phase -> time in attention, plans included."""
+    seconds_saved: float | None
+    """Against the layer's own dense calls (median); None where none ran dense."""
+    state_bytes: int
+    """Held now."""
+    peak_state_bytes: int
+    """Held during the run."""
     layers: list[dict[str, Any]]
-    advice: list[str]  # what the user could do better, in sentences
+    """One row per transformer and layer: calls by phase, density, estimated mass, error, reasons."""
+    advice: list[str]
+    """What the user could do better, in sentences."""
 
     @classmethod
     def of(
@@ -87,6 +100,7 @@ class Summary:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field by name, in plain JSON types."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:

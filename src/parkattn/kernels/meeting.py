@@ -1,8 +1,8 @@
 """Two warpgroups of a warp-specialised kernel hand shared memory to each other, at the hardware's numbered barriers.
 
 Gluon offers mbarriers alone, and there one thread arrives for its warpgroup: NVIDIA's racecheck does not follow that, and
-reports what was handed over as a race (docs/kernels.md, "Sanitizers"). Here every thread arrives. Triton itself uses the numbers 0 to 2
-in these kernels; the test suite looks for a clash in the PTX.
+reports what was handed over as a race (docs/diary.md, "Hand-overs that a sanitizer cannot follow"). Here every thread arrives.
+Triton itself uses the numbers 0 to 2 in these kernels; the test suite looks for a clash in the PTX.
 """
 
 from triton.experimental import gluon

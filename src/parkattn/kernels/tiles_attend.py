@@ -48,7 +48,7 @@ def arch_of(device: torch.device) -> int:
 def gluon_tile(d: int) -> GluonTile:
     """sm_90 only; 227 KB of shared memory at d = 128, 115 KB at d = 64, which takes the same choice and was not timed.
 
-    docs/kernels.md, "What was tried", has the times of other choices.
+    docs/diary.md, "What was tried", has the times of other choices.
     """
     return GluonTile()
 
@@ -56,7 +56,7 @@ def gluon_tile(d: int) -> GluonTile:
 def triton_tile(d: int, arch: int) -> TritonTile:
     """At most 64 KB of shared memory except on sm_90, so 99 KB cards have room; no spills in the plain form.
 
-    The row of sm_90 with d = 128 is the fastest of six that were timed (docs/kernels.md, "What was tried"); the others were not timed.
+    The row of sm_90 with d = 128 is the fastest of six that were timed (docs/diary.md, "What was tried"); the others were not timed.
     """
     if d == 256:
         return TritonTile(64, 64, 8, 2) if arch == 90 else TritonTile(64, 32, 8, 2)

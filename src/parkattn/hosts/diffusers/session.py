@@ -94,11 +94,13 @@ class Session:
             self.close()
 
     def summary(self) -> Summary:
+        """What the last generation did, per layer and in all."""
         lost = sum(attached.lost() for attached in self._attached)
         return _summary(self.method.name, self.engine.log, self.method.state_bytes, self.fusing.outcomes, lost, self.advice)
 
     @property
     def method(self) -> AttentionMethod:
+        """The method that answers the attention calls."""
         return self.engine.method
 
     def __enter__(self) -> Session:
@@ -108,6 +110,7 @@ class Session:
         self.close()
 
     def name_of(self, transformer: torch.nn.Module) -> str:
+        """What the pipeline calls this transformer."""
         return next(attached.name for attached in self._attached if attached.transformer() is transformer)
 
     def lost(self, name: str) -> int:
