@@ -49,20 +49,23 @@ def worst_frame(psnr: list[float], frames: Frames, wanted: Frames) -> dict[str, 
 
 
 def verdict(row: dict[str, Any], fps: int, rough: bool) -> str:
-    """Speed and the worst frame in one sentence. rough: the times cannot be trusted."""
-    count, worst, about = len(row["psnr"]["per_frame"]), row["worst_frame"], "about " if rough else ""
+    """Speed and the worst frame in one line. rough: the times cannot be trusted."""
+    name, count = "PARK" if row["method"] == "park" else row["method"], len(row["psnr"]["per_frame"])
     if row["speedup"] is None:
-        speed = "its speed cannot be compared (made on another machine)"
+        speed = "speed not comparable (made on another machine)"
     else:
-        speed = f"{about}{row['speedup']:.2f}× the speed of dense attention" + (", so slower" if row["speedup"] < 1 else "")
-    name = "PARK" if row["method"] == "park" else row["method"]
-    if row["equal_frames"] == count:
-        return f"{name}: {speed}; all {count} frames are equal, which means that no 8-bit value differs."
-    place = "all over the picture" if worst["place"] is None else f"strongest in the {worst['place']}"
-    text = f"{name}: {speed}; worst frame {worst['frame'] + 1} of {count} ({worst['frame'] / fps:.1f} s)"
-    text += f" at {worst['psnr']:.1f} dB, {place}; {row['psnr']['mean']:.1f} dB on average"
+        speed = f"{'about ' if rough else ''}{row['speedup']:.2f}× the speed of dense"
+        speed += " (slower)" if row["speedup"] < 1 else ""
     equal = row["equal_frames"]
-    return text + (f"; {equal} frames are equal (no 8-bit value differs, counted as {fidelity.CAP:.0f} dB)." if equal else ".")
+    if equal == count:
+        return f"{name}: {speed}; all {count} frames equal (no 8-bit value differs)."
+    worst = row["worst_frame"]
+    place = "all over the picture" if worst["place"] is None else f"strongest in the {worst['place']}"
+    where = f"worst frame {worst['frame'] + 1} of {count} ({worst['frame'] / fps:.1f} s) {worst['psnr']:.1f} dB, {place}"
+    mean = f"mean {row['psnr']['mean']:.1f} dB"
+    if equal:
+        mean += f", with {equal} equal frames (no 8-bit value differs) at {fidelity.CAP:.0f} dB"
+    return f"{name}: {speed}; {where}; {mean}."
 
 
 def over_cases(cases: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
