@@ -21,7 +21,10 @@ from parkattn.studio.generate import Request
 from test_studio import asked, model  # noqa: F401 (a fixture)
 
 # numpy's complaint about schedulers of diffusers
-pytestmark = [pytest.mark.filterwarnings("ignore:__array__ implementation"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 OTHER = EXAMPLE.replace("red", "green")
 
 
@@ -29,7 +32,11 @@ def run(request, out, **options):
     """What was made and what was kept, and the report."""
     events = []
     report = compare.compare(request, ["dense", "park"], out, recall_rows=8, announce=lambda *event: events.append(event), **options)
-    return [name for name, event in events if event == "done"], [name for name, event in events if event == "kept"], report
+    return (
+        [name for name, event in events if event == "done"],
+        [name for name, event in events if event == "kept"],
+        report,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +152,16 @@ def picture(tmp_path_factory):
 
 
 def image_request(folder, **changes) -> Request:
-    small = {"steps": 2, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0, "dtype": "float32", "device": "cpu"}
+    small = {
+        "steps": 2,
+        "height": 32,
+        "width": 48,
+        "frames": 5,
+        "text_tokens": 32,
+        "guidance": 1.0,
+        "dtype": "float32",
+        "device": "cpu",
+    }
     return Request(prompt="a cat", model=str(folder), changes={"query_clusters": 2, "key_clusters": 4}, **(small | changes))
 
 
@@ -170,7 +186,10 @@ def test_an_image_to_video_model_begins_with_the_picture(image_model, picture, t
 
 
 def test_a_picture_and_its_model_belong_together(image_model, model, picture, tmp_path):  # noqa: F811
-    with pytest.raises(ValueError, match=r"image: expected a picture, which WanImageToVideoPipeline begins with, got none; pass --image"):
+    with pytest.raises(
+        ValueError,
+        match=r"image: expected a picture, which WanImageToVideoPipeline begins with, got none; pass --image",
+    ):
         run(image_request(image_model), tmp_path / "a")
     with pytest.raises(ValueError, match=r"image: expected none, since WanPipeline takes no picture.*leave out --image"):
         run(asked(model, image=str(picture)), tmp_path / "b")

@@ -14,7 +14,10 @@ import tiny_pipelines as tiny  # noqa: E402
 from parkattn.studio.lora import METADATA, add_lora, judge_lora  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
-pytestmark = [pytest.mark.filterwarnings("ignore:__array__ implementation"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
@@ -30,7 +33,10 @@ def made(tmp_path_factory):
     type(pipe).save_lora_weights(folder, transformer_lora_layers=layers)
     wanted = tiny.run_wan(pipe, steps=2)
     plain = folder / "pytorch_lora_weights.safetensors"
-    told = {"format": "pt", METADATA: json.dumps({"transformer.r": 2, "transformer.lora_alpha": 8, "transformer.megatron_core": "os"})}
+    told = {
+        "format": "pt",
+        METADATA: json.dumps({"transformer.r": 2, "transformer.lora_alpha": 8, "transformer.megatron_core": "os"}),
+    }
     save_file(load_file(plain), folder / "told.safetensors", metadata=told)
     return folder, wanted
 

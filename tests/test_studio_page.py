@@ -1,6 +1,6 @@
 """The comparison page in a real browser. Needs Debian's chromium (or PARK_CHROMIUM=/path) and the package playwright.
 
-The accessibility test also needs axe-core: the package axe-playwright-python, or PARK_AXE=/path/to/axe.min.js (npm: axe-core).
+The accessibility test also needs axe-core: the package axe-playwright-python, or PARK_AXE=/path/to/axe.min.js from npm.
 """
 
 import base64
@@ -11,16 +11,29 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("av")
 pytest.importorskip("PIL")
 
+from comparison_pages import (
+    DESKTOP,
+    FPS,
+    FRAMES,
+    PHONE,
+    PSNR,
+    RED,
+    TIMES,
+    WARNING,
+    WORST,
+    at_frame,
+    opened,
+    picture,
+    until,
+    write_page,
+)  # fmt: skip
 from parkattn.studio.page import SCRIPTS, render_page
-from parkattn.studio.video import still, write_mp4
 
-FRAMES, FPS = 24, 12
 BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = [
     "--no-sandbox",
@@ -30,59 +43,6 @@ QUIET = [
     "--disable-background-networking",
     "--disable-component-update",
 ]
-DESKTOP = {"viewport": {"width": 1440, "height": 900}}
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-WARNING = "The speed-up is rough, because timing was unsteady."
-PSNR = [30.0 + (i % 5) for i in range(FRAMES)]
-WORST = 10
-PSNR[WORST] = 25.0
-
-
-def method_row(name: str, level: float, *, equal: bool = False) -> dict:
-    steps = [
-        {"step": i, "phase": "refresh" if i else "dense", "density": level, "recall": 0.9 if i else None, "seconds": 1.0} for i in range(4)
-    ]
-    sparse = name != "dense"
-    psnr = PSNR if sparse and not equal else [100.0] * FRAMES
-    return {
-        "method": name, "config": {}, "command": f"park generate x --method {name}", "verdict": f"{name}: the verdict",
-        "psnr": {"mean": sum(psnr) / FRAMES, "worst": min(psnr), "per_frame": psnr},
-        "equal_frames": sum(y == 100 for y in psnr), "worst_frame": {"frame": psnr.index(min(psnr)), "psnr": min(psnr), "place": "centre"},
-        "ssim": {"mean": 0.9, "worst": 0.8}, "lpips": None, "speedup": 1.3, "steps": steps, "density": level,
-        "density_sparse_steps": level if sparse else None, "recall": {"mean": 0.9, "p05": 0.8, "worst": 0.7} if sparse else None,
-        "heat": {"recall": [[0.9, 0.7]] * 3 if sparse else None, "density": [[0.3, 0.5]] * 3 if sparse else None},
-        "map": {"layers": [["transformer", i] for i in range(3)], "density": [[1.0, 0.4, 0.5, 0.6]] * 3,
-                "recall": [[None, 0.9, 0.8, 0.7]] * 3 if sparse else None},
-        "phase_seconds": {"dense": 1.0, "refresh": 2.0, "reuse": 0.0}, "seconds": {"denoise": 3.0, "attention": 2.0, "decode": 1.0},
-    }  # fmt: skip
-
-
-def write_page(folder, methods: dict[str, int], *, prompts=("a </script> sentence & more",), warning=None, equal=()):
-    """methods: the red of each one's first frame; a further case is that many levels greener."""
-    cases, clips, stills = [], [], []
-    for number, prompt in enumerate(prompts):
-        made = {}
-        for name, start in methods.items():
-            frames = np.zeros((FRAMES, 64, 96, 3), np.uint8)
-            frames[..., 0] = start + 6 * np.arange(FRAMES)[:, None, None]
-            frames[..., 1] = 60 * number
-            write_mp4(folder / f"{name}.mp4", frames, FPS)
-            made[name] = (folder / f"{name}.mp4").read_bytes()
-        rows = [method_row(name, 0.4 if name != "dense" else 1.0, equal=name in equal) for name in methods]
-        cases.append({
-            "name": f"case-{number}" if len(prompts) > 1 else "", "prompt": prompt, "seed": number, "tokens": 5400, "methods": rows,
-            "timing_warning": warning, "videos": {name: f"{name}-{number}.mp4" for name in methods}, "side_by_side": "side_by_side.mp4",
-        })  # fmt: skip
-        clips.append(made)
-        stills.append(still(frames))
-    settings = {"prompt": prompts[0], "frames": FRAMES, "width": 96, "height": 64, "steps": 4, "seed": 0, "fps": FPS, "device": "cpu"}
-    report = {
-        "settings": settings, "command": "park compare --methods dense,park", "tokens": 5400, "lpips": "no", "protocol": "as written",
-        "environment": {"cpu": "a CPU", "threads": 1}, "timing_warning": warning, "methods": cases[0]["methods"], "cases": cases,
-    }  # fmt: skip
-    page = folder / "index.html"
-    page.write_text(render_page(report, clips, stills), encoding="utf-8")
-    return page, clips
 
 
 @pytest.fixture(scope="module")
@@ -121,42 +81,6 @@ def closed_afterwards(request):
     if "browser" in request.fixturenames:
         for context in request.getfixturevalue("browser").contexts:
             context.close()
-
-
-def opened(browser, path, part: str = "", **options):
-    tab = browser.new_context(**options).new_page()
-    tab.requests, tab.failures = [], []
-    tab.on("request", lambda request: tab.requests.append(request.url))
-    tab.on("pageerror", lambda error: tab.failures.append(str(error)))
-    tab.goto(path.as_uri() + part)
-    return tab
-
-
-# browsers keep media time in whole microseconds
-TIMES = "[...document.querySelectorAll('video')].map(v => v.currentTime)"
-RED = "x => document.getElementById('canvas').getContext('2d').getImageData(x, 5, 1, 1).data[0]"
-
-
-def until(tab, condition: str) -> None:
-    """Playwright's own waiting evaluates strings inside the page, which the page's content policy forbids."""
-    for _ in range(600):
-        if tab.evaluate(condition):
-            return
-        tab.wait_for_timeout(50)
-    raise AssertionError(f"never came true: {condition}; video times {tab.evaluate(TIMES)}, errors {tab.failures}")
-
-
-def at_frame(tab, frame: int) -> None:
-    """Paused there, and drawn. frame: counted from 0."""
-    until(tab, f"{TIMES}.every(t => t > 0)")
-    tab.evaluate(f"document.getElementById('scrub').value = {frame}; document.getElementById('scrub').dispatchEvent(new Event('input'))")
-    until(tab, f"document.getElementById('clock').textContent.startsWith('frame {frame + 1} ')")
-    until(tab, "[...document.querySelectorAll('video')].every(v => !v.seeking)")
-
-
-def picture(tab, name: str) -> None:
-    if os.environ.get("PARK_SCREENSHOTS"):
-        tab.screenshot(path=os.path.join(os.environ["PARK_SCREENSHOTS"], f"{name}.png"), full_page=True)  # noqa: PTH118
 
 
 def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
@@ -240,7 +164,8 @@ def test_the_heat_map_grows_with_its_gain_and_says_what_white_means(browser, pag
     assert tab.evaluate(RED, 10) < 60 and "white from 255 of 255 levels on" in tab.locator("#tag-a").inner_text()
     tab.locator("#gain").fill("6")
     until(tab, f"({RED})(10) > 240")
-    assert "× 64: white from 4 of 255" in tab.locator("#tag-a").inner_text() and tab.locator("#gain-told").inner_text() == "× 64"
+    assert "× 64: white from 4 of 255" in tab.locator("#tag-a").inner_text()
+    assert tab.locator("#gain-told").inner_text() == "× 64"
 
 
 def test_blink_shows_both_in_turn_no_faster_than_is_safe(browser, page_file):
@@ -259,14 +184,16 @@ def test_zoom_enlarges_the_picture_and_the_line_stays_where_it_is(browser, page_
     before, line = tab.locator("#canvas").bounding_box(), tab.locator("#wipe").bounding_box()
     tab.locator("#zoom").fill("4")
     after = tab.locator("#canvas").bounding_box()
-    assert after["width"] == pytest.approx(4 * before["width"], rel=0.01) and tab.locator("#wipe").bounding_box() == line
+    assert after["width"] == pytest.approx(4 * before["width"], rel=0.01)
+    assert tab.locator("#wipe").bounding_box() == line
     x, y = before["x"] + before["width"] / 4, before["y"] + before["height"] / 2
     tab.mouse.move(x, y)
     tab.mouse.down()
     tab.mouse.move(x + 60, y + 20)
     tab.mouse.up()
     moved = tab.locator("#canvas").bounding_box()
-    assert moved["x"] - after["x"] == pytest.approx(60, abs=1.5) and moved["y"] - after["y"] == pytest.approx(20, abs=1.5)
+    assert moved["x"] - after["x"] == pytest.approx(60, abs=1.5)
+    assert moved["y"] - after["y"] == pytest.approx(20, abs=1.5)
     tab.keyboard.press("0")
     assert tab.locator("#canvas").bounding_box() == before
 
@@ -289,9 +216,12 @@ def test_a_click_on_the_curve_seeks_and_the_worst_frame_is_a_key_away(browser, p
 def test_equal_is_explained_and_has_no_curve(browser, tmp_path):
     page = write_page(tmp_path, {"dense": 0, "park": 0}, equal=("park",))[0]
     tab = opened(browser, page)
-    assert tab.locator("#figures b").first.inner_text() == "equal" and "no PSNR to draw" in tab.locator("#curve").inner_text()
+    assert tab.locator("#figures b").first.inner_text() == "equal"
+    assert "no PSNR to draw" in tab.locator("#curve").inner_text()
     told = " ".join(tab.locator("#shown").inner_text().split())
-    assert "no 8-bit value of a frame differs" in told and "What you see is mp4" in told and "measured on the raw frames" in told
+    assert "no 8-bit value of a frame differs" in told
+    assert "What you see is mp4" in told
+    assert "measured on the raw frames" in told
 
 
 def test_the_address_holds_the_view_and_opens_it_again(browser, gallery_page):
@@ -307,13 +237,17 @@ def test_the_address_holds_the_view_and_opens_it_again(browser, gallery_page):
     assert part == "#b=centroid&mode=heat&zoom=2&heat=density&frame=6"
     again = opened(browser, gallery_page, part, **DESKTOP)
     until(again, "document.getElementById('clock').textContent.startsWith('frame 6 ')")
-    assert again.locator("#b").input_value() == "centroid" and again.locator("[data-mode=heat]").get_attribute("aria-pressed") == "true"
-    assert again.locator("#zoom").input_value() == "2" and again.locator("[data-heat=density]").get_attribute("aria-pressed") == "true"
+    assert again.locator("#b").input_value() == "centroid"
+    assert again.locator("[data-mode=heat]").get_attribute("aria-pressed") == "true"
+    assert again.locator("#zoom").input_value() == "2"
+    assert again.locator("[data-heat=density]").get_attribute("aria-pressed") == "true"
     assert again.locator("#verdict").inner_text() == "centroid: the verdict"
     assert again.evaluate("[...document.querySelectorAll('video')].every(v => v.paused)")
     strange = opened(browser, gallery_page, "#b=nobody&mode=x&zoom=1e9&case=77&frame=abc&gain=", **DESKTOP)
     until(strange, f"{TIMES}.every(t => t > 0)")
-    assert strange.locator("#b").input_value() == "park" and strange.locator("#zoom").input_value() == "8" and not strange.failures
+    assert strange.locator("#b").input_value() == "park"
+    assert strange.locator("#zoom").input_value() == "8"
+    assert not strange.failures
 
 
 def test_the_theme_is_remembered(browser, page_file):
@@ -350,7 +284,8 @@ def test_one_comparison_has_no_gallery(browser, page_file):
 
 def test_the_maps_show_layers_by_step_and_by_head(browser, page_file):
     tab = opened(browser, page_file[0])
-    assert tab.locator(".heat rect").count() == 3 * 4 and tab.locator(".heat rect[fill='var(--line)']").count() == 3  # dense steps
+    assert tab.locator(".heat rect").count() == 3 * 4
+    assert tab.locator(".heat rect[fill='var(--line)']").count() == 3  # dense steps
     assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of park by layer and step: mean 0.80, from 0.70 to 0.90"
     tab.click("[data-heat=density]")
     assert "density of park by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
@@ -362,7 +297,10 @@ def test_commands_are_copied_and_what_is_shown_is_downloaded(browser, page_file)
     page, clips = page_file
     tab = opened(browser, page, permissions=["clipboard-read", "clipboard-write"], accept_downloads=True, **DESKTOP)
     at_frame(tab, 3)
-    for button, text in (("#copy-compare", "park compare --methods dense,park"), ("#copy-method", "park generate x --method park")):
+    for button, text in (
+        ("#copy-compare", "park compare --methods dense,park"),
+        ("#copy-method", "park generate x --method park"),
+    ):
         tab.click(button)
         until(tab, "document.getElementById('told').textContent.endsWith('copied.')")
         assert tab.evaluate("navigator.clipboard.readText()") == text
@@ -377,7 +315,8 @@ def test_commands_are_copied_and_what_is_shown_is_downloaded(browser, page_file)
     assert json.loads(Path(metrics.value.path()).read_text())["cases"][0]["methods"][1]["method"] == "park"
     with tab.expect_download() as frame:
         tab.click("#save-frame")
-    assert frame.value.suggested_filename == "compare-wipe-frame-4.png" and Path(frame.value.path()).read_bytes()[1:4] == b"PNG"
+    assert frame.value.suggested_filename == "compare-wipe-frame-4.png"
+    assert Path(frame.value.path()).read_bytes()[1:4] == b"PNG"
 
 
 def test_a_wide_table_scrolls_in_its_own_box_and_the_page_does_not(browser, wide_page):
@@ -391,12 +330,14 @@ def test_a_wide_table_scrolls_in_its_own_box_and_the_page_does_not(browser, wide
     box.evaluate("b => { b.scrollLeft = b.scrollWidth; }")
     assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 375 and tab.evaluate("scrollX") == 0
     # the names of the methods stay, and leave most of the box to the figures
-    assert names.bounding_box()["x"] == box.bounding_box()["x"] + 1 and names.bounding_box()["width"] < box.bounding_box()["width"] / 2
+    assert names.bounding_box()["x"] == box.bounding_box()["x"] + 1
+    assert names.bounding_box()["width"] < box.bounding_box()["width"] / 2
     # without a finger: the arrow keys scroll what can be reached by tab
     box.focus()
     tab.keyboard.press("ArrowLeft")
     until(tab, "(b => b.scrollLeft < b.scrollWidth - b.clientWidth)(document.querySelector('.scroll:has(#table)'))")
-    assert tab.locator("#table thead th").all_inner_texts()[:3] == ["method", "PSNR dB", "speed-up"] and not tab.failures
+    assert tab.locator("#table thead th").all_inner_texts()[:3] == ["method", "PSNR dB", "speed-up"]
+    assert not tab.failures
 
 
 def test_unsteady_times_are_told_beside_the_speed_up(browser, page_file, wide_page):

@@ -20,7 +20,8 @@ def clip():
 
 
 @pytest.mark.parametrize(
-    ("line", "column", "place"), [(2, 2, "upper left"), (15, 15, "centre"), (15, 28, "middle right"), (28, 12, "lower centre")]
+    ("line", "column", "place"),
+    [(2, 2, "upper left"), (15, 15, "centre"), (15, 28, "middle right"), (28, 12, "lower centre")],
 )
 def test_the_worst_frame_has_a_number_and_a_place(clip, line, column, place):
     frames = clip.copy()

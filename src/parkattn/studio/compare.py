@@ -77,7 +77,7 @@ def choose_methods(asked: str | None) -> list[str]:
 
 
 def choose_cases(request: Request, prompts: Path | None = None, seeds: Sequence[int] = ()) -> list[Case]:
-    """Every prompt with every seed; the request's own where none are given. Names do not depend on the place in the file."""
+    """Every prompt with every seed, the request's own where none are given; names do not depend on a line's place."""
     for seed in seeds:
         expect_count("seeds", seed, least=0, most=LARGEST_SEED)
     if len(set(seeds)) != len(seeds):
@@ -109,7 +109,8 @@ def compare(
     requests: dict[str, Request] = {}
     places: dict[str, tuple[Case, str]] = {}
     for method in methods:
-        asked, folder = prepare(dataclasses.replace(for_method(request, method), prompt=cases[0].prompt, seed=cases[0].seed))
+        first = dataclasses.replace(for_method(request, method), prompt=cases[0].prompt, seed=cases[0].seed)
+        asked, folder = prepare(first)
         for case in cases:
             name = case.file(method)
             requests[name] = dataclasses.replace(asked, prompt=understood(case.prompt, folder), seed=case.seed)
@@ -140,7 +141,7 @@ def compare(
 
 
 def method_cell(request: Request, case: Case) -> Cell:
-    """A prepared request under the name of its method; raw frames are a part of it, so that they are never another request's."""
+    """A prepared request under its method's name; raw frames are a part of it, and so never another request's."""
     name = case.file(request.method)
     return Cell(name=name, format=GENERATION, request=request.to_dict(), files=(f"{name}.mp4", raw_name(name)))
 
@@ -167,12 +168,13 @@ def write_report(
     store = Store(out, say)
     sheets = {case: case.file("side_by_side.mp4") for case in found}
     asked = {
-        "records": {case.file(method): record["hash"] for case, records in found.items() for method, record in records.items()},
+        "records": {case.file(name): each["hash"] for case, records in found.items() for name, each in records.items()},
         "page": page_digest(),
         "lpips": fidelity.lpips_reason() or "measured",
         "command": command,
     }
-    cell = Cell(name="metrics", format=FORMAT, request=asked, files=("metrics.csv", "heads.csv", "index.html", *sheets.values()))
+    files = ("metrics.csv", "heads.csv", "index.html", *sheets.values())
+    cell = Cell(name="metrics", format=FORMAT, request=asked, files=files)
     there = store.look(cell)
     if there.state == FINISHED and there.record is not None:
         return there.record
@@ -191,7 +193,10 @@ def write_report(
         "cases": cases,
         "environment": environment(),
     }
-    videos = [{m: store.load(record, case.file(f"{m}.mp4")) for m, record in records.items()} for case, records in found.items()]
+    videos = [
+        {method: store.load(record, case.file(f"{method}.mp4")) for method, record in records.items()}
+        for case, records in found.items()
+    ]  # fmt: skip
     stills = [still(_load_raw(store, list(records.values())[-1], case)) for case, records in found.items()]
     named = [{"case": case["name"]} for case in cases]
     facts = [{"prompt": case["prompt"], "seed": case["seed"]} for case in cases]
@@ -204,7 +209,9 @@ def write_report(
     }
     for case, records in found.items():
         contents[sheets[case]] = lambda path, case=case, records=records: write_mp4(  # type: ignore[misc]
-            path, side_by_side({m: _load_raw(store, record, case) for m, record in records.items()}, REFERENCE), first["resolved"]["fps"]
+            path,
+            side_by_side({m: _load_raw(store, record, case) for m, record in records.items()}, REFERENCE),
+            first["resolved"]["fps"],
         )
     return store.put(cell, report, contents)
 
@@ -233,7 +240,7 @@ def warm_up(pipe: Any, request: Request, config: MethodConfig) -> None:
     generate_frames(pipe, short, config, recall_rows=0)
 
 
-def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool = False) -> dict[str, Any]:
+def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool) -> None:
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     if not warm:
@@ -242,7 +249,7 @@ def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress
     assert fitted.frames and fitted.height and fitted.width
     tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
     making.write(raw_name(making.cell.name), safetensors.numpy.save({"frames": np.ascontiguousarray(made.frames)}))
-    return write_video(making, made, request, fitted, config, tokens)
+    write_video(making, made, request, fitted, config, tokens)
 
 
 def raw_name(name: str) -> str:

@@ -1,7 +1,8 @@
 """A LoRA file: judged by its header and values before diffusers' loader sees it, and counted afterwards.
 
-Effective weights are W + s B A. diffusers would read the scale s out of the file's metadata as a PEFT config, which can name
-modules to import: here s = alpha / r (or alpha / sqrt(r)) is read as two numbers and multiplied into B, and no config is passed on.
+Effective weights are W + s B A. diffusers would read the scale s out of the file's metadata as a PEFT config, which can
+name modules to import. Here s = alpha / r (or alpha / sqrt(r)) is read as two numbers and multiplied into B; no config
+is passed on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from parkattn.studio.model_folder import read_header
 
 ADAPTER = "lora"
 LARGEST_RANK = 1024
-FIRST, SECOND = r"\.lora_A\.(?:\w+\.)?weight|\.lora_down\.weight|\.lora\.down\.weight", r"\.lora_B\.|\.lora_up\.|\.lora\.up\."
+FIRST, SECOND = (
+    r"\.lora_A\.(?:\w+\.)?weight|\.lora_down\.weight|\.lora\.down\.weight",
+    r"\.lora_B\.|\.lora_up\.|\.lora\.up\.",
+)
 TENSORS = re.compile(rf"(?:{FIRST}|{SECOND}|\.alpha$|\.diff$|\.diff_b$)")
 METADATA = "lora_adapter_metadata"
 
@@ -40,10 +44,15 @@ def judge_lora(path: str) -> str:
         shapes = read_header(file)
     others = [name for name in shapes if TENSORS.search(name) is None]
     if others:
-        raise _refusal(path, f"{len(others)} tensors of other kinds ({others[0][:80]})", "pass a LoRA, not a whole model")
+        kinds = f"{len(others)} tensors of other kinds ({others[0][:80]})"
+        raise _refusal(path, kinds, "pass a LoRA, not a whole model")
     firsts = [shape for name, shape in shapes.items() if re.search(FIRST, name)]
     if not firsts or any(len(shape) < 2 or shape[0] > LARGEST_RANK for shape in firsts):
-        raise _refusal(path, f"{len(firsts)} first matrices, ranks {sorted({shape[0] for shape in firsts if shape})}", "pass a LoRA")
+        raise _refusal(
+            path,
+            f"{len(firsts)} first matrices, ranks {sorted({shape[0] for shape in firsts if shape})}",
+            "pass a LoRA",
+        )
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
@@ -88,7 +97,8 @@ def _scale_of(path: str, metadata: dict[str, str]) -> float:
             raise ValueError(f"a scale of {scale}")
         return scale
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise _refusal(path, f"metadata that is not one rank and one alpha ({error})", "save it with one of each") from None
+        got = f"metadata that is not one rank and one alpha ({error})"
+        raise _refusal(path, got, "save it with one of each") from None
 
 
 def _scaled(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:

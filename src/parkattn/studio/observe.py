@@ -151,7 +151,7 @@ def _per_head(calls: list[Call], value: Callable[[Call], Tensor | None]) -> list
 
 
 def _layer_step_map(calls: list[Call], total_steps: int) -> dict[str, Any]:
-    """layers: [transformer, layer] of each row; density and recall: [layers][steps], None where nothing was measured."""
+    """layers: [transformer, layer] of each row; density, recall: [layers][steps], None where nothing was measured."""
     rows = sorted({(call.site.transformer, call.site.layer) for call in calls})
     found: dict[str, dict[tuple[str, int, int], list[Tensor]]] = {"density": {}, "recall": {}}
     for call in calls:

@@ -33,7 +33,8 @@ def load_picture(path: str, width: int, height: int, expected_hash: str | None) 
 def _read(path: str) -> bytes:
     data = read_regular(Path(path), LARGEST_FILE)
     if data is None:
-        raise ValueError(f"image: expected a file of at most {LARGEST_FILE >> 20} MiB, got {path!r}, which is none; check the path.")
+        expected = f"a file of at most {LARGEST_FILE >> 20} MiB"
+        raise ValueError(f"image: expected {expected}, got {path!r}, which is none; check the path.")
     return data
 
 
@@ -49,6 +50,5 @@ def _decoded(path: str, data: bytes) -> Any:
     except Exception as error:  # a damaged file ends in any of a decoder's errors
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = "no picture of these formats" if type(error).__name__ == "UnidentifiedImageError" else why
-        raise ValueError(
-            f"image: expected a whole PNG, JPEG or WebP of at most {MOST_PIXELS >> 20} million pixels, got {path!r} ({why}); convert it."
-        ) from None
+        expected = f"a whole PNG, JPEG or WebP of at most {MOST_PIXELS >> 20} million pixels"
+        raise ValueError(f"image: expected {expected}, got {path!r} ({why}); convert it.") from None

@@ -1,4 +1,4 @@
-"""The figures of a comparison: one row per method against the reference, its verdict in a sentence, and rows over several cases."""
+"""The figures of a comparison: one row per method against the reference, its verdict, and rows over several cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ QUALITIES = ("psnr", "ssim", "lpips")
 def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames) -> dict[str, Any]:
     """One method against the reference. frames, wanted: raw frames of both."""
     found, base = record["measured"], reference["measured"]
-    row: dict[str, Any] = {"method": record["resolved"]["method"], "config": record["resolved"]["config"], "command": record["command"]}
+    row: dict[str, Any] = {
+        "method": record["resolved"]["method"],
+        "config": record["resolved"]["config"],
+        "command": record["command"],
+    }
     for name, measure in (("psnr", fidelity.psnr_per_frame), ("ssim", fidelity.ssim_per_frame)):
         values = measure(frames, wanted)
         row[name] = {"mean": float(np.mean(values)), "worst": min(values), "per_frame": values}
@@ -41,7 +45,8 @@ def worst_frame(psnr: list[float], frames: Frames, wanted: Frames) -> dict[str, 
     """Which frame is furthest from the reference, and the ninth of the picture that holds most of its squared error."""
     frame = int(np.argmin(psnr))
     error = (frames[frame].astype(np.float64) - wanted[frame].astype(np.float64)) ** 2
-    cells = np.array([[part.sum() for part in np.array_split(band, 3, axis=1)] for band in np.array_split(error, 3, axis=0)])
+    bands = np.array_split(error, 3, axis=0)
+    cells = np.array([[part.sum() for part in np.array_split(band, 3, axis=1)] for band in bands])
     line, column = (int(i) for i in np.unravel_index(int(cells.argmax()), cells.shape))
     share = float(cells.max() / cells.sum()) if cells.sum() else 0.0
     place = "centre" if (line, column) == (1, 1) else f"{LINES[line]} {COLUMNS[column]}"
@@ -61,15 +66,15 @@ def verdict(row: dict[str, Any], fps: int, rough: bool) -> str:
         return f"{name}: {speed}; all {count} frames equal (no 8-bit value differs)."
     worst = row["worst_frame"]
     place = "all over the picture" if worst["place"] is None else f"strongest in the {worst['place']}"
-    where = f"worst frame {worst['frame'] + 1} of {count} ({worst['frame'] / fps:.1f} s) {worst['psnr']:.1f} dB, {place}"
+    where = f"worst frame {worst['frame'] + 1} of {count} ({worst['frame'] / fps:.1f} s) {worst['psnr']:.1f} dB"
     mean = f"mean {row['psnr']['mean']:.1f} dB"
     if equal:
         mean += f", with {equal} equal frames (no 8-bit value differs) at {fidelity.CAP:.0f} dB"
-    return f"{name}: {speed}; {where}; {mean}."
+    return f"{name}: {speed}; {where}, {place}; {mean}."
 
 
 def over_cases(cases: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows of several prompts and seeds as one row per method: means, the worst, sums of seconds. One case: its own rows."""
+    """One row per method for several prompts and seeds: means, the worst, sums of seconds. One case: its own rows."""
     if len(cases) == 1:
         return cases[0]
     return [_over([rows[place] for rows in cases], [rows[0] for rows in cases]) for place in range(len(cases[0]))]
@@ -111,8 +116,12 @@ def flat_line(row: dict[str, Any]) -> dict[str, Any]:
     }
     line |= {"lpips": row["lpips"]["mean"] if row["lpips"] else "", "density": row["density"]}
     line |= {"density_sparse_steps": row["density_sparse_steps"]}
-    line |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")} | {"speedup_denoise": row["speedup"]}
-    line |= {"timing_step_spread": row["steadiness"]["step_spread"], "timing_dense_apart": row["steadiness"]["dense_apart"]}
+    line |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")}
+    line |= {"speedup_denoise": row["speedup"]}
+    line |= {
+        "timing_step_spread": row["steadiness"]["step_spread"],
+        "timing_dense_apart": row["steadiness"]["dense_apart"],
+    }
     line |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
     line |= {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
     return line | {"worst_frame": row["worst_frame"]["frame"], "equal_frames": row["equal_frames"]}
@@ -122,7 +131,13 @@ def head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of heads.csv: one per layer and head."""
     density, recall = row["heat"]["density"] or [], row["heat"]["recall"]
     return [
-        {"method": row["method"], "layer": layer, "head": head, "density": value, "recall": recall[layer][head] if recall else ""}
+        {
+            "method": row["method"],
+            "layer": layer,
+            "head": head,
+            "density": value,
+            "recall": recall[layer][head] if recall else "",
+        }
         for layer, heads in enumerate(density)
         for head, value in enumerate(heads)
     ]

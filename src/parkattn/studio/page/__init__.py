@@ -21,8 +21,14 @@ def render_page(report: dict[str, Any], videos: Sequence[dict[str, bytes]], stil
     data["stills"] = [f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}" for picture in stills]
     clips = [{name: base64.b64encode(mp4).decode() for name, mp4 in case.items()} for case in videos]
     # each case in an element of its own: only what is looked at is parsed
-    held = "\n".join(f'<script id="videos-{i}" type="application/json">{_as_json(case)}</script>' for i, case in enumerate(clips))
-    parts = {"__STYLE__": _part(STYLE), "__SCRIPT__": "\n".join(map(_part, SCRIPTS)), "__DATA__": _as_json(data), "__VIDEOS__": held}
+    element = '<script id="videos-{}" type="application/json">{}</script>'
+    held = "\n".join(element.format(i, _as_json(case)) for i, case in enumerate(clips))
+    parts = {
+        "__STYLE__": _part(STYLE),
+        "__SCRIPT__": "\n".join(map(_part, SCRIPTS)),
+        "__DATA__": _as_json(data),
+        "__VIDEOS__": held,
+    }
     page = _part(TEMPLATE)
     for mark, text in parts.items():
         before, _, after = page.partition(mark)
