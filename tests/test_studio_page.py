@@ -24,6 +24,7 @@ from comparison_pages import (
     PSNR,
     RED,
     TIMES,
+    VERDICT,
     WARNING,
     WORST,
     at_frame,
@@ -241,7 +242,7 @@ def test_the_address_holds_the_view_and_opens_it_again(browser, gallery_page):
     assert again.locator("[data-mode=heat]").get_attribute("aria-pressed") == "true"
     assert again.locator("#zoom").input_value() == "2"
     assert again.locator("[data-heat=density]").get_attribute("aria-pressed") == "true"
-    assert again.locator("#verdict").inner_text() == "centroid: the verdict"
+    assert again.locator("#verdict").inner_text() == VERDICT.format("centroid")
     assert again.evaluate("[...document.querySelectorAll('video')].every(v => v.paused)")
     strange = opened(browser, gallery_page, "#b=nobody&mode=x&zoom=1e9&case=77&frame=abc&gain=", **DESKTOP)
     until(strange, f"{TIMES}.every(t => t > 0)")

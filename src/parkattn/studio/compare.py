@@ -197,7 +197,8 @@ def write_report(
         {method: store.load(record, case.file(f"{method}.mp4")) for method, record in records.items()}
         for case, records in found.items()
     ]  # fmt: skip
-    stills = [still(_load_raw(store, list(records.values())[-1], case)) for case, records in found.items()]
+    shown = {case: records.get("park") or [*records.values()][-1] for case, records in found.items()}
+    stills = [still(_load_raw(store, record, case)) for case, record in shown.items()]
     named = [{"case": case["name"]} for case in cases]
     facts = [{"prompt": case["prompt"], "seed": case["seed"]} for case in cases]
     lines = [flat_line(row) | facts[i] | named[i] for i, case in enumerate(cases) for row in case["methods"]]
