@@ -114,3 +114,24 @@ def at_frame(tab, frame: int) -> None:
 def picture(tab, name: str) -> None:
     if os.environ.get("PARK_SCREENSHOTS"):
         tab.screenshot(path=os.path.join(os.environ["PARK_SCREENSHOTS"], f"{name}.png"), full_page=True)  # noqa: PTH118
+
+
+# key -> what it makes true, one after the other in a tab of three cases
+KEYS = {
+    "3": "document.querySelector('[data-mode=heat]').getAttribute('aria-pressed') === 'true'",
+    "]": "document.getElementById('gain-told').textContent === '× 11.3'",
+    "[": "document.getElementById('gain-told').textContent === '× 8'",
+    "2": "document.querySelector('[data-mode=blink]').getAttribute('aria-pressed') === 'true'",
+    "1": "document.querySelector('[data-mode=wipe]').getAttribute('aria-pressed') === 'true'",
+    "+": "document.getElementById('zoom').value === '1.5'",
+    "Shift+ArrowRight": "new DOMMatrix(document.getElementById('canvas').style.transform.replace(/%/g, 'px')).e < 0",
+    "-": "document.getElementById('zoom').value === '1'",
+    "End": f"document.getElementById('clock').textContent.startsWith('frame {FRAMES} ')",
+    "ArrowLeft": f"document.getElementById('clock').textContent.startsWith('frame {FRAMES - 1} ')",
+    "Home": "document.getElementById('clock').textContent.startsWith('frame 1 ')",
+    "s": "document.getElementById('a').value === 'park'",
+    "n": "document.getElementById('case').value === '1'",
+    "p": "document.getElementById('case').value === '0'",
+    "t": "document.documentElement.dataset.theme === 'dark'",
+    " ": "document.getElementById('play').getAttribute('aria-label') === 'Pause'",
+}

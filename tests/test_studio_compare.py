@@ -109,6 +109,16 @@ def test_a_record_of_before_the_map_still_makes_a_page(model, tmp_path):  # noqa
     assert "map" not in again["cases"][0]["methods"][1] and "map" in report["cases"][0]["methods"][1]
 
 
+def test_a_record_of_before_pictures_and_loras_is_kept(model, tmp_path):  # noqa: F811
+    run(asked(model, steps=2), tmp_path)
+    for method in ("dense", "park"):
+        record = json.loads((tmp_path / f"{method}.json").read_text())
+        for name in ("image", "image_hash", "lora", "lora_hash"):
+            del record["request"][name]
+        (tmp_path / f"{method}.json").write_text(json.dumps(sealed(record)))
+    assert run(asked(model, steps=2), tmp_path)[:2] == ([], ["dense", "park"])
+
+
 def test_the_printed_command_asks_for_the_same_cells(gallery, monkeypatch):
     """Every option of it is one that the command has; what it asks for is finished already."""
     _, folder, (_, _, report) = gallery

@@ -20,6 +20,7 @@ from comparison_pages import (
     DESKTOP,
     FPS,
     FRAMES,
+    KEYS,
     PHONE,
     PSNR,
     RED,
@@ -249,6 +250,20 @@ def test_the_address_holds_the_view_and_opens_it_again(browser, gallery_page):
     assert strange.locator("#b").input_value() == "park"
     assert strange.locator("#zoom").input_value() == "8"
     assert not strange.failures
+
+
+def test_every_key_does_what_the_page_says_and_every_control_can_be_reached(browser, gallery_page):
+    tab = opened(browser, gallery_page, "#frame=4", color_scheme="light", **DESKTOP)
+    until(tab, "document.getElementById('clock').textContent.startsWith('frame 4 ')")
+    for key, comes_true in KEYS.items():
+        assert not tab.evaluate(comes_true), key
+        tab.keyboard.press(key)
+        until(tab, comes_true)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    controls = "[...document.querySelectorAll('button, select, input, a[href], [role=slider], summary')].filter(c => c.offsetParent)"
+    count = tab.evaluate(f"{controls}.length")
+    reached = tab.evaluate(f"{controls}.filter(c => {{ c.focus(); return document.activeElement === c && c.tabIndex === 0; }}).length")
+    assert reached == count > 20 and not tab.failures
 
 
 def test_the_theme_is_remembered(browser, page_file):

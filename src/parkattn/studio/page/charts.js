@@ -201,8 +201,9 @@ const STOPS = [
 ];
 const gridOf = (m) => (state.axis === "step" ? m.map && m.map[state.heat] : m.heat[state.heat]);
 const layerName = (m, row) => {
-  const place = state.axis === "step" ? m.map.layers[row] : [null, row];
-  return m.map && new Set(m.map.layers.map((l) => l[0])).size > 1 && place[0] ? `${place[0]} ${place[1]}` : place[1];
+  if (state.axis === "head") return String(row);
+  const [transformer, layer] = m.map.layers[row];
+  return m.map.layers.some((other) => other[0] !== transformer) ? `${transformer} ${layer}` : String(layer);
 };
 function oneMap(m, low, high) {
   const grid = gridOf(m),
@@ -215,12 +216,14 @@ function oneMap(m, low, high) {
     mean = known.reduce((s, v) => s + v, 0) / known.length;
   const ends = [Math.min(...known), Math.max(...known)].map((v) => v.toFixed(2)).join(" to ");
   const about = `${state.heat} of ${m.method} by layer and ${state.axis}: mean ${mean.toFixed(2)}, from ${ends}`;
+  const left = 12 + 7 * Math.max(...grid.map((_, row) => layerName(m, row).length)),
+    width = cw * count + left + 4;
   const svg = shape("svg", {
-    viewBox: `-26 -16 ${cw * count + 30} ${ch * rows + 32}`,
+    viewBox: `${-left} -16 ${width} ${ch * rows + 32}`,
     role: "img",
     "aria-label": about,
   });
-  svg.style.maxWidth = 1.4 * (cw * count + 30) + "px";
+  svg.style.maxWidth = 1.4 * width + "px";
   for (let i = 0; i < count; i += Math.ceil(count / 10))
     svg.append(shape("text", { x: (i + 0.5) * cw, y: -5, "text-anchor": "middle" }, state.axis === "step" ? i + 1 : i));
   svg.append(shape("text", { x: (cw * count) / 2, y: ch * rows + 13, "text-anchor": "middle" }, state.axis));
