@@ -85,6 +85,24 @@ def test_a_second_run_makes_nothing_and_a_line_added_later_leaves_the_rest(galle
     assert len(added) == 2 and all("white" in name and "seed-1" in name for name in added) and len(kept) == 4
 
 
+def test_a_gallery_that_was_stopped_goes_on_where_it_stopped(gallery, tmp_path):
+    request, folder, (made, _, whole) = gallery
+    begun = []
+
+    def stop_in_the_third(report):
+        begun.append(report.step == 0)
+        if sum(begun) == 3:
+            raise KeyboardInterrupt
+
+    options = {"prompts": folder / "prompts.txt", "seeds": (0, 1)}
+    with pytest.raises(KeyboardInterrupt):
+        run(request, tmp_path / "out", progress=stop_in_the_third, **options)
+    again, kept, report = run(request, tmp_path / "out", **options)
+    assert (kept, again) == (made[:2], made[2:])
+    psnr = [[[row["psnr"] for row in case["methods"]] for case in each["cases"]] for each in (report, whole)]
+    assert psnr[0] == psnr[1]
+
+
 def test_layers_by_step_are_in_the_record(gallery):
     dense, park = gallery[2][2]["cases"][0]["methods"]
     assert park["map"]["layers"] == [["transformer", 0], ["transformer", 1]]

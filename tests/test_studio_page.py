@@ -360,7 +360,7 @@ def test_unsteady_times_are_told_beside_the_speed_up(browser, page_file, wide_pa
     for page, warned in ((wide_page, True), (page_file[0], False)):
         tab = opened(browser, page, viewport={"width": 375, "height": 812})
         note, figure = tab.locator("#rough"), tab.locator("#figures b").nth(1).inner_text()
-        assert note.is_visible() == warned and figure == ("≈ 1.30×" if warned else "1.30×")
+        assert note.is_visible() == warned and figure == ("≈\u00a01.30×" if warned else "1.30×")
         assert note.inner_text() == (WARNING if warned else "")
 
 

@@ -11,7 +11,7 @@ const colour = (name) => PALETTE[names.indexOf(name) % PALETTE.length],
   clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 const percent = (x) => (x == null ? "–" : (100 * x).toFixed(0) + " %"),
   fixed = (x, n) => (x == null ? "–" : x.toFixed(n));
-const times = (x, warning) => (x == null ? "–" : (warning ? "≈ " : "") + x.toFixed(2) + "×");
+const times = (x, warning) => (x == null ? "–" : (warning ? "≈\u00a0" : "") + x.toFixed(2) + "×");
 const decibel = (x) => (x == null ? "–" : x >= 100 ? "≥ 100 dB" : x.toFixed(1) + " dB");
 const isEqual = (m) => m.equal_frames === m.psnr.per_frame.length,
   quality = (m) => (isEqual(m) ? "equal" : decibel(m.psnr.mean));

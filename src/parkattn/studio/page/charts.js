@@ -267,11 +267,13 @@ function showMaps() {
   for (const kind of ["heat", "axis"])
     each(`[data-${kind}]`).forEach((b) => b.setAttribute("aria-pressed", b.dataset[kind] === state[kind]));
   const shown = current().methods.filter((m) => m.method !== "dense" && gridOf(m)),
-    values = shown.flatMap((m) => gridOf(m).flat()).filter((v) => v != null);
+    all = shown.flatMap((m) => gridOf(m).flat()),
+    values = all.filter((v) => v != null);
+  const grey = state.heat === "recall" ? "not measured, as in dense steps" : "the layer did not run in that step";
   $("map-told").textContent =
     state.axis === "step"
       ? "Rows are layers, columns are denoising steps; mean over heads." +
-        (state.heat === "recall" ? " Grey: a dense step, where recall is not measured." : "")
+        (values.length < all.length ? ` Grey: ${grey}.` : "")
       : "Rows are layers, columns are heads; mean over the sparse steps.";
   $("scale").replaceChildren();
   if (!values.length) {
