@@ -154,10 +154,10 @@ class Lines:
 
 _RUN = dict.fromkeys(("seed", "steps", "height", "width", "frames", "fps", "guidance", "text-tokens"), "number")
 _RUN |= {"model": "word", "preset": "word", "set": "setting", "negative": "word", "device": "word", "dtype": "word", "offload": "word"}
-_RUN |= {"overwrite": "flag", "out": "path"}
+_RUN |= {"overwrite": "flag", "out": "path", "image": "path", "lora": "path"}
 OPTIONS: dict[str, dict[str, str]] = {
     "generate": _RUN | {"prompts": "path", "method": "word"},
-    "compare": _RUN | {"methods": "word", "recall-rows": "number"},
+    "compare": _RUN | {"methods": "word", "recall-rows": "number", "prompts": "path", "seeds": "number"},
     "ablation": {name: _RUN[name] for name in ("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")}
     | {"prompts": "number", "seeds": "number", "methods": "word", "density": "number", "budget": "word"},
     "doctor": {

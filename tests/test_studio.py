@@ -16,11 +16,12 @@ from parkattn.park import Park, ParkConfig
 from parkattn.planned import plan_key
 from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
-from parkattn.store import Cell, Making, Store
+from parkattn.store import Cell, Making, Store, sealed
 from parkattn.studio import ablation, checkpoints, compare, generate, video
 from parkattn.studio.generate import Request
 from parkattn.studio.observe import Observer, sampled_recall
 
+CASE = compare.Case("", "a red circle moves right over blue waves", 0)
 SMALL = {"steps": 4, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0}
 
 
@@ -188,12 +189,17 @@ def test_a_broken_video_is_one_line(tmp_path, damage):
         video.read_mp4(tmp_path / "a.mp4")
 
 
-def test_the_difference_strip_is_black_for_the_reference_and_four_times_the_difference_beside_it():
-    dense = np.full((1, 32, 32, 3), 100, np.uint8)
-    sheet = video.side_by_side({"park": dense + 3, "dense": dense}, "dense")
-    strip = sheet[0, -32:]
-    assert sheet.shape == (1, 2 * (32 + video.LABEL_HEIGHT), 64, 3)
-    assert (strip[:, :32] == 0).all() and (strip[:, 32:] == 3 * video.DIFFERENCE_GAIN).all()
+@pytest.mark.parametrize(("count", "grid"), [(1, (1, 1)), (2, (1, 3)), (3, (2, 2)), (4, (2, 2)), (5, (2, 3)), (7, (3, 3)), (9, (3, 3))])
+def test_no_place_of_the_side_by_side_is_empty(count, grid):
+    names = ["dense", *(f"m{i}" for i in range(1, count))]
+    clips = {name: np.full((1, 32, 32, 3), 100 + i, np.uint8) for i, name in enumerate(names)}
+    sheet = video.side_by_side(clips, "dense")
+    rows, columns = grid
+    assert sheet.shape == (1, rows * (32 + video.LABEL_HEIGHT), columns * 32, 3)
+    places = [sheet[0, (r + 1) * (32 + video.LABEL_HEIGHT) - 1, c * 32] for r in range(rows) for c in range(columns)]
+    # clips first, then differences of the first methods from the reference, four times as strong
+    differences = [video.DIFFERENCE_GAIN * i for i in range(1, rows * columns - count + 1)]
+    assert [int(place[0]) for place in places] == [100 + i for i in range(count)] + differences
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +219,8 @@ def test_compare_writes_everything_and_measures_against_dense(compared):
     assert sum(rows["park"]["phase_seconds"].values()) == pytest.approx(rows["park"]["seconds"]["denoise"])
     assert (out / "metrics.csv").read_text().splitlines()[2].startswith("park,")
     assert len((out / "heads.csv").read_text().splitlines()) == 1 + 2 * 2 * 2
-    assert video.read_mp4(out / "side_by_side.mp4").shape[2] == 3 * 48
+    assert video.read_mp4(out / "side_by_side.mp4").shape == (5, 2 * (32 + video.LABEL_HEIGHT), 2 * 48, 3)
+    assert rows["park"]["command"].startswith("park generate") and report["command"].startswith("park compare")
 
 
 def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
@@ -243,7 +250,7 @@ def test_disturbed_steps_are_in_the_metrics_and_a_sentence_in_the_terminal(compa
         park = json.loads((out / "park.json").read_text())
         for row in park["measured"]["steps"]:
             row["seconds"], row["attention_seconds"] = 2.0, 1.0
-        report = compare.write_report({"dense": record, "park": park}, tmp_path / "out")
+        report = compare.write_report({CASE: {"dense": sealed(record), "park": sealed(park)}}, tmp_path / "out")
         monkeypatch.setattr(compare, "compare", lambda *arguments, report=report, **options: report)
         commands.compare(prompt="a red circle", out=tmp_path / "out")
         shown = " ".join(capsys.readouterr().out.split())

@@ -1,20 +1,41 @@
-"""The comparison page in a real browser. Needs Debian's chromium (or PARK_CHROMIUM=/path) and the package playwright."""
+"""The comparison page in a real browser. Needs Debian's chromium (or PARK_CHROMIUM=/path) and the package playwright.
+
+The accessibility test also needs axe-core: the package axe-playwright-python, or PARK_AXE=/path/to/axe.min.js from npm.
+"""
 
 import base64
+import importlib.util
 import json
 import os
 import re
 import shutil
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("av")
+pytest.importorskip("PIL")
 
-from parkattn.studio.page import render_page
-from parkattn.studio.video import write_mp4
+from comparison_pages import (
+    DESKTOP,
+    FPS,
+    FRAMES,
+    KEYS,
+    PHONE,
+    PSNR,
+    RED,
+    TIMES,
+    VERDICT,
+    WARNING,
+    WORST,
+    at_frame,
+    opened,
+    picture,
+    until,
+    write_page,
+)  # fmt: skip
+from parkattn.studio.page import SCRIPTS, render_page
 
-FRAMES, FPS = 24, 12
 BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = [
     "--no-sandbox",
@@ -26,50 +47,6 @@ QUIET = [
 ]
 
 
-def method_row(name: str, level: float) -> dict:
-    steps = [
-        {"step": i, "phase": "refresh" if i else "dense", "density": level, "recall": 0.9 if i else None, "seconds": 1.0} for i in range(4)
-    ]
-    sparse = name != "dense"
-    return {
-        "method": name, "config": {}, "psnr": {"mean": 30.0 if sparse else 100.0, "worst": 28.0, "per_frame": [30.0] * FRAMES},
-        "ssim": {"mean": 0.9, "worst": 0.8}, "lpips": None, "speedup": 1.3, "steps": steps, "density": level,
-        "density_sparse_steps": level if sparse else None, "recall": {"mean": 0.9, "p05": 0.8, "worst": 0.7} if sparse else None,
-        "heat": {"recall": [[0.9, 0.7]] * 3 if sparse else None, "density": [[0.3, 0.5]] * 3 if sparse else None},
-        "phase_seconds": {"dense": 1.0, "refresh": 2.0, "reuse": 0.0}, "seconds": {"denoise": 3.0, "attention": 2.0, "decode": 1.0},
-    }  # fmt: skip
-
-
-WARNING = "The speed-up is rough, because timing was unsteady."
-
-
-def write_page(folder, methods: dict[str, int], **changes):
-    """methods: the red of each one's first frame."""
-    clips = {}
-    for name, start in methods.items():
-        frames = np.zeros((FRAMES, 64, 96, 3), np.uint8)
-        for i in range(FRAMES):
-            frames[i, :, :, 0] = start + 6 * i
-        write_mp4(folder / f"{name}.mp4", frames, FPS)
-        clips[name] = (folder / f"{name}.mp4").read_bytes()
-    settings = {
-        "prompt": "a </script> sentence & more",
-        "frames": FRAMES,
-        "width": 96,
-        "height": 64,
-        "steps": 4,
-        "seed": 0,
-        "fps": FPS,
-        "device": "cpu",
-    }
-    settings |= changes.pop("settings", {})
-    report = {"settings": settings, "tokens": 5400, "lpips": "no", "protocol": "as written", "environment": {"cpu": "a CPU", "threads": 1}}
-    report |= {"timing_warning": None, "methods": [method_row(name, 0.4 if name != "dense" else 1.0) for name in methods]}
-    page = folder / "index.html"
-    page.write_text(render_page(report | changes, clips), encoding="utf-8")
-    return page, clips
-
-
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     return write_page(tmp_path_factory.mktemp("page"), {"dense": 0, "park": 40})
@@ -79,18 +56,13 @@ def page_file(tmp_path_factory):
 def wide_page(tmp_path_factory):
     """Every method, a long word in the prompt, and times that cannot be trusted."""
     methods = dict.fromkeys(("dense", "park", "park-no-pama", "park-no-qrkc", "centroid"), 0)
-    return write_page(
-        tmp_path_factory.mktemp("wide"), methods, timing_warning=WARNING, settings={"prompt": "a " + "very" * 30 + " long word"}
-    )[0]
+    return write_page(tmp_path_factory.mktemp("wide"), methods, warning=WARNING, prompts=("a " + "very" * 30 + " long word",))[0]
 
 
-def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
-    page, clips = page_file
-    text = page.read_text(encoding="utf-8")
-    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)""", text) and "@import" not in text and "fetch(" not in text
-    data = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
-    assert data["settings"]["prompt"] == "a </script> sentence & more"
-    assert {name: base64.b64decode(uri.partition(",")[2]) for name, uri in data["videos"].items()} == clips
+@pytest.fixture(scope="module")
+def gallery_page(tmp_path_factory):
+    prompts = ("a red circle", "a blue square over a long road by the sea", "a third one")
+    return write_page(tmp_path_factory.mktemp("gallery"), {"dense": 0, "park": 40, "centroid": 20}, prompts=prompts)[0]
 
 
 @pytest.fixture(scope="module")
@@ -104,36 +76,41 @@ def browser():
         chromium.close()
 
 
-def opened(browser, path, **options):
-    tab = browser.new_context(**options).new_page()
-    tab.requests, tab.failures = [], []
-    tab.on("request", lambda request: tab.requests.append(request.url))
-    tab.on("pageerror", lambda error: tab.failures.append(str(error)))
-    tab.goto(path.as_uri())
-    return tab
+@pytest.fixture(autouse=True)
+def closed_afterwards(request):
+    """Videos of an earlier test must not go on playing."""
+    yield
+    if "browser" in request.fixturenames:
+        for context in request.getfixturevalue("browser").contexts:
+            context.close()
 
 
-# browsers keep media time in whole microseconds
-TIMES = "[...document.querySelectorAll('video')].map(v => v.currentTime)"
+def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
+    page, clips = page_file
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)""", text) and "@import" not in text and "fetch(" not in text
+    data = json.loads(text.partition('<script id="data" type="application/json">')[2].partition("</script>")[0])
+    assert data["cases"][0]["prompt"] == "a </script> sentence & more"
+    held = json.loads(text.partition('<script id="videos-0" type="application/json">')[2].partition("</script>")[0])
+    assert {name: base64.b64decode(mp4) for name, mp4 in held.items()} == clips[0]
 
 
-def until(tab, condition: str) -> None:
-    """Playwright's own waiting evaluates strings inside the page, which the page's content policy forbids."""
-    for _ in range(600):
-        if tab.evaluate(condition):
-            return
-        tab.wait_for_timeout(50)
-    raise AssertionError(f"never came true: {condition}; video times {tab.evaluate(TIMES)}, errors {tab.failures}")
+def test_no_part_of_the_page_is_long_and_a_number_that_json_lacks_is_left_out():
+    folder = Path(importlib.util.find_spec("parkattn.studio.page").origin).parent
+    parts = {path.name: path.read_text().splitlines() for path in folder.iterdir() if path.suffix in (".js", ".css", ".html")}
+    assert set(SCRIPTS) < set(parts) and max(len(lines) for lines in parts.values()) <= 400
+    text = render_page({"cases": [{"density": float("nan")}]}, [{}])
+    assert '{"cases":[{"density":null}],"stills":[]}' in text
 
 
 def test_videos_play_together_and_nothing_is_requested(browser, page_file):
-    tab = opened(browser, page_file[0], viewport={"width": 1280, "height": 900})
+    tab = opened(browser, page_file[0], **DESKTOP)
     until(tab, f"{TIMES}.every(t => t > 0.2)")  # playing by itself; fails by time-out otherwise
     tab.click("#play")
     assert tab.evaluate("[...document.querySelectorAll('video')].every(v => v.paused)")
     until(tab, "[...document.querySelectorAll('video')].every(v => !v.seeking)")
     assert len(set(tab.evaluate(TIMES))) == 1
-    tab.evaluate("document.getElementById('scrub').value = 7; document.getElementById('scrub').dispatchEvent(new Event('input'))")
+    at_frame(tab, 7)
     assert tab.evaluate(TIMES) == pytest.approx([7.5 / FPS] * 2, abs=1e-5)
     tab.click("#forward")
     assert tab.evaluate(TIMES) == pytest.approx([8.5 / FPS] * 2, abs=1e-5)
@@ -141,55 +118,273 @@ def test_videos_play_together_and_nothing_is_requested(browser, page_file):
     tab.click("#back")
     assert tab.evaluate(TIMES) == pytest.approx([6.5 / FPS] * 2, abs=1e-5)
     assert not [url for url in tab.requests if not url.startswith(("file:", "blob:", "data:"))] and not tab.failures
-    if os.environ.get("PARK_SCREENSHOTS"):
-        tab.screenshot(path=os.path.join(os.environ["PARK_SCREENSHOTS"], "page-desktop.png"), full_page=True)  # noqa: PTH118
+    picture(tab, "page-desktop")
 
 
-def test_the_large_view_shows_both_videos_and_their_difference(browser, page_file):
-    tab = opened(browser, page_file[0])
-    until(tab, f"{TIMES}.every(t => t > 0)")
-    tab.evaluate("document.getElementById('scrub').value = 3; document.getElementById('scrub').dispatchEvent(new Event('input'))")
-    until(tab, "document.getElementById('clock').textContent.startsWith('frame 4 ')")
-    red = "x => document.getElementById('canvas').getContext('2d').getImageData(x, 5, 1, 1).data[0]"
-    left, right = tab.evaluate(red, 10), tab.evaluate(red, 85)
+def test_a_reader_who_wants_no_motion_starts_the_videos_himself(browser, page_file):
+    tab = opened(browser, page_file[0], reduced_motion="reduce")
+    until(tab, "[...document.querySelectorAll('video')].every(v => v.readyState >= 3)")
+    tab.wait_for_timeout(300)
+    assert tab.evaluate(TIMES) == [0, 0]
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["1440x900", "390x844"])
+def test_the_video_its_transport_and_the_curve_are_in_view_and_nothing_is_wider_than_the_screen(
+    browser, size, page_file, gallery_page, wide_page
+):
+    for page in (page_file[0], gallery_page, wide_page):
+        tab = opened(browser, page, **size)
+        until(tab, f"{TIMES}.every(t => t > 0)")
+        view, height = tab.locator("#frame").bounding_box(), size["viewport"]["height"]
+        assert view["y"] > 0 and view["height"] >= 180
+        for part in (".transport", "#curve"):
+            box = tab.locator(part).bounding_box()
+            assert box["y"] >= view["y"] + view["height"] - 1 and box["y"] + box["height"] <= height, part
+        assert tab.evaluate("document.documentElement.scrollWidth") <= size["viewport"]["width"] and not tab.failures
+
+
+def test_wipe_shows_one_video_left_of_the_line_and_the_other_right_of_it(browser, page_file):
+    tab = opened(browser, page_file[0], **DESKTOP)
+    at_frame(tab, 3)
+    left, right = tab.evaluate(RED, 10), tab.evaluate(RED, 85)
     assert 25 < right - left < 55  # the videos are 40 levels apart; the codec moves either by a few
-    tab.click("[data-mode=difference]")
-    until(tab, f"({red})(85) > 100")
+    box = tab.locator("#frame").bounding_box()
+    tab.mouse.click(box["x"] + 0.95 * box["width"], box["y"] + box["height"] / 2)
+    until(tab, f"({RED})(85) < {left + 12}")
+    assert tab.locator("#split").input_value() == "95"
+    tab.locator("#split").focus()
+    tab.keyboard.press("Home")  # the slider's own key, which is no frame of the video
+    until(tab, f"({RED})(10) > {right - 12}")
+    assert tab.locator("#clock").inner_text() == f"frame 4 of {FRAMES}"
 
 
-def test_a_phone_shows_everything_without_scrolling_sideways(browser, page_file):
-    tab = opened(browser, page_file[0], viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True, color_scheme="dark")
+def test_the_heat_map_grows_with_its_gain_and_says_what_white_means(browser, page_file):
+    tab = opened(browser, page_file[0], "#mode=heat&gain=1&frame=4", **DESKTOP)
+    until(tab, "document.getElementById('clock').textContent.startsWith('frame 4 ')")
+    until(tab, f"({RED})(10) > 0")
+    # 40 levels of red are 8.5 of luma
+    assert tab.evaluate(RED, 10) < 60 and "white from 255 of 255 levels on" in tab.locator("#tag-a").inner_text()
+    tab.locator("#gain").fill("6")
+    until(tab, f"({RED})(10) > 240")
+    assert "× 64: white from 4 of 255" in tab.locator("#tag-a").inner_text()
+    assert tab.locator("#gain-told").inner_text() == "× 64"
+
+
+def test_blink_shows_both_in_turn_no_faster_than_is_safe(browser, page_file):
+    tab = opened(browser, page_file[0], "#mode=blink&every=0.4&frame=4", **DESKTOP)
+    until(tab, "document.getElementById('tag-a').textContent === 'dense'")
+    until(tab, "document.getElementById('tag-a').textContent === 'park'")
+    until(tab, f"({RED})(10) > 35")
+    assert float(tab.locator("#every").get_attribute("min")) >= 1 / 3  # at most three flashes a second
+    tab.click("[data-mode=wipe]")
+    assert tab.locator("#every").is_hidden() and tab.locator("#split").is_visible()
+
+
+def test_zoom_enlarges_the_picture_and_the_line_stays_where_it_is(browser, page_file):
+    tab = opened(browser, page_file[0], "#frame=4", **DESKTOP)
+    until(tab, "document.getElementById('clock').textContent.startsWith('frame 4 ')")
+    before, line = tab.locator("#canvas").bounding_box(), tab.locator("#wipe").bounding_box()
+    tab.locator("#zoom").fill("4")
+    after = tab.locator("#canvas").bounding_box()
+    assert after["width"] == pytest.approx(4 * before["width"], rel=0.01)
+    assert tab.locator("#wipe").bounding_box() == line
+    x, y = before["x"] + before["width"] / 4, before["y"] + before["height"] / 2
+    tab.mouse.move(x, y)
+    tab.mouse.down()
+    tab.mouse.move(x + 60, y + 20)
+    tab.mouse.up()
+    moved = tab.locator("#canvas").bounding_box()
+    assert moved["x"] - after["x"] == pytest.approx(60, abs=1.5)
+    assert moved["y"] - after["y"] == pytest.approx(20, abs=1.5)
+    tab.keyboard.press("0")
+    assert tab.locator("#canvas").bounding_box() == before
+
+
+def test_a_click_on_the_curve_seeks_and_the_worst_frame_is_a_key_away(browser, page_file):
+    tab = opened(browser, page_file[0], **DESKTOP)
+    at_frame(tab, 0)
+    box = tab.locator("#curve").bounding_box()
+    tab.mouse.click(box["x"] + (17 + 0.5) / FRAMES * box["width"], box["y"] + 20)
+    until(tab, f"document.getElementById('clock').textContent === 'frame 18 of {FRAMES}'")
+    assert tab.locator("#curve").get_attribute("aria-valuetext") == f"frame 18 of {FRAMES}, {PSNR[17]:.1f} dB"
+    tab.locator("#curve").focus()
+    tab.keyboard.press("ArrowRight")
+    until(tab, "document.getElementById('curve').getAttribute('aria-valuenow') === '19'")
+    tab.keyboard.press("w")
+    until(tab, f"document.getElementById('clock').textContent.startsWith('frame {WORST + 1} ')")
+    assert "worst, 25.0 dB" in tab.locator("#curve").inner_text()
+
+
+def test_equal_is_explained_and_has_no_curve(browser, tmp_path):
+    page = write_page(tmp_path, {"dense": 0, "park": 0}, equal=("park",))[0]
+    tab = opened(browser, page)
+    assert tab.locator("#figures b").first.inner_text() == "equal"
+    assert "no PSNR to draw" in tab.locator("#curve").inner_text()
+    told = " ".join(tab.locator("#shown").inner_text().split())
+    assert "no 8-bit value of a frame differs" in told
+    assert "What you see is mp4" in told
+    assert "measured on the raw frames" in told
+
+
+def test_the_address_holds_the_view_and_opens_it_again(browser, gallery_page):
+    tab = opened(browser, gallery_page, **DESKTOP)
     until(tab, f"{TIMES}.every(t => t > 0)")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    tab.select_option("#b", "centroid")
+    tab.click("[data-mode=heat]")
+    tab.locator("#zoom").fill("2")
+    tab.click("[data-heat=density]")
+    at_frame(tab, 5)
+    until(tab, "location.hash.includes('frame=6')")
+    part = tab.evaluate("location.hash")
+    assert part == "#b=centroid&mode=heat&zoom=2&heat=density&frame=6"
+    again = opened(browser, gallery_page, part, **DESKTOP)
+    until(again, "document.getElementById('clock').textContent.startsWith('frame 6 ')")
+    assert again.locator("#b").input_value() == "centroid"
+    assert again.locator("[data-mode=heat]").get_attribute("aria-pressed") == "true"
+    assert again.locator("#zoom").input_value() == "2"
+    assert again.locator("[data-heat=density]").get_attribute("aria-pressed") == "true"
+    assert again.locator("#verdict").inner_text() == VERDICT.format("centroid")
+    assert again.evaluate("[...document.querySelectorAll('video')].every(v => v.paused)")
+    strange = opened(browser, gallery_page, "#b=nobody&mode=x&zoom=1e9&case=77&frame=abc&gain=", **DESKTOP)
+    until(strange, f"{TIMES}.every(t => t > 0)")
+    assert strange.locator("#b").input_value() == "park"
+    assert strange.locator("#zoom").input_value() == "8"
+    assert not strange.failures
+
+
+def test_every_key_does_what_the_page_says_and_every_control_can_be_reached(browser, gallery_page):
+    tab = opened(browser, gallery_page, "#frame=4", color_scheme="light", **DESKTOP)
+    until(tab, "document.getElementById('clock').textContent.startsWith('frame 4 ')")
+    for key, comes_true in KEYS.items():
+        assert not tab.evaluate(comes_true), key
+        tab.keyboard.press(key)
+        until(tab, comes_true)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    controls = "[...document.querySelectorAll('button, select, input, a[href], [role=slider], summary')].filter(c => c.offsetParent)"
+    count = tab.evaluate(f"{controls}.length")
+    reached = tab.evaluate(f"{controls}.filter(c => {{ c.focus(); return document.activeElement === c && c.tabIndex === 0; }}).length")
+    assert reached == count > 20 and not tab.failures
+
+
+def test_the_theme_is_remembered(browser, page_file):
+    tab = opened(browser, page_file[0], color_scheme="dark")
     assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert tab.locator(".heat").count() == 1 and tab.locator(".chart").count() == 4 and tab.locator("#table tbody tr").count() == 2
-    if os.environ.get("PARK_SCREENSHOTS"):
-        tab.screenshot(path=os.path.join(os.environ["PARK_SCREENSHOTS"], "page-phone.png"), full_page=True)  # noqa: PTH118
+    tab.click("#theme")
+    tab.reload()
+    assert tab.evaluate("document.documentElement.dataset.theme") == "light"
+    assert tab.locator("#theme").get_attribute("aria-pressed") == "false"
+
+
+def test_a_gallery_shows_every_prompt_and_seed_and_opens_one(browser, gallery_page):
+    tab = opened(browser, gallery_page, **DESKTOP)
+    until(tab, f"{TIMES}.every(t => t > 0)")
+    assert tab.locator("#gallery button").count() == 3 and tab.locator("#overall tbody tr").count() == 3
+    assert "seed 0" in tab.locator("#seed").inner_text()
+    tab.locator("#gallery button").nth(1).click()
+    assert tab.locator("#prompt").inner_text() == "a blue square over a long road by the sea"
+    at_frame(tab, 3)
+    green = "document.getElementById('canvas').getContext('2d').getImageData(10, 5, 1, 1).data[1]"
+    until(tab, f"{green} > 40")
+    assert tab.locator("#gallery [aria-current=true] b").inner_text() == "a blue square over a long road by the sea"
+    tab.keyboard.press("n")
+    assert tab.locator("#prompt").inner_text() == "a third one" and tab.locator("#case").input_value() == "2"
+    tab.click("#case-forward")
+    assert tab.locator("#case").input_value() == "0" and not tab.failures
+    picture(tab, "page-gallery")
+
+
+def test_one_comparison_has_no_gallery(browser, page_file):
+    tab = opened(browser, page_file[0])
+    assert tab.locator("#gallery-part").is_hidden() and tab.locator("#case-tools").is_hidden()
+
+
+def test_the_maps_show_layers_by_step_and_by_head(browser, page_file):
+    tab = opened(browser, page_file[0])
+    assert tab.locator(".heat rect").count() == 3 * 4
+    assert tab.locator(".heat rect[fill='var(--line)']").count() == 3  # dense steps
+    assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of park by layer and step: mean 0.80, from 0.70 to 0.90"
+    tab.click("[data-heat=density]")
+    assert "density of park by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
+    tab.click("[data-axis=head]")
+    assert tab.locator(".heat rect").count() == 3 * 2
+
+
+def test_commands_are_copied_and_what_is_shown_is_downloaded(browser, page_file):
+    page, clips = page_file
+    tab = opened(browser, page, permissions=["clipboard-read", "clipboard-write"], accept_downloads=True, **DESKTOP)
+    at_frame(tab, 3)
+    for button, text in (
+        ("#copy-compare", "park compare --methods dense,park"),
+        ("#copy-method", "park generate x --method park"),
+    ):
+        tab.click(button)
+        until(tab, "document.getElementById('told').textContent.endsWith('copied.')")
+        assert tab.evaluate("navigator.clipboard.readText()") == text
+    tab.click("#copy-link")
+    until(tab, "document.getElementById('told').textContent === 'Link copied.'")
+    assert tab.evaluate("navigator.clipboard.readText()") == page.as_uri() + "#frame=4"
+    with tab.expect_download() as video:
+        tab.click("#save-video")
+    assert video.value.suggested_filename == "park-0.mp4" and Path(video.value.path()).read_bytes() == clips[0]["park"]
+    with tab.expect_download() as metrics:
+        tab.click("#save-metrics")
+    assert json.loads(Path(metrics.value.path()).read_text())["cases"][0]["methods"][1]["method"] == "park"
+    with tab.expect_download() as frame:
+        tab.click("#save-frame")
+    assert frame.value.suggested_filename == "compare-wipe-frame-4.png"
+    assert Path(frame.value.path()).read_bytes()[1:4] == b"PNG"
 
 
 def test_a_wide_table_scrolls_in_its_own_box_and_the_page_does_not(browser, wide_page):
     tab = opened(browser, wide_page, viewport={"width": 375, "height": 812}, is_mobile=True, has_touch=True)
-    box = tab.locator(".scroll")
+    box = tab.locator(".scroll:has(#table)")
     assert tab.evaluate("document.documentElement.scrollWidth") == 375
     assert tab.evaluate("() => { scrollTo(500, 0); return scrollX; }") == 0
     assert box.evaluate("b => b.scrollWidth > 2 * b.clientWidth && b.getBoundingClientRect().right <= 375")
-    last, names = tab.locator("#table th").last, tab.locator("#table td").first
+    last, names = tab.locator("#table thead th").last, tab.locator("#table tbody th").first
     assert last.bounding_box()["x"] > 375
     box.evaluate("b => { b.scrollLeft = b.scrollWidth; }")
     assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 375 and tab.evaluate("scrollX") == 0
     # the names of the methods stay, and leave most of the box to the figures
-    assert names.bounding_box()["x"] == box.bounding_box()["x"] + 1 and names.bounding_box()["width"] < box.bounding_box()["width"] / 2
+    assert names.bounding_box()["x"] == box.bounding_box()["x"] + 1
+    assert names.bounding_box()["width"] < box.bounding_box()["width"] / 2
     # without a finger: the arrow keys scroll what can be reached by tab
     box.focus()
     tab.keyboard.press("ArrowLeft")
-    until(tab, "(b => b.scrollLeft < b.scrollWidth - b.clientWidth)(document.querySelector('.scroll'))")
-    assert tab.locator("#table th").all_inner_texts()[:3] == ["method", "PSNR dB", "speed-up"] and not tab.failures
+    until(tab, "(b => b.scrollLeft < b.scrollWidth - b.clientWidth)(document.querySelector('.scroll:has(#table)'))")
+    assert tab.locator("#table thead th").all_inner_texts()[:3] == ["method", "PSNR dB", "speed-up"]
+    assert not tab.failures
 
 
 def test_unsteady_times_are_told_beside_the_speed_up(browser, page_file, wide_page):
     for page, warned in ((wide_page, True), (page_file[0], False)):
         tab = opened(browser, page, viewport={"width": 375, "height": 812})
         note, figure = tab.locator("#rough"), tab.locator("#figures b").nth(1).inner_text()
-        assert note.is_visible() == warned and figure == ("≈ 1.30×" if warned else "1.30×")
+        assert note.is_visible() == warned and figure == ("≈\u00a01.30×" if warned else "1.30×")
         assert note.inner_text() == (WARNING if warned else "")
-        assert tab.locator("#figures").evaluate("f => f.nextElementSibling.id") == "rough"
+
+
+@pytest.fixture(scope="module")
+def axe():
+    """The text of axe-core."""
+    path = os.environ.get("PARK_AXE")
+    if path is None:
+        found = importlib.util.find_spec("axe_playwright_python")
+        path = Path(found.origin).parent / "axe.min.js" if found is not None and found.origin else None
+    if path is None or not Path(path).is_file():
+        pytest.skip("no axe-core on this machine: pip install axe-playwright-python, or npm install axe-core and set PARK_AXE")
+    return Path(path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("size", "theme", "kind"), [(DESKTOP, "light", "gallery"), (DESKTOP, "dark", "wide"), (PHONE, "light", "wide"), (PHONE, "dark", "gallery")],
+    ids=["1440x900, gallery", "1440x900, dark", "390x844", "390x844, dark, gallery"])  # fmt: skip
+def test_axe_has_no_serious_finding(browser, gallery_page, wide_page, axe, size, theme, kind):
+    page, part = (gallery_page, "#mode=heat&frame=4&axis=head") if kind == "gallery" else (wide_page, "#frame=4&zoom=2")
+    tab = opened(browser, page, part, color_scheme=theme, **size)
+    until(tab, "document.getElementById('clock').textContent.startsWith('frame 4 ')")
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    tab.evaluate(axe)
+    found = tab.evaluate("axe.run(document).then(r => r.violations)")
+    serious = [(each["id"], each["nodes"][0]["html"][:120]) for each in found if each["impact"] in ("serious", "critical")]
+    assert not serious, serious
+    picture(tab, f"axe-{theme}-{size['viewport']['width']}-{kind}")

@@ -43,6 +43,10 @@ TextTokens = Annotated[int | None, typer.Option(help="Room for the prompt in tok
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
+Image = Annotated[
+    str | None, typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape.")
+]
+Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parkattn[lora]'.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
@@ -69,6 +73,8 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
+    image: Image = None,
+    lora: Lora = None,
     overwrite: Overwrite = False,
 ) -> None:
     """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
@@ -81,7 +87,7 @@ def generate(
     request = Request(
         prompt=prompt or "", model=model, method=method, preset=preset, changes=_changes(settings), seed=seed, steps=steps, height=height,
         width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
-        offload=offload,
+        offload=offload, image=image, lora=lora,
     )  # fmt: skip
     if prompts is not None:
         _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
@@ -126,6 +132,8 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
 def compare(
     prompt: Annotated[str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")] = None,
     methods: Annotated[str | None, typer.Option(help="Names separated by commas, or all; dense is always among them.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line (# begins a comment): a gallery.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
     model: Model = None,
     preset: Preset = None,
@@ -142,19 +150,25 @@ def compare(
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
+    image: Image = None,
+    lora: Lora = None,
     recall_rows: Annotated[int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")] = 128,
     overwrite: Overwrite = False,
 ) -> None:
-    """Methods side by side on one prompt and seed: videos, metrics and a page to look at. Finished methods are kept."""
+    """Methods side by side on the same prompts and seeds: videos, metrics and a page to look at. What is finished is kept."""
     from parkattn.studio.compare import DEFAULT_PROMPT, choose_methods
     from parkattn.studio.compare import compare as run
     from parkattn.studio.generate import Request
 
     names = choose_methods(methods)
+    if prompt is not None and prompts is not None:
+        raise ValueError("prompt: expected either a prompt or --prompts FILE, got both; pass one.")
+    if seeds is not None and seed != 0:
+        raise ValueError(f"seeds: expected either --seed or --seeds, got {seed} and {seeds}; pass one.")
     request = Request(
         prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, preset=preset, changes=_changes(settings), seed=seed,
         steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
-        device=device, dtype=dtype, offload=offload,
+        device=device, dtype=dtype, offload=offload, image=image, lora=lora,
     )  # fmt: skip
     with _interruptible(f"methods that were finished are kept in {out}; run again to go on"), _step_bar() as bar:
         current = {"show": bar(names[0])}
@@ -166,12 +180,12 @@ def compare(
                 current["show"] = bar(method)
 
         report = run(
-            request, names, out, overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce,
-            say=_say,
+            request, names, out, prompts=prompts, seeds=_numbers(seeds) if seeds is not None else (), overwrite=overwrite,
+            recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, say=_say,
         )  # fmt: skip
-    table = Table(
-        "method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {request.prompt}"
-    )
+    cases = report.get("cases", [])
+    shown = request.prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
+    table = Table("method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {shown}")
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
         table.add_row(
@@ -184,6 +198,8 @@ def compare(
             "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x",
         )
     console.print(table)
+    for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
+        _say(row["verdict"])
     for note in filter(None, (report["timing_warning"], _why_slower(report))):
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
@@ -233,11 +249,7 @@ def ablation(
     from parkattn.studio.ablation import BLOCKS, METHODS, AblationSettings, run_ablation, to_markdown
     from parkattn.studio.generate import Request
 
-    try:
-        numbers = tuple(int(seed) for seed in seeds.split(","))
-    except ValueError:
-        raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
-
+    numbers = _numbers(seeds)
     names = tuple(methods.split(",")) if methods else METHODS
     asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
     request = Request(
@@ -351,6 +363,13 @@ def _interruptible(left: str) -> Iterator[None]:
     except KeyboardInterrupt:
         console.print(f"stopped; {left}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
+
+
+def _numbers(seeds: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(seed) for seed in seeds.split(","))
+    except ValueError:
+        raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
 
 
 def _changes(settings: list[str] | None) -> dict[str, Any]:

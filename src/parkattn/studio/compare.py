@@ -1,27 +1,29 @@
-"""Several methods on one prompt and seed: each video, the side-by-side, the metrics and the page."""
+"""Several methods on the same prompts and seeds: each video, the side-by-side, the metrics and the page."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-from collections.abc import Callable
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
-from parkattn.checks import did_you_mean
+from parkattn.checks import did_you_mean, expect_count
 from parkattn.methods import METHODS, register_installed
 from parkattn.metrics import fidelity
 from parkattn.record import environment
-from parkattn.settings import MethodConfig, When
+from parkattn.settings import LARGEST_SEED, MethodConfig, When
 from parkattn.sprites.grammar import EXAMPLE
-from parkattn.store import Cell, Content, Making, Record, Say, Store
+from parkattn.store import FINISHED, Cell, Content, Making, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.generate import FORMAT as GENERATION
 from parkattn.studio.generate import (
+    UNASKED,
     Progress,
     Request,
     config_for,
@@ -29,20 +31,36 @@ from parkattn.studio.generate import (
     fit_to_pipeline,
     for_method,
     generate_frames,
+    pipeline_for,
     prepare,
+    understood,
     write_video,
 )
 from parkattn.studio.observe import RECALL_ROWS
-from parkattn.studio.page import render_page
-from parkattn.studio.steadiness import steadiness, timing_warning
-from parkattn.studio.video import Frames, side_by_side, video_library, write_mp4
+from parkattn.studio.page import page_digest, render_page
+from parkattn.studio.prompts import read_prompts, video_name
+from parkattn.studio.scores import flat_line, head_lines, method_row, over_cases, to_csv, verdict
+from parkattn.studio.steadiness import timing_warning
+from parkattn.studio.video import Frames, side_by_side, still, video_library, write_mp4
 
 DEFAULT_PROMPT = EXAMPLE
 DEFAULT_METHODS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
 REFERENCE = "dense"
 FORMAT = "parkattn.comparison.1"
 
-Announce = Callable[[str, str], None]  # (method, "start" | "done" | "kept")
+Announce = Callable[[str, str], None]  # (cell: a method, or prompt, seed and method; "start" | "done" | "kept")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt and one seed. name: begins the names of its files; "" where there is one case only."""
+
+    name: str
+    prompt: str
+    seed: int
+
+    def file(self, rest: str) -> str:
+        return f"{self.name}-{rest}" if self.name else rest
 
 
 def choose_methods(asked: str | None) -> list[str]:
@@ -58,72 +76,160 @@ def choose_methods(asked: str | None) -> list[str]:
     return [REFERENCE, *dict.fromkeys(name for name in names if name != REFERENCE)]
 
 
+def choose_cases(request: Request, prompts: Path | None = None, seeds: Sequence[int] = ()) -> list[Case]:
+    """Every prompt with every seed, the request's own where none are given; names do not depend on a line's place."""
+    for seed in seeds:
+        expect_count("seeds", seed, least=0, most=LARGEST_SEED)
+    if len(set(seeds)) != len(seeds):
+        raise ValueError(f"seeds: expected each once, got {', '.join(map(str, seeds))}; remove the second.")
+    if prompts is None and len(seeds) <= 1:
+        return [Case("", request.prompt, seeds[0] if seeds else request.seed)]
+    sentences = [item.prompt for item in read_prompts(prompts)] if prompts is not None else [request.prompt]
+    names = {sentence: video_name(sentence).removesuffix(".mp4") for sentence in sentences}
+    return [Case(f"{names[text]}-seed-{seed}", text, seed) for text in sentences for seed in seeds or (request.seed,)]
+
+
 def compare(
     request: Request,
     methods: list[str],
     out: Path,
     *,
+    prompts: Path | None = None,
+    seeds: Sequence[int] = (),
     overwrite: bool = False,
     recall_rows: int = RECALL_ROWS,
     progress: Progress | None = None,
     announce: Announce = lambda method, event: None,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Everything under `out`; methods that are finished there are kept."""
+    """Everything under `out`; what is finished there is kept, a report whose videos did not change among it."""
     video_library()
     expect_settings_used(request, methods)
-    requests = {}
+    cases = choose_cases(request, prompts, seeds)
+    requests: dict[str, Request] = {}
+    places: dict[str, tuple[Case, str]] = {}
     for method in methods:
-        requests[method], folder = prepare(for_method(request, method))
-    store, pipe = Store(out, say), None
+        first = dataclasses.replace(for_method(request, method), prompt=cases[0].prompt, seed=cases[0].seed)
+        asked, folder = prepare(first)
+        for case in cases:
+            name = case.file(method)
+            requests[name] = dataclasses.replace(asked, prompt=understood(case.prompt, folder), seed=case.seed)
+            places[name] = case, method
+    store, pipe, warm = Store(out, say), None, set[str]()
 
     def make(making: Making) -> None:
         nonlocal pipe
-        method = making.cell.name
-        asked = requests[method]
-        announce(method, "start")
+        name = making.cell.name
+        asked = requests[name]
+        announce(name, "start")
         if pipe is None:
-            pipe = checkpoints.load_pipeline(folder, device=asked.device, dtype=asked.dtype, offload=asked.offload)
-        _run(pipe, asked, making, recall_rows, progress)
-        announce(method, "done")
+            pipe = pipeline_for(asked, folder)
+            for each in requests.values():  # a prompt that is too long is found before the first video
+                fit_to_pipeline(each, pipe)
+        _run(pipe, asked, making, recall_rows, progress, warm=asked.method in warm)
+        warm.add(asked.method)
+        announce(name, "done")
 
-    cells = [method_cell(asked) for asked in requests.values()]
+    cells = [method_cell(requests[case.file(method)], case) for case in cases for method in methods]
     records = store.fill(cells, make, overwrite=overwrite, kept=lambda cell: announce(cell.name, "kept"))
-    return write_report(records, out, say)
+    found: dict[Case, dict[str, Record]] = {case: {} for case in cases}
+    for name, record in records.items():
+        case, method = places[name]
+        found[case][method] = record
+    command = repeat_comparison(requests[cells[0].name], request, methods, out, prompts, seeds)
+    return write_report(found, out, say, command=command)
 
 
-def method_cell(request: Request) -> Cell:
-    """A prepared request under the name of its method; raw frames are a part of it, so that they are never another request's."""
-    method = request.method
-    return Cell(name=method, format=GENERATION, request=request.to_dict(), files=(f"{method}.mp4", raw_name(method)))
+def method_cell(request: Request, case: Case) -> Cell:
+    """A prepared request under its method's name; raw frames are a part of it, and so never another request's."""
+    name = case.file(request.method)
+    return Cell(name=name, format=GENERATION, request=request.to_dict(), files=(f"{name}.mp4", raw_name(name)))
 
 
-def write_report(records: dict[str, Record], out: Path, say: Say = lambda line: None) -> dict[str, Any]:
+def repeat_comparison(
+    resolved: Request, request: Request, methods: list[str], out: Path, prompts: Path | None, seeds: Sequence[int]
+) -> str:
+    """The command that makes the comparison again. resolved: one of its requests, for what was filled in."""
+    left_out = {*UNASKED, "method", "preset", "seed"} if seeds else {*UNASKED, "method", "preset"}
+    options = {name: value for name, value in resolved.to_dict().items() if name not in left_out and value is not None}
+    words = ["park", "compare", *([resolved.prompt] if prompts is None else ["--prompts", str(prompts)])]
+    words += ["--methods", ",".join(methods), "--out", out.name]
+    words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
+    words += ["--preset", request.preset] if request.preset else []
+    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    return shlex.join(words)
+
+
+def write_report(
+    found: Mapping[Case, Mapping[str, Record]], out: Path, say: Say = lambda line: None, *, command: str = ""
+) -> dict[str, Any]:
     """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished methods in `out`."""
     store = Store(out, say)
-    clips = {method: _load_raw(store, records[method], method) for method in records}
-    resolved = records[REFERENCE]["resolved"]
-    rows = [_row(method, records, clips) for method in records]
+    sheets = {case: case.file("side_by_side.mp4") for case in found}
+    asked = {
+        "records": {case.file(name): each["hash"] for case, records in found.items() for name, each in records.items()},
+        "page": page_digest(),
+        "lpips": fidelity.lpips_reason() or "measured",
+        "command": command,
+    }
+    files = ("metrics.csv", "heads.csv", "index.html", *sheets.values())
+    cell = Cell(name="metrics", format=FORMAT, request=asked, files=files)
+    there = store.look(cell)
+    if there.state == FINISHED and there.record is not None:
+        return there.record
+    cases = [_case_report(store, case, records) for case, records in found.items()]
+    first = next(iter(found.values()))[REFERENCE]
     report = {
         "format": FORMAT,
-        "settings": {name: value for name, value in resolved.items() if name not in ("method", "config")},
-        "tokens": records[REFERENCE]["tokens"],
-        "lpips": fidelity.lpips_reason() or "measured",
+        "request": asked,
+        "settings": {name: value for name, value in first["resolved"].items() if name not in ("method", "config")},
+        "command": command,
+        "tokens": first["tokens"],
+        "lpips": asked["lpips"],
         "protocol": (fidelity.__doc__ or "").strip(),
-        "timing_warning": timing_warning(rows),
-        "methods": rows,
+        "timing_warning": next((case["timing_warning"] for case in cases if case["timing_warning"]), None),
+        "methods": over_cases([case["methods"] for case in cases]),
+        "cases": cases,
         "environment": environment(),
     }
-    heads = [line for row in rows for line in _head_lines(row)] or [{"method": "", "layer": "", "head": ""}]
-    videos = {method: store.load(records[method], f"{method}.mp4") for method in records}
-    sheet = side_by_side(clips, REFERENCE)
+    videos = [
+        {method: store.load(record, case.file(f"{method}.mp4")) for method, record in records.items()}
+        for case, records in found.items()
+    ]  # fmt: skip
+    shown = {case: records.get("park") or [*records.values()][-1] for case, records in found.items()}
+    stills = [still(_load_raw(store, record, case)) for case, record in shown.items()]
+    named = [{"case": case["name"]} for case in cases]
+    facts = [{"prompt": case["prompt"], "seed": case["seed"]} for case in cases]
+    lines = [flat_line(row) | facts[i] | named[i] for i, case in enumerate(cases) for row in case["methods"]]
+    heads = [line | named[i] for i, case in enumerate(cases) for row in case["methods"] for line in head_lines(row)]
     contents: dict[str, Content] = {
-        "side_by_side.mp4": lambda path: write_mp4(path, sheet, resolved["fps"]),
-        "metrics.csv": _csv([_flat(row) for row in rows]),
-        "heads.csv": _csv(heads),
-        "index.html": render_page(report, videos).encode(),
+        "metrics.csv": to_csv(lines),
+        "heads.csv": to_csv(heads or [{"method": "", "layer": "", "head": ""}]),
+        "index.html": render_page(report, videos, stills).encode(),
     }
-    return store.put(Cell(name="metrics", format=FORMAT, files=tuple(contents)), report, contents)
+    for case, records in found.items():
+        contents[sheets[case]] = lambda path, case=case, records=records: write_mp4(  # type: ignore[misc]
+            path,
+            side_by_side({m: _load_raw(store, record, case) for m, record in records.items()}, REFERENCE),
+            first["resolved"]["fps"],
+        )
+    return store.put(cell, report, contents)
+
+
+def _case_report(store: Store, case: Case, records: Mapping[str, Record]) -> dict[str, Any]:
+    """A case's rows and verdicts; its frames are let go on return."""
+    reference = records[REFERENCE]
+    wanted = _load_raw(store, reference, case)
+    rows = [method_row(record, reference, _load_raw(store, record, case), wanted) for record in records.values()]
+    warning = timing_warning(rows)
+    for row in rows[1:]:
+        row["verdict"] = verdict(row, reference["resolved"]["fps"], rough=warning is not None)
+    files = {method: case.file(f"{method}.mp4") for method in records}
+    return {
+        "name": case.name, "prompt": reference["resolved"]["prompt"], "seed": case.seed, "tokens": reference["tokens"],
+        "timing_warning": warning, "videos": files, "side_by_side": case.file("side_by_side.mp4"), "methods": rows,
+    }  # fmt: skip
 
 
 def warm_up(pipe: Any, request: Request, config: MethodConfig) -> None:
@@ -135,72 +241,22 @@ def warm_up(pipe: Any, request: Request, config: MethodConfig) -> None:
     generate_frames(pipe, short, config, recall_rows=0)
 
 
-def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None) -> dict[str, Any]:
+def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool) -> None:
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
-    warm_up(pipe, fitted, config)
+    if not warm:
+        warm_up(pipe, fitted, config)
     made = generate_frames(pipe, fitted, config, recall_rows=recall_rows, progress=progress)
     assert fitted.frames and fitted.height and fitted.width
     tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
-    making.write(raw_name(request.method), safetensors.numpy.save({"frames": np.ascontiguousarray(made.frames)}))
-    return write_video(making, made, request, fitted, config, tokens)
+    making.write(raw_name(making.cell.name), safetensors.numpy.save({"frames": np.ascontiguousarray(made.frames)}))
+    write_video(making, made, request, fitted, config, tokens)
 
 
-def _row(method: str, records: dict[str, dict[str, Any]], clips: dict[str, Frames]) -> dict[str, Any]:
-    found, base = records[method]["measured"], records[REFERENCE]["measured"]
-    row: dict[str, Any] = {"method": method, "config": records[method]["resolved"]["config"]}
-    for name, measure in (("psnr", fidelity.psnr_per_frame), ("ssim", fidelity.ssim_per_frame)):
-        values = measure(clips[method], clips[REFERENCE])
-        row[name] = {"mean": float(np.mean(values)), "worst": min(values), "per_frame": values}
-    lpips = fidelity.lpips_per_frame(clips[method], clips[REFERENCE])
-    row["lpips"] = None if lpips is None else {"mean": float(np.mean(lpips)), "worst": max(lpips), "per_frame": lpips}
-    # a method that was kept from an earlier run may have been timed on another machine
-    here, there = ({n: records[m]["environment"].get(n) for n in ("cpu", "threads", "gpu")} for m in (method, REFERENCE))
-    row["speedup"] = base["seconds"]["denoise"] / found["seconds"]["denoise"] if here == there else None
-    row["steadiness"] = steadiness(found["steps"], base["steps"] if here == there else None)
-    return row | {name: value for name, value in found.items() if name != "summary"}
+def raw_name(name: str) -> str:
+    return f"raw/{name}.safetensors"
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    recall = row["recall"] or {}
-    flat = {
-        "method": row["method"],
-        "psnr_db": row["psnr"]["mean"],
-        "psnr_worst_frame_db": row["psnr"]["worst"],
-        "ssim": row["ssim"]["mean"],
-    }
-    flat |= {
-        "lpips": row["lpips"]["mean"] if row["lpips"] else "",
-        "density": row["density"],
-        "density_sparse_steps": row["density_sparse_steps"],
-    }
-    flat |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")} | {"speedup_denoise": row["speedup"]}
-    flat |= {"timing_step_spread": row["steadiness"]["step_spread"], "timing_dense_apart": row["steadiness"]["dense_apart"]}
-    flat |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
-    return flat | {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
-
-
-def _head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
-    density, recall = row["heat"]["density"] or [], row["heat"]["recall"]
-    return [
-        {"method": row["method"], "layer": layer, "head": head, "density": value, "recall": recall[layer][head] if recall else ""}
-        for layer, heads in enumerate(density)
-        for head, value in enumerate(heads)
-    ]
-
-
-def _csv(rows: list[dict[str, Any]]) -> bytes:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
-def raw_name(method: str) -> str:
-    return f"raw/{method}.safetensors"
-
-
-def _load_raw(store: Store, record: Record, method: str) -> Frames:
+def _load_raw(store: Store, record: Record, case: Case) -> Frames:
     """The very frames of the record: hashes of both are compared, names prove nothing."""
-    return safetensors.numpy.load(store.load(record, raw_name(method)))["frames"]
+    return safetensors.numpy.load(store.load(record, raw_name(case.file(record["resolved"]["method"]))))["frames"]

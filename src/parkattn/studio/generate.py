@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from parkattn.checks import LARGEST_COUNT, expect_choice, shown
+from parkattn.extras import package
 from parkattn.hosts.diffusers import Session, expect_layers
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.models import row_for
@@ -25,12 +26,15 @@ from parkattn.site import AttentionMethod
 from parkattn.sprites import grammar
 from parkattn.store import Cell, Making, Say, Store
 from parkattn.studio import checkpoints
+from parkattn.studio.lora import add_lora, judge_lora
 from parkattn.studio.observe import RECALL_ROWS, Call, Observer, measured, synchronise
+from parkattn.studio.picture import load_picture, picture_hash
 from parkattn.studio.video import Frames, as_bytes, video_library, write_mp4
 
 FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
+UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash")  # fields of a request that are no option of a command
 # ours: what a pipeline calls it, and may not have
 OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
 
@@ -57,6 +61,10 @@ class Request:
     device: str = "auto"
     dtype: str = "auto"
     offload: str = "none"
+    image: str | None = None  # first picture of an image-to-video run
+    image_hash: str | None = None  # filled in by `prepare`, as is the next hash
+    lora: str | None = None
+    lora_hash: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -89,6 +97,11 @@ def prepare(request: Request) -> tuple[Request, Path]:
         "weights": checkpoints.fingerprint(folder),
     }
     filled["prompt"] = understood(request.prompt, folder)
+    if request.image is not None:
+        filled["image_hash"] = picture_hash(request.image)
+    if request.lora is not None:
+        package("peft", "LoRA files", "lora")
+        filled["lora_hash"] = judge_lora(request.lora)
     if checkpoints.is_shipped(folder):
         filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
     for name, least in (("steps", 1), ("fps", 1), ("frames", 1), ("height", 1), ("width", 1), ("text_tokens", 1), ("seed", 0)):
@@ -116,11 +129,13 @@ def understood(prompt: str, folder: Path) -> str:
 def fit_to_pipeline(request: Request, pipe: Any) -> Request:
     """Sizes and steps that were left to the pipeline, and a check that the model can make them."""
     accepted = inspect.signature(pipe.__call__).parameters
-    needs = [n for n, p in accepted.items() if n == "image" and p.default is inspect.Parameter.empty]
-    if needs or "num_frames" not in accepted:
-        raise ValueError(
-            f"model: expected a text-to-video pipeline, got {type(pipe).__name__}; pass a Wan, HunyuanVideo or similar T2V model."
-        )
+    if "num_frames" not in accepted:
+        raise ValueError(f"model: expected a video pipeline, got {type(pipe).__name__}; pass a Wan, HunyuanVideo or similar model.")
+    takes = "image" in accepted
+    if takes and request.image is None and (accepted["image"].default is inspect.Parameter.empty or "ImageToVideo" in type(pipe).__name__):
+        raise ValueError(f"image: expected a picture, which {type(pipe).__name__} begins with, got none; pass --image FILE.")
+    if request.image is not None and not takes:
+        raise ValueError(f"image: expected none, since {type(pipe).__name__} takes no picture, got {request.image!r}; leave out --image.")
     names = {"steps": "num_inference_steps", "height": "height", "width": "width", "frames": "num_frames"}
     filled = {ours: accepted[theirs].default for ours, theirs in names.items() if getattr(request, ours) is None}
     absent = [name for name, value in filled.items() if not isinstance(value, int)]
@@ -181,6 +196,14 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
     assert request.frames and request.height and request.width
     tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
     return config.for_tokens(tokens)
+
+
+def pipeline_for(request: Request, folder: Path) -> Any:
+    """The pipeline of a prepared request, its LoRA among the weights."""
+    pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+    if request.lora is not None:
+        add_lora(pipe, request.lora, request.lora_hash)
+    return pipe
 
 
 def generate_frames(
@@ -256,7 +279,7 @@ def generate_video(
     cell, made = video_cell(request, out.name), []
 
     def make(making: Making) -> None:
-        pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        pipe = pipeline_for(request, folder)
         made.append(make_video(pipe, request, making, progress=progress))
 
     records = Store(out.parent, say).fill([cell], make, overwrite=overwrite)
@@ -297,7 +320,7 @@ def write_video(making: Making, made: Generation, request: Request, fitted: Requ
 def repeat_command(request: Request, video: Path) -> str:
     import shlex
 
-    options = {n: v for n, v in request.to_dict().items() if n not in ("prompt", "changes", "weights") and v is not None}
+    options = {n: v for n, v in request.to_dict().items() if n not in UNASKED and v is not None}
     words = ["park", "generate", request.prompt, "--out", str(video)]
     words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
@@ -317,4 +340,7 @@ def _call_options(request: Request) -> dict[str, Any]:
         options["negative_prompt"] = request.negative
     if request.text_tokens is not None:
         options["max_sequence_length"] = request.text_tokens
+    if request.image is not None:
+        assert request.width and request.height
+        options["image"] = load_picture(request.image, request.width, request.height, request.image_hash)
     return options

@@ -116,6 +116,7 @@ def measured(observer: Observer, step_ends: list[float], total_steps: int) -> di
     return {
         "steps": steps,
         "heat": {"density": _per_head(sparse, lambda c: c.stats.density), "recall": _per_head(sparse, lambda c: c.recall)},
+        "map": _layer_step_map(calls, total_steps),
         "density": _mean([c.stats.density for c in calls]) if calls else 1.0,
         "density_sparse_steps": _mean([c.stats.density for c in sparse]),
         "recall": recall_summary(torch.cat(recalls)) if recalls else None,
@@ -147,6 +148,22 @@ def _per_head(calls: list[Call], value: Callable[[Call], Tensor | None]) -> list
         if found is not None:
             sums.setdefault((call.site.transformer, call.site.layer), []).append(found.float().mean(0).cpu())
     return [torch.stack(rows).mean(0).tolist() for _, rows in sorted(sums.items())] or None
+
+
+def _layer_step_map(calls: list[Call], total_steps: int) -> dict[str, Any]:
+    """layers: [transformer, layer] of each row; density, recall: [layers][steps], None where nothing was measured."""
+    rows = sorted({(call.site.transformer, call.site.layer) for call in calls})
+    found: dict[str, dict[tuple[str, int, int], list[Tensor]]] = {"density": {}, "recall": {}}
+    for call in calls:
+        place = call.site.transformer, call.site.layer, call.site.step
+        for name, value in (("density", call.stats.density), ("recall", call.recall)):
+            if value is not None:
+                found[name].setdefault(place, []).append(value)
+    maps = {
+        name: [[_mean(values.get((*row, step), [])) for step in range(total_steps)] for row in rows] if values else None
+        for name, values in found.items()
+    }
+    return {"layers": [list(row) for row in rows], **maps}
 
 
 def _mean(values: list[Tensor]) -> float | None:

@@ -18,7 +18,7 @@ import torch
 
 from parkattn.store import FINISHED, Cell, Making, Record, Say, Store
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Progress, Request, fit_to_pipeline, make_video, prepare, understood, video_cell
+from parkattn.studio.generate import Progress, Request, fit_to_pipeline, make_video, pipeline_for, prepare, understood, video_cell
 from parkattn.studio.video import video_library
 
 FORMAT = "parkattn.prompts.1"
@@ -141,7 +141,7 @@ def generate_videos(
     todo = {cells[item].name: item for item in mine if item not in done}
     made: list[Item] = []
     if todo:
-        pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        pipe = pipeline_for(request, folder)
         expect_whole_prompts(request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts)
 
     def make(making: Making) -> None:

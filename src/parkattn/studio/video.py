@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from parkattn.extras import INSTALL, package
 
 Frames = NDArray[np.uint8]
 CODEC = "libx264"
-DIFFERENCE_GAIN = 4  # differences of sparse attention are faint: the strip shows them four times as strong
+DIFFERENCE_GAIN = 4  # differences of sparse attention are faint: they are shown four times as strong
 LABEL_HEIGHT = 24
 
 
@@ -59,19 +61,37 @@ def read_mp4(path: Path) -> Frames:
 
 
 def side_by_side(clips: dict[str, Frames], reference: str) -> Frames:
-    """A row of labelled clips and, below, each one's difference from the reference; one clip: the clip alone."""
+    """Labelled clips in a grid whose free places show differences from the reference, so that none stays empty."""
     names = [reference, *(name for name in clips if name != reference)]
+    rows, columns = grid_for(len(names))
     base = clips[reference].astype(np.int16)
-    columns = []
-    for name in names:
-        shown = clips[name]
-        parts = [_label(name, shown.shape, shown.shape[2]), shown]
-        if len(names) > 1:
-            text = "difference from it" if name == reference else f"difference x {DIFFERENCE_GAIN}"
-            apart = np.clip(np.abs(shown.astype(np.int16) - base) * DIFFERENCE_GAIN, 0, 255).astype(np.uint8)
-            parts += [_label(text, shown.shape, shown.shape[2]), apart]
-        columns.append(np.concatenate(parts, axis=1))
-    return np.concatenate(columns, axis=2)
+    panels = [_labelled(name, clips[name]) for name in names]
+    for name in names[1 : rows * columns - len(names) + 1]:
+        apart = np.clip(np.abs(clips[name].astype(np.int16) - base) * DIFFERENCE_GAIN, 0, 255).astype(np.uint8)
+        panels.append(_labelled(f"{name}: difference x {DIFFERENCE_GAIN}", apart))
+    lines = [np.concatenate(panels[row * columns : (row + 1) * columns], axis=2) for row in range(rows)]
+    return np.concatenate(lines, axis=1)
+
+
+def grid_for(clips: int) -> tuple[int, int]:
+    """(rows, columns), as square as can be; two clips stand in a row with their difference."""
+    if clips == 2:
+        return 1, 3
+    columns = math.ceil(math.sqrt(clips))
+    return math.ceil(clips / columns), columns
+
+
+def still(frames: Frames, width: int = 256) -> bytes:
+    """The middle frame as a small JPEG."""
+    picture = package("PIL.Image", "pictures").fromarray(frames[len(frames) // 2])
+    picture.thumbnail((width, width))
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=80)
+    return data.getvalue()
+
+
+def _labelled(text: str, frames: Frames) -> Frames:
+    return np.concatenate([_label(text, frames.shape, frames.shape[2]), frames], axis=1)
 
 
 def _label(text: str, shape: tuple[int, ...], width: int) -> Frames:
