@@ -1,7 +1,7 @@
-"""How much GPU memory a model takes, by arithmetic: weights, activations of one forward, plans, the decoder. A bound, not a measurement.
+"""How much GPU memory a model takes, by arithmetic: weights, activations of one forward, plans, the decoder.
 
-Activations are counted in copies of the hidden states [n d] in bf16 that are alive at once in the widest place of a block;
-how many, is taken from the peaks of whole models (`park bench e2e`), rounded up.
+A bound, not a measurement. Activations are counted in copies of the hidden states [n d] in bf16 that are alive at once
+in the widest place of a block; how many is taken from the peaks of whole models (`park bench e2e`), rounded up.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def memory(model: str, size: ModelSize, *, frames: int, height: int, width: int)
     billions, encoders, autoencoder, transformers = PARAMETERS[model]
     n = size.tokens(frames, height, width)
     weights = {"bfloat16": 2 * billions, "float8": 2 * billions * FLOAT8_SHARE}
+    kinds, profiles = {"stock": STOCK, "compiled": COMPILED}, ("paper", "fast")
     found: dict[str, Any] = {
         "weights_gb": weights,
         "transformers": transformers,
-        "activations_gb": {kind: activations_gb(size, n, copies) for kind, copies in (("stock", STOCK), ("compiled", COMPILED))},
-        "plans_gb": {profile: state_gb(ParkConfig.profile(profile, model=model), size, n) for profile in ("paper", "fast")},
+        "activations_gb": {kind: activations_gb(size, n, copies) for kind, copies in kinds.items()},
+        "plans_gb": {name: state_gb(ParkConfig.profile(name, model=model), size, n) for name in profiles},
         "text_encoders_gb": 2 * encoders,
         "autoencoder_gb": 2 * autoencoder,
         "decode_gb": decode_gb(size, frames, height, width),
@@ -57,7 +58,7 @@ def activations_gb(size: ModelSize, tokens: int, copies: dict[str, float]) -> fl
 
 
 def state_gb(config: ParkConfig, size: ModelSize, tokens: int) -> float:
-    """What `PlanStore` holds for all layers and passes: labels in one or two bytes, a bit per pair of blocks, the residual."""
+    """What `PlanStore` holds for all layers and passes: labels, a bit per pair of blocks, the residual."""
     n = tokens if size.cross_attention else tokens + size.text
     # a block for text and one for padding
     queries, keys = (count + 2 for count in config.counts(tokens, tokens)[:2])
@@ -68,7 +69,7 @@ def state_gb(config: ParkConfig, size: ModelSize, tokens: int) -> float:
 
 
 def decode_gb(size: ModelSize, frames: int, height: int, width: int) -> float | None:
-    """None where no decoder of this kind was measured: HunyuanVideo's decodes all frames at once, so it wants enable_tiling()."""
+    """None where no decoder of this kind was measured: HunyuanVideo's takes all frames at once without tiling."""
     if size.transformer != "WanTransformer3DModel":
         return None
     return height * width * (DECODER_BYTES + VIDEO_BYTES * frames) / 1e9
