@@ -3,7 +3,12 @@ compiled only where that gives the same numbers."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,8 @@ import diffusers
 
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, fused, summary
+from parkattn.models import SIZES
+from parkattn.studio.memory import memory
 from test_hosts_diffusers import SPARSE
 from test_hosts_diffusers_compile import apart_from_time, fresh_compiler, graphs  # noqa: F401 (a fixture)
 
@@ -282,3 +289,28 @@ def test_hunyuanvideos_linears_in_int8_are_compiled_with_the_same_numbers():
     assert summary(pipe).calls == calls and calls["refresh"] > 0
     assert list(summary(pipe).fused) == [AS_ASKED]
     disable(pipe)
+
+
+def test_the_page_about_it_names_what_exists():
+    """Its code needs weights that nobody has here: every import, and every argument of a call of ours, is looked up."""
+    page = (Path(__file__).parents[1] / "docs/quantised.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and importlib.util.find_spec(node.module.partition(".")[0]) is not None:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), f"{node.module}: {block}"
+        assert block.count("parkattn.enable(pipe)") == 1
+    offloading = inspect.signature(diffusers.WanTransformer3DModel.enable_group_offload).parameters
+    assert {"onload_device", "offload_device", "offload_type", "num_blocks_per_group", "use_stream"} <= set(offloading)
+
+
+def test_the_page_about_it_says_what_doctor_says():
+    page = (Path(__file__).parents[1] / "docs/quantised.md").read_text()
+    for name, size in SIZES.items():
+        found = memory(name, size, frames=81, height=720, width=1280)
+        several = f"{found['transformers']} x " if found["transformers"] > 1 else ""
+        weights = [f"{several}{found['weights_gb'][kind]:.1f}" for kind in ("bfloat16", "float8")]
+        active = ", ".join(f"{found['activations_gb'][kind]:.1f}" for kind in ("stock", "compiled"))
+        assert f"| {name} | {' | '.join(weights)} | {active} | {found['plans_gb']['paper']:.2f} |" in page
