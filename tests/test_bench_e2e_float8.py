@@ -1,4 +1,4 @@
-"""`park bench e2e --float8` at tiny size on the CPU: both kinds of linears are what they are called, and a forward's parts add up."""
+"""`park bench e2e --float8` at tiny size on the CPU: linears are what they are called, a forward's parts add up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_each_kind_of_linears_has_every_forward_at_the_same_density(lines):
     assert "_scaled_mm" in rounded["made_by"]
     assert plain["finite"] and rounded["finite"]
     assert plain["config"] == rounded["config"]
-    assert rounded["density"] == pytest.approx(plain["density"], abs=0.5 / 16), "16 key blocks come in steps of a sixteenth"
+    # 16 key blocks come in steps of a sixteenth
+    assert rounded["density"] == pytest.approx(plain["density"], abs=0.5 / 16)
     assert rounded["of_bfloat16"]["reuse_s"] == rounded["reuse_s"] / plain["reuse_s"]
     assert rounded["bar"]["met"] == (rounded["of_bfloat16"]["reuse_s"] <= 0.8)
 
@@ -70,21 +71,22 @@ def test_the_parts_of_a_forward_add_up(lines):
             assert set(line["split"]) == {"reuse", "dense, compiled"}
             for part in line["split"].values():
                 assert part["attention_s"] > 0 and part["linears_s"] > 0
-                assert sum(part[name] for name in ("attention_s", "linears_s", "rest_s")) == pytest.approx(part["kernels_s"])
+                parts = [part[name] for name in ("attention_s", "linears_s", "rest_s")]
+                assert sum(parts) == pytest.approx(part["kernels_s"])
 
 
 def test_float8_weights_take_half_the_memory_of_those_in_blocks(lines):
     plain, rounded = (line["memory"]["weights_gb"] for line in lines if line["benchmark"] == "e2e float8")
     model = e2e.random_transformer(TINY[lines[0]["model"]], CPU)
     in_blocks = [x for block in e2e.row_for(model).all_blocks(model) for x in e2e_float8.linears_of(block).values()]
-    saved = sum(x.weight.numel() - 4 * x.out_features for x in in_blocks)  # one byte of two, less a float32 scale per row
+    # one byte of two, less a float32 scale per row
+    saved = sum(x.weight.numel() - 4 * x.out_features for x in in_blocks)
     assert plain - rounded == pytest.approx(saved / 1e9)
 
 
 def test_every_linear_of_a_forward_is_timed_alone(lines):
-    sizes = {
-        (line["rows"], line["in"], line["out"]): line["calls_per_forward"] for line in lines if line["benchmark"] == "e2e float8 product"
-    }
+    products = [line for line in lines if line["benchmark"] == "e2e float8 product"]
+    sizes = {(line["rows"], line["in"], line["out"]): line["calls_per_forward"] for line in products}
     model = e2e.random_transformer(TINY[lines[0]["model"]], CPU)
     in_blocks = [x for block in e2e.row_for(model).all_blocks(model) for x in e2e_float8.linears_of(block).values()]
     assert sum(sizes.values()) == len(in_blocks)
@@ -107,8 +109,10 @@ def test_float8_is_measured_by_itself(tmp_path, option):
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own, on import
 def test_torchaos_linears_are_made_and_checked(monkeypatch):
-    quant_api = pytest.importorskip("torchao.quantization.quant_api", reason="torchao is not installed: pip install torchao")
-    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)  # it asks for a GPU; its arithmetic does not
+    missing = "torchao is not installed: pip install -e '.[quant]'"
+    quant_api = pytest.importorskip("torchao.quantization.quant_api", reason=missing)
+    # it asks for a GPU; its arithmetic does not
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
     model = TINY["wan2.1-14b"]
     transformer = e2e.random_transformer(model, CPU)
     before = e2e_float8.weights_bytes(transformer)

@@ -48,10 +48,13 @@ def by_torchao(folder, monkeypatch, scheme: str):
     from torchao import quantization
     from torchao.quantization import quant_api
 
-    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)  # it asks for a GPU; its arithmetic does not
+    # it asks for a GPU; its arithmetic does not
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
     per_row = {"granularity": quantization.PerRow()} if scheme == "Float8DynamicActivationFloat8WeightConfig" else {}
-    config = diffusers.TorchAoConfig(getattr(quantization, scheme)(**per_row), modules_to_not_convert=["condition_embedder", "proj_out"])
-    return diffusers.WanTransformer3DModel.from_pretrained(folder, quantization_config=config, torch_dtype=torch.bfloat16)
+    outside = {"modules_to_not_convert": ["condition_embedder", "proj_out"]}
+    config = diffusers.TorchAoConfig(getattr(quantization, scheme)(**per_row), **outside)
+    loaded = {"quantization_config": config, "torch_dtype": torch.bfloat16}
+    return diffusers.WanTransformer3DModel.from_pretrained(folder, **loaded)
 
 
 def by_bitsandbytes(folder, monkeypatch, scheme: str):
@@ -59,7 +62,8 @@ def by_bitsandbytes(folder, monkeypatch, scheme: str):
     from diffusers.quantizers.bitsandbytes import bnb_quantizer
 
     kind = {"8bit": bnb_quantizer.BnB8BitDiffusersQuantizer, "4bit": bnb_quantizer.BnB4BitDiffusersQuantizer}[scheme]
-    monkeypatch.setattr(kind, "validate_environment", lambda *args, **kwargs: None)  # it asks for a GPU; bitsandbytes does not
+    # it asks for a GPU; bitsandbytes does not
+    monkeypatch.setattr(kind, "validate_environment", lambda *args, **kwargs: None)
     four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16} if scheme == "4bit" else {}
     config = diffusers.BitsAndBytesConfig(**{f"load_in_{scheme}": True}, **four)
     placed = {"torch_dtype": torch.bfloat16, "device_map": {"": "cpu"}}
@@ -76,7 +80,10 @@ def by_gguf(folder, monkeypatch, scheme: str):
         rounded = name.startswith("blocks.") and weights.ndim == 2 and weights.shape[1] % 32 == 0
         values = weights.float().numpy()
         original = name.replace(".norm2.", ".norm3.")  # Wan's own name of it
-        writer.add_tensor(original, gguf.quants.quantize(values, stored) if rounded else values, raw_dtype=stored if rounded else None)
+        if rounded:
+            writer.add_tensor(original, gguf.quants.quantize(values, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(original, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,10 +159,9 @@ def test_torchaos_linears_are_compiled_to_one_graph_with_the_same_numbers(folder
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(
-    ("scheme", "kind"), [("8bit", "Int8Params"), ("4bit", "Params4bit"), ("Q8_0", "GGUFParameter"), ("Q4_0", "GGUFParameter")]
-)
-def test_other_weights_are_not_compiled_and_the_summary_says_whose(folder, monkeypatch, scheme, kind):
+@pytest.mark.parametrize("scheme", OTHERS)
+def test_other_weights_are_not_compiled_and_the_summary_says_whose(folder, monkeypatch, scheme):
+    kind = {"8bit": "Int8Params", "4bit": "Params4bit"}.get(scheme, "GGUFParameter")
     transformer = OTHERS[scheme](folder, monkeypatch, scheme)
     plain, _ = answers(transformer, fuse=False)
     out, report = answers(transformer, fuse=True)
@@ -183,7 +189,8 @@ def test_weights_of_an_unknown_class_are_not_compiled():
 
 def offload_groups(transformer, level: str, blocks: int | None = None) -> None:
     try:
-        transformer.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type=level, num_blocks_per_group=blocks)
+        there = {"onload_device": CPU, "offload_device": CPU}
+        transformer.enable_group_offload(**there, offload_type=level, num_blocks_per_group=blocks)
     except AttributeError:
         pytest.skip("this release of diffusers offloads nothing on a machine without an accelerator")
 
@@ -194,8 +201,8 @@ def test_blocks_under_group_offload_are_compiled_inside_of_it(blocks):
     resident, _ = answers(transformer, fuse=True)
     offload_groups(transformer, "block_level", blocks)
     loaded = []
-    groups = {id(group): group for group in (block._diffusers_hook.hooks["group_offloading"].group for block in transformer.blocks)}
-    for group in groups.values():
+    groups = [block._diffusers_hook.hooks["group_offloading"].group for block in transformer.blocks]
+    for group in {id(group): group for group in groups}.values():
         group.onload_ = lambda load=group.onload_: [loaded.append(1), load()][1]
     forwards = [block.forward for block in transformer.blocks]
     references = [block._diffusers_hook._fn_refs[0].forward for block in transformer.blocks]
@@ -222,7 +229,7 @@ def test_a_refusal_under_group_offload_runs_stock_inside_of_it(monkeypatch):
 @pytest.mark.parametrize("other", ["leaf_level", "cache", "hook"])
 def test_anything_else_around_or_inside_of_a_block_keeps_it_from_being_compiled(other):
     transformer = tiny.wan_transformer(**WAN).bfloat16()
-    offload_groups(transformer, "leaf_level" if other == "leaf_level" else "block_level", None if other == "leaf_level" else 1)
+    offload_groups(transformer, *(("leaf_level",) if other == "leaf_level" else ("block_level", 1)))
     if other == "cache":
         from diffusers import FirstBlockCacheConfig
 
@@ -267,7 +274,7 @@ def test_cpu_offload_changes_nothing(family, kind):
     assert torch.equal(run(pipe), resident)
     report = summary(pipe)
     assert report.calls == calls and calls["refresh"] > 0
-    assert all(outcome == AS_ASKED if kind == "model" else outcome.startswith("no, a hook is on ") for outcome in report.fused)
+    assert all(outcome.startswith(AS_ASKED if kind == "model" else "no, a hook is on ") for outcome in report.fused)
     assert sum(report.fused.values()) == sum(calls.values())
     disable(pipe)
 
