@@ -176,7 +176,15 @@ OPTIONS: dict[str, dict[str, str]] = {
     "bench cpu": {"record": "path", "repeats": "number", "threads": "number"},
     "bench sanitize": {"record": "path", "only": "word", "limit": "number"},
     "bench scaling": {"record": "path", "plot": "path", "from": "path", "repeats": "number", "rehearse": "flag"},
-    "bench e2e": {"record": "path", "only": "word", "budget": "number", "full": "flag", "profile": "word", "density": "number"},
+    "bench e2e": {
+        "record": "path",
+        "only": "word",
+        "budget": "number",
+        "full": "flag",
+        "profile": "word",
+        "density": "number",
+        "float8": "flag",
+    },
     "bench gpu": {"out": "path", "budget": "number", "rehearse": "flag"},
 }
 COMMANDS = (*OPTIONS, "bench attend", "bench pama", "bench layer", "bench decisions", "bench flashinfer", "bench")

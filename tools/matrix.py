@@ -130,6 +130,7 @@ ENVIRONMENTS = (
     Environment("triton 3.8", "the Triton between", "video,plots,triton", COMPILED, ("torch==2.14.1", "triton==3.8")),
     Environment("newest", "what pip takes when nothing is pinned", "video,plots,triton", EVERYTHING),
     Environment("cache-dit", "a host: cache-dit", "video,triton", hosted("engines"), ("cache-dit",), True),
+    Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "video,triton,quant", hosted("quantised"), constrained=True),
     Environment("xfuser", "a host: xDiT", "video,triton", hosted("xdit"), ("xfuser",), True),
     Environment(
         "tilelang", "the TileLang kernels", "tilelang,triton",
@@ -162,6 +163,7 @@ EXTRAS = {
     "triton": {"attention by the kernels, interpreted": INTERPRETED},
     "flashinfer": {"import (it needs a GPU)": "python -c 'from flashinfer import VariableBlockSparseAttentionWrapper'"},
     "tilelang": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
+    "quant": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
     "sanitize": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
 }  # fmt: skip
 

@@ -129,6 +129,7 @@ def e2e(
     only: Annotated[list[str] | None, typer.Option(help="gate, gate-around, wan2.1-1.3b, wan2.1-14b or hunyuanvideo; repeatable.")] = None,
     profile: Annotated[str, typer.Option(help="paper: a dense prefix and refreshes; fast, quality: anchors, corrected reuse.")] = "paper",
     density: Annotated[float | None, typer.Option(help="Of a reuse forward; default: 0.25, and 0.10 of fast and quality.")] = None,
+    float8: Annotated[bool, typer.Option("--float8", help="With float8 linears beside bfloat16 ones; by itself.")] = False,
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
 ) -> None:
@@ -136,10 +137,12 @@ def e2e(
     from parkattn.bench.e2e_turns import columns_of, run_and_tabulate
 
     chosen: dict[str, Any] = {"full": full, "compiled": compiled, "rehearse": rehearse, "profile": profile, "density": density}
+    chosen["float8"] = float8
     outcome, rows = run_and_tabulate(record, only=only, **chosen, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"
     anchored = "one forward of each kind; 50 steps against dense: stock, in compiled blocks, in our own kernel"
-    table = Table(*columns_of(profile), title=paper if profile == "paper" else anchored)
+    linears = "bfloat16 and float8 linears, one forward in each phase; attention, products and rest of a reuse forward in seconds"
+    table = Table(*columns_of(profile, float8), title=linears if float8 else paper if profile == "paper" else anchored)
     for row in rows:
         table.add_row(*row)
     console.print(table)

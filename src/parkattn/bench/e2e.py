@@ -4,6 +4,7 @@
     park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
     park bench e2e --compiled --record FILE     the same models after compile_repeated_blocks(fullgraph=True), dense and PARK alike
     park bench e2e --profile fast --record FILE     anchors and corrected reuse at density 0.10 (e2e_profile.py)
+    park bench e2e --float8 --record FILE       with float8 linears beside bfloat16 ones (e2e_float8.py)
 
 Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep almost every
 block: density is fixed by top-k instead, and every record says which density was reached.
@@ -348,6 +349,7 @@ def run_section(
     compiled: bool = False,
     profile: str = "paper",
     density: float | None = None,
+    float8: bool = False,
     turn: Callable[[], float] = lambda: math.inf,
 ) -> None:
     """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it is given."""
@@ -375,14 +377,18 @@ def run_section(
             turn()
         return
     model = (SMALL if rehearse else MODELS)[name]
+    if float8:
+        from parkattn.bench.e2e_float8 import run_float8
+
+        run_float8(name, model, device, keep, density=density, turn=turn)
+        return
     if profile != "paper":
         from parkattn.bench.e2e_profile import run_profile
 
         run_profile(name, model, device, keep, profile=profile, density=density, compiled=compiled, full=full, rehearse=rehearse, turn=turn)
         return
     ready = prepare(model, device, compiled=compiled, density=DENSITY if density is None else density)
-    given = turn()  # waits, so the clock is read after it
-    ends = time.monotonic() + given
+    ends = turn() + time.monotonic()  # waits, so the clock is read after it
     found = measure(ready, lambda part: keep({"model": name, **part}))
     keep({"model": name, **found})
     left = ends - time.monotonic()

@@ -235,3 +235,27 @@ def _gate_offload(model: WholeModel, device: torch.device) -> Iterator[Case]:
             held = summary(moved)
         yield verdict(f"pipeline, {way}: the same latents", _apart([offloaded], [latents]), 0, calls=held.calls)
         yield verdict(f"pipeline, {way}: plans are released at the end", held.state_bytes, 0)
+    yield from _gate_offloaded_blocks(model, device)
+
+
+def _gate_offloaded_blocks(model: WholeModel, device: torch.device) -> Iterator[Case]:
+    """Weights come and go by another stream around blocks that enable compiles."""
+    found: list[list[Tensor]] = []
+    for offloaded in (False, True):
+        transformer = random_transformer(model, device)
+        inputs = forward_inputs(model, transformer, device)
+        if offloaded:
+            transformer.enable_group_offload(
+                onload_device=device,
+                offload_device=torch.device("cpu"),
+                offload_type="block_level",
+                num_blocks_per_group=1,
+                use_stream=True,
+            )
+        with enable(transformer, _config(model, "triton"), total_steps=len(TIMESTEPS), fuse=True):
+            found.append(_of_model(transformer, inputs))
+            report = summary(transformer)
+    name = "group offload by blocks, compiled"
+    yield verdict(f"{name}: the same output", _apart(*found), 0, calls=report.calls)
+    missed = len(TIMESTEPS) * len(report.layers) - report.fused.get("yes, as asked", 0)
+    yield verdict(f"{name}: every block", missed, 0, fused=report.fused)

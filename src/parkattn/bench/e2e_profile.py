@@ -95,12 +95,17 @@ def prepare_profile(
             run_forward(ready.transformer, ready.inputs, 999.0 - step)
     calls: dict[torch.nn.Module, Any] = {}
     if not compiled:
-        compile_blocks(ready.transformer, device)
-        with first_blocks(ready.transformer, 1):
-            run_forward(ready.transformer, ready.inputs, 999.0)
-        calls = _take_compiled_calls(ready.transformer)
+        calls = compiled_dense(ready)
     free_memory()
     return PreparedProfile(ready, profile, calls)
+
+
+def compiled_dense(ready: Prepared) -> dict[torch.nn.Module, Any]:
+    """The calls of blocks compiled for a dense forward, taken off again; compiled_again puts them back."""
+    compile_blocks(ready.transformer, ready.device)
+    with first_blocks(ready.transformer, 1):
+        run_forward(ready.transformer, ready.inputs, 999.0)
+    return _take_compiled_calls(ready.transformer)
 
 
 def _take_compiled_calls(transformer: torch.nn.Module) -> dict[torch.nn.Module, Any]:

@@ -1,6 +1,6 @@
 """Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the GPU alone.
 
-    python -m parkattn.bench.e2e_turns --record FILE [--full] [--budget SECONDS] [--only gate wan2.1-14b ...] [--profile fast]
+    python -m parkattn.bench.e2e_turns --record FILE [--full] [--budget SECONDS] [--only gate wan2.1-14b ...] [--profile fast] [--float8]
 
 A hang or a CUDA error costs one model. Every figure is in FILE as soon as it is there.
 """
@@ -37,10 +37,14 @@ def run_all(
     rehearse: bool = False,
     profile: str = "paper",
     density: float | None = None,
+    float8: bool = False,
     budget_s: float = 1200,
 ) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
     expect_choice("profile", profile, ParkConfig.PROFILES)
+    others = [name for name, chosen in {"--full": full, "--compiled": compiled, "--profile": profile != "paper"}.items() if chosen]
+    if float8 and others:
+        raise ValueError(f"float8: expected it alone, got {', '.join(others)} beside it; run them one after the other.")
     if density is not None:
         expect_fraction("density", density, zero=False)
     ends = time.monotonic() + budget_s
@@ -48,7 +52,9 @@ def run_all(
     for name in names:
         expect_choice("only", name, SECTIONS)
     together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
-    options = [f"--{name}" for name, chosen in {"full": full, "compiled": compiled, "rehearse": rehearse}.items() if chosen]
+    options = [
+        f"--{name}" for name, chosen in {"full": full, "compiled": compiled, "rehearse": rehearse, "float8": float8}.items() if chosen
+    ]
     options += ["--profile", profile, *([] if density is None else ["--density", str(density)])]
 
     def start(name: str) -> _Section:
@@ -73,12 +79,13 @@ def run_all(
 
 
 def run_and_tabulate(record: Path | None, **options: Any) -> tuple[dict[str, str], list[list[str]]]:
-    """run_all, and the rows of columns_of(profile) that this run (not an earlier one in the same file) came to."""
+    """run_all, and the rows of columns_of(profile, float8) that this run (not an earlier one in the same file) came to."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "lines.jsonl") if record is None else record
         before = len(_lines(lines))
         outcome = run_all(lines, **options)
         rows = table_rows if options.get("profile", "paper") == "paper" else profile_rows
+        rows = float8_rows if options.get("float8") else rows
         return outcome, rows([json.loads(line) for line in _lines(lines)[before:]])
 
 
@@ -183,7 +190,27 @@ PROFILE_COLUMNS = (
 )
 
 
-def columns_of(profile: str) -> tuple[str, ...]:
+FLOAT8_COLUMNS = (
+    "model",
+    "linears",
+    "density",
+    "dense s",
+    "compiled",
+    "refresh s",
+    "reuse s",
+    "of bf16",
+    "attention",
+    "products",
+    "rest",
+    "weights GB",
+    "dense GB",
+    "PARK GB",
+)
+
+
+def columns_of(profile: str, float8: bool = False) -> tuple[str, ...]:
+    if float8:
+        return FLOAT8_COLUMNS
     return COLUMNS if profile == "paper" else PROFILE_COLUMNS
 
 
@@ -213,6 +240,20 @@ def profile_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def float8_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of FLOAT8_COLUMNS per model and kind of linears; attention, products and rest are parts of a reuse forward's kernels."""
+    rows = []
+    for line in lines:
+        if line.get("benchmark") == "e2e float8":
+            memory, part, ratio = line["memory"], line["split"]["reuse"], line.get("of_bfloat16")
+            times = [f"{line[name]:.2f}" for name in ("dense_s", "dense_compiled_s", "refresh_warm_s", "reuse_s")]
+            won = "" if ratio is None else f"{ratio['reuse_s']:.2f}, bar {line['bar']['reuse_s']}"
+            parts = [f"{part[name]:.2f}" for name in ("attention_s", "linears_s", "rest_s")]
+            peaks = ["" if memory[name] is None else f"{memory[name]:.1f}" for name in ("weights_gb", "dense_peak_gb", "park_peak_gb")]
+            rows.append([line["model"], line["linears"], f"{line['density']:.3f}", *times, won, *parts, *peaks])
+    return rows
+
+
 def wait_for_turn() -> float:
     """In a section's process: the seconds it is given."""
     _say(READY)
@@ -237,14 +278,15 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--profile", choices=list(ParkConfig.PROFILES), default="paper")
     parser.add_argument("--density", type=float)
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--budget", type=float, default=1200)
     asked = parser.parse_args()
-    chosen = {name: getattr(asked, name) for name in ("full", "compiled", "rehearse", "profile", "density")}
+    chosen = {name: getattr(asked, name) for name in ("full", "compiled", "rehearse", "profile", "density", "float8")}
     if asked.section:
         run_section(asked.section, asked.record, **chosen, turn=wait_for_turn)
         return
     outcome, rows = run_and_tabulate(asked.record, only=asked.only, **chosen, budget_s=asked.budget)
-    for row in (columns_of(asked.profile), *rows):
+    for row in (columns_of(asked.profile, asked.float8), *rows):
         _say("  ".join(f"{cell:>12}" for cell in row))
     sys.exit(any(result != "passed" for result in outcome.values()))
 

@@ -70,8 +70,8 @@ def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[
 
 
 def gpu_environment() -> dict[str, Any]:
-    peers = {name: _installed(name) for name in ("tilelang", "flash-kmeans", "fa3-fwd", "flashinfer-python")}
-    return environment() | {"triton": _installed("triton"), "driver": _driver(), **{name: found for name, found in peers.items() if found}}
+    peers = {name: installed(name) for name in ("tilelang", "flash-kmeans", "fa3-fwd", "flashinfer-python", "torchao")}
+    return environment() | {"triton": installed("triton"), "driver": _driver(), **{name: found for name, found in peers.items() if found}}
 
 
 def free_memory() -> None:
@@ -97,7 +97,7 @@ def _each_ms(call: Call, repeats: int) -> list[float]:
     return [float(start.elapsed_time(stop)) for start, stop in events]
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -317,8 +317,25 @@ def _show_examination(found: dict[str, Any]) -> None:
     seconds = guess["dense_seconds_per_step_about"]
     if seconds is not None:
         line("", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({guess['tflop_per_step']:,.0f} TFLOP)")
+    for text in _memory_lines(found["memory"]):
+        line("memory", text)
     for problem in found["problems"]:
         line("problem", problem, False)
+
+
+def _memory_lines(memory: dict[str, Any] | None) -> Iterator[str]:
+    if memory is None:
+        return
+    weights, active, plans = memory["weights_gb"], memory["activations_gb"], memory["plans_gb"]
+    several = f"{memory['transformers']} transformers of " if memory["transformers"] > 1 else ""
+    decode = "not known, use enable_tiling()" if memory["decode_gb"] is None else f"{memory['decode_gb']:.1f}"
+    yield (
+        f"in GB: weights {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), text encoders {memory['text_encoders_gb']:.1f}, "
+        f"activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
+        f"plans {plans['paper']:.2f} ({plans['fast']:.2f} with the fast profile), decoding {decode}"
+    )
+    for card, ways in memory["fits"].items():
+        yield f"{card} GB: " + ("; ".join(f"{way} ({memory['peaks_gb'][way]:.0f})" for way in ways) or "none of these ways")
 
 
 @contextlib.contextmanager

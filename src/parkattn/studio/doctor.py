@@ -18,7 +18,8 @@ from parkattn.record import environment
 from parkattn.scene import clustered_scene
 from parkattn.sprites import CHECKPOINT
 from parkattn.studio import checkpoints
-from parkattn.studio.gain import GPUS, estimate, gpu_peak
+from parkattn.studio.gain import GPUS, estimate, gpu_peak, model_size
+from parkattn.studio.memory import memory
 from parkattn.studio.video import CODEC
 
 STAGES = {
@@ -64,6 +65,7 @@ def examine(*, model: str, frames: int, height: int, width: int, gpu: str | None
         "stages": stages,
         "self_test": test,
         "estimate": estimate(model, frames=frames, height=height, width=width, gpu=gpu or here, density=density),
+        "memory": memory(model, model_size(model), frames=frames, height=height, width=width),
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from parkattn.checks import shown
 
@@ -23,6 +24,8 @@ from parkattn.checks import shown
 # per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %), twice that in a run with guidance, which cannot be known before
 WORTH_IT = 1.5e11
 COMPILER = "inductor"
+# names under which diffusers registers what offloads a group of blocks
+OFFLOADING = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 
 
 class Fusing:
@@ -64,19 +67,34 @@ class Fusing:
 
     def _run_block(self, block: Any, blocks: int, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.get("hidden_states")
-        reason, refused = self._why_not(hidden, blocks) or _hooks_in(block), False
-        if reason is None:
-            kind: Any = type(block)
-            try:
-                out = _compiled(kind.forward, COMPILER)(block, *args, **kwargs)
-                self.outcomes["yes, as asked" if self.wanted else "yes, the run is large enough"] += 1
-                return out
-            except _refusals() as failure:
-                # a graph that cannot be made has not run, so nothing of this call has happened yet
-                reason, refused = f"torch.compile refused: {_in_one_line(failure)}", True
-        out = block._call_impl(*args, **kwargs)
-        if refused:  # a block that fails by itself, on wrong inputs say, has told nothing about the compiler
-            self._refusal = reason
+        inside = _inside_offloading(block)
+        reason = self._why_not(hidden, blocks) or _unseen_by_graphs(block, offloaded=inside is not None)
+        if reason is not None:
+            out = block._call_impl(*args, **kwargs)
+            self.outcomes[f"no, {reason}"] += 1
+            return out
+        if inside is None:
+            return self._run_compiled(block, block._call_impl, *args, **kwargs)
+        stock = inside.forward
+        inside.forward = functools.partial(self._run_compiled, block, stock)
+        try:
+            return block._call_impl(*args, **kwargs)
+        finally:
+            inside.forward = stock
+
+    def _run_compiled(self, block: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """plain: what runs where the compiler refuses."""
+        kind: Any = type(block)
+        try:
+            out = _compiled(kind.forward, COMPILER)(block, *args, **kwargs)
+            self.outcomes["yes, as asked" if self.wanted else "yes, the run is large enough"] += 1
+            return out
+        except _refusals() as failure:
+            # a graph that cannot be made has not run, so nothing of this call has happened yet
+            reason = f"torch.compile refused: {_in_one_line(failure)}"
+        out = plain(*args, **kwargs)
+        # only now: a block that fails by itself, on wrong inputs say, has told nothing about the compiler
+        self._refusal = reason
         self.outcomes[f"no, {reason}"] += 1
         return out
 
@@ -133,14 +151,45 @@ def _in_one_line(failure: Exception) -> str:
     return (str(failure).strip() or type(failure).__name__).splitlines()[0][:200]
 
 
-def _hooks_in(block: torch.nn.Module) -> str | None:
-    """Hooks and replaced forwards (offloading, caches, context parallelism, a user's own) may change at any time, unseen by a graph."""
+def _inside_offloading(block: Any) -> Any:
+    """Where block-level group offload calls the block's own forward; None where it is not all that is in between.
+
+    Weights come and go outside of the forward, so a graph of the forward misses nothing of it.
+    """
+    registry = getattr(block, "_diffusers_hook", None)
+    references = getattr(registry, "_fn_refs", ())
+    if registry is None or not references or not OFFLOADING.issuperset(registry.hooks):
+        return None
+    innermost = references[0]
+    return innermost if innermost.forward == types.MethodType(type(block).forward, block) else None
+
+
+def _unseen_by_graphs(block: torch.nn.Module, offloaded: bool) -> str | None:
+    """Why a graph of the block might not do what the block does.
+
+    Hooks and replaced forwards (offloading, caches, context parallelism, a user's own) may change at any time.
+    offloaded: the forward of the block itself is replaced by block-level group offload.
+    """
     if torch.nn.modules.module._has_any_global_hook():
         return "a hook is on every module"
     for name, module in block.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or _forward_is_replaced(module):
+        replaced = _forward_is_replaced(module) and not (offloaded and module is block)
+        if module._forward_hooks or module._forward_pre_hooks or replaced:
             return f"a hook is on {name or 'the block'}"
+        for weights in (*module._parameters.values(), *module._buffers.values()):
+            if weights is not None and not _known_to_graphs(weights):
+                kind = type(weights).__name__
+                return f"the weights of {name or 'the block'} are {kind}, which a graph may take for a plain tensor"
     return None
+
+
+def _known_to_graphs(weights: Tensor) -> bool:
+    """Plain tensors, and subclasses that say which tensors they are made of, as torchao's do.
+
+    What others do in __torch_function__ or keep beside the tensor (GGUF, bitsandbytes) can be lost or leave the graph:
+    with GGUF a compiled block returned its hidden states as a quantised weight.
+    """
+    return type(weights) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or is_traceable_wrapper_subclass(weights)
 
 
 def _forward_is_replaced(module: Any) -> bool:

@@ -1,0 +1,90 @@
+"""How much GPU memory a model takes, by arithmetic: weights, activations of one forward, plans, the decoder.
+
+A bound, not a measurement. Activations are counted in copies of the hidden states [n d] in bf16 that are alive at once
+in the widest place of a block; how many is taken from the peaks of whole models (`park bench e2e`), rounded up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parkattn.models import ModelSize
+from parkattn.park import ParkConfig
+
+CARDS = (24, 48, 80)  # GB as they are sold; that these are GiB leaves 7 % for the driver and for gaps between tensors
+# parameters in billions: of one transformer, of the text encoders, of the autoencoder; how many transformers there are
+PARAMETERS: dict[str, tuple[float, float, float, int]] = {
+    "wan2.1-1.3b": (1.419, 5.68, 0.127, 1),
+    "wan2.1-14b": (14.289, 5.68, 0.127, 1),
+    "wan2.2-14b": (14.289, 5.68, 0.127, 2),
+    "hunyuanvideo": (12.821, 7.63, 0.246, 1),
+}
+FLOAT8_SHARE = 0.53  # of bf16: linears of blocks in one byte, a scale per row, the rest as it was
+OUTSIDE_BLOCKS = 0.05  # of the weights at most: embeddings and the last projection
+BLOCKS_AT_ONCE = 2  # under group offload: the one that runs, and the next one on its way
+# copies of [n d] beside one of [n ffn]: in attention, in the feed-forward part; joint blocks hold both at once
+STOCK = {"attention": 11.4, "feed_forward": 4.7, "joint": 10.4, "ffn": 2.0}
+COMPILED = {"attention": 8.8, "feed_forward": 3.7, "joint": 7.4, "ffn": 1.0}
+# Wan's decoder works on one latent frame at a time: bytes per pixel of a frame, and of the whole video
+DECODER_BYTES, VIDEO_BYTES = 11_600, 12
+
+
+def memory(model: str, size: ModelSize, *, frames: int, height: int, width: int) -> dict[str, Any] | None:
+    """Of one video of this size, in GB of 1e9 bytes; None for a model whose parameters are not in the table."""
+    if model not in PARAMETERS:
+        return None
+    billions, encoders, autoencoder, transformers = PARAMETERS[model]
+    n = size.tokens(frames, height, width)
+    weights = {"bfloat16": 2 * billions, "float8": 2 * billions * FLOAT8_SHARE}
+    kinds, profiles = {"stock": STOCK, "compiled": COMPILED}, ("paper", "fast")
+    found: dict[str, Any] = {
+        "weights_gb": weights,
+        "transformers": transformers,
+        "activations_gb": {kind: activations_gb(size, n, copies) for kind, copies in kinds.items()},
+        "plans_gb": {name: state_gb(ParkConfig.profile(name, model=model), size, n) for name in profiles},
+        "text_encoders_gb": 2 * encoders,
+        "autoencoder_gb": 2 * autoencoder,
+        "decode_gb": decode_gb(size, frames, height, width),
+    }
+    found["peaks_gb"] = peaks_gb(size, found)
+    found["fits"] = {str(card): [way for way, peak in found["peaks_gb"].items() if peak <= card] for card in CARDS}
+    return found
+
+
+def activations_gb(size: ModelSize, tokens: int, copies: dict[str, float]) -> float:
+    n, wide = (tokens if size.cross_attention else tokens + size.text), copies["ffn"] * size.ffn / size.width
+    parts = (copies["attention"], copies["feed_forward"] + wide) if size.cross_attention else (copies["joint"] + wide,)
+    return max(parts) * 2 * n * size.width / 1e9
+
+
+def state_gb(config: ParkConfig, size: ModelSize, tokens: int) -> float:
+    """What `PlanStore` holds for all layers and passes: labels, a bit per pair of blocks, the residual."""
+    n = tokens if size.cross_attention else tokens + size.text
+    # a block for text and one for padding
+    queries, keys = (count + 2 for count in config.counts(tokens, tokens)[:2])
+    labels = n * sum(1 if blocks <= 256 else 2 for blocks in (queries, keys))
+    rank = config.rank_for(tokens)
+    residual = rank * (n + 4 + 4 * size.head_dim)
+    return size.layers * size.heads * size.passes * (labels + queries * keys / 8 + residual) / 1e9
+
+
+def decode_gb(size: ModelSize, frames: int, height: int, width: int) -> float | None:
+    """None where no decoder of this kind was measured: HunyuanVideo's takes all frames at once without tiling."""
+    if size.transformer != "WanTransformer3DModel":
+        return None
+    return height * width * (DECODER_BYTES + VIDEO_BYTES * frames) / 1e9
+
+
+def peaks_gb(size: ModelSize, parts: dict[str, Any]) -> dict[str, float]:
+    """Largest use over a whole video. Offloaded: one model at a time, or two blocks at a time, on the GPU."""
+    run = max(parts["activations_gb"].values()) + parts["plans_gb"]["paper"]
+    decoding = parts["decode_gb"] or 0.0
+    found = {}
+    for kind, weights in parts["weights_gb"].items():
+        resident = parts["transformers"] * weights + parts["text_encoders_gb"] + parts["autoencoder_gb"]
+        found[kind] = resident + max(run, decoding)
+        others = max(parts["text_encoders_gb"], parts["autoencoder_gb"] + decoding)
+        found[f"{kind}, model offload"] = max(others, weights + run)
+        blocks = weights * (OUTSIDE_BLOCKS + BLOCKS_AT_ONCE / size.layers)
+        found[f"{kind}, group offload"] = max(parts["autoencoder_gb"] + decoding, blocks + run)
+    return found

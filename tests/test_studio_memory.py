@@ -1,0 +1,117 @@
+"""What `park doctor` says of memory: at least what was measured, and not much more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parkattn.models import SIZES, row_for
+from parkattn.park import ParkConfig
+from parkattn.studio import memory
+from parkattn.studio.doctor import examine
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+AT_720P = {"frames": 81, "height": 720, "width": 1280}
+
+
+def records(kind: str) -> list[dict]:
+    lines = [json.loads(line) for path in sorted(RESULTS.glob("e2e*.jsonl")) for line in path.read_text().splitlines()]
+    return [line for line in lines if line.get("benchmark") == kind and not line.get("rehearsal")]
+
+
+def estimated(name: str, video) -> dict:
+    found = memory.memory(name, SIZES[name], frames=video[0], height=video[1], width=video[2])
+    assert found is not None
+    return found
+
+
+def bounds(estimate: float, measured: float) -> bool:
+    """At least what was measured, at most 15 % more."""
+    return measured <= estimate <= 1.15 * measured
+
+
+def test_every_peak_of_the_records_is_bounded_closely():
+    found = records("e2e")
+    assert {line["model"] for line in found} == {"wan2.1-1.3b", "wan2.1-14b", "hunyuanvideo"}
+    for line in found:
+        parts, measured = estimated(line["model"], line["video"]), line["memory"]
+        weights, state = parts["weights_gb"]["bfloat16"], measured["state_gb"]
+        assert weights == pytest.approx(measured["weights_gb"], rel=0.01)
+        dense = weights + parts["activations_gb"]["compiled" if line["compiled"] else "stock"]
+        if line["compiled"]:  # without PARK a compiled block holds less, since nothing is permuted
+            assert measured["dense_peak_gb"] <= dense
+        else:
+            assert bounds(dense, measured["dense_peak_gb"])
+        fused = any(outcome.startswith("yes") for outcome in line.get("fused", ())) or line["compiled"]
+        activations = parts["activations_gb"]["compiled" if fused else "stock"]
+        assert bounds(weights + activations + state, measured["park_peak_gb"])
+
+
+def test_every_forward_of_the_records_is_bounded_closely():
+    for line in records("e2e forward"):
+        if line["phase"].endswith("not fused"):
+            parts, passes = estimated(line["model"], SIZES[line["model"]].video), SIZES[line["model"]].passes
+            plans = parts["plans_gb"]["paper"] / passes
+            assert bounds(parts["weights_gb"]["bfloat16"] + parts["activations_gb"]["stock"] + plans, line["peak_gb"])
+
+
+def test_plans_take_what_the_records_say():
+    for line in records("e2e"):
+        size = SIZES[line["model"]]
+        state = memory.state_gb(ParkConfig.preset(line["model"]), size, size.tokens(*line["video"])) / size.passes
+        assert bounds(state, line["memory"]["state_gb"])
+
+
+def test_a_residual_takes_what_the_records_say():
+    found = [line for line in records("e2e profile") if line["profile"] == "fast"]
+    if not found:
+        pytest.skip("no record of a profile is here: park bench e2e --profile fast")
+    for line in found:
+        size = SIZES[line["model"]]
+        config = ParkConfig.profile("fast", model=line["model"])
+        state = memory.state_gb(config, size, size.tokens(*line["video"]))
+        assert bounds(state / size.passes, line["memory"]["state_gb"])
+
+
+def test_decoding_takes_what_the_record_says():
+    (line,) = records("e2e decode")
+    _, _, frames, height, width = line["frames"]
+    parts = memory.memory(line["model"], SIZES[line["model"]], frames=frames, height=height, width=width)
+    # the transformer stayed where it was
+    assert bounds(parts["weights_gb"]["bfloat16"] + parts["autoencoder_gb"] + parts["decode_gb"], line["peak_gb"])
+
+
+def test_parameters_are_those_of_the_classes():
+    diffusers = pytest.importorskip("diffusers")
+    for name, (billions, *_) in memory.PARAMETERS.items():
+        with torch.device("meta"):
+            made = getattr(diffusers, SIZES[name].transformer)(**SIZES[name].made_with)
+        assert sum(p.numel() for p in made.parameters()) / 1e9 == pytest.approx(billions, abs=0.0006)
+        blocks = row_for(made).all_blocks(made)
+        in_blocks = sum(p.numel() for block in blocks for p in block.parameters()) / 1e9
+        assert 1 - in_blocks / billions <= memory.OUTSIDE_BLOCKS
+        linears = [m for block in blocks for m in block.modules() if isinstance(m, torch.nn.Linear)]
+        rounded = sum(m.weight.numel() for m in linears) / 1e9
+        assert (2 * billions - rounded) / (2 * billions) <= memory.FLOAT8_SHARE
+
+
+def test_every_known_size_has_an_estimate_and_larger_videos_take_more():
+    for name, size in SIZES.items():
+        small, large = (estimated(name, (frames, 480, 832)) for frames in (33, 81))
+        assert all(large["peaks_gb"][way] >= small["peaks_gb"][way] for way in large["peaks_gb"])
+        fits = estimated(name, size.video)["fits"]
+        assert set(fits["24"]) <= set(fits["48"]) <= set(fits["80"])
+
+
+def test_doctor_says_what_fits():
+    found = examine(model="wan2.1-14b", **AT_720P, gpu="H200", density=0.25)["memory"]
+    assert found["fits"]["24"] == ["bfloat16, group offload", "float8, group offload"]
+    assert "float8, model offload" in found["fits"]["48"] and "bfloat16" not in found["fits"]["48"]
+    assert "bfloat16" in found["fits"]["80"]
+
+
+def test_the_shipped_model_needs_no_estimate():
+    assert examine(model="sprites", frames=17, height=96, width=160, gpu=None, density=0.25)["memory"] is None
