@@ -106,7 +106,7 @@ class Machine:
         self.changed, self.local = threading.Condition(), threading.local()
         self.program, self.failures = 0, deque()
         self.copies: list = []
-        self.meetings: dict[str, list[int]] = {}
+        self.barriers: dict[str, list[int]] = {}
 
     def until(self, done, what: str) -> None:
         """With the lock held; time passes for everybody else."""
@@ -190,10 +190,10 @@ class Machine:
         return values[0] if len(values) == 1 else values
 
     # hardware barriers ----------------------------------------------------------------------------
-    def meet(self, number: str, waits: bool) -> None:
+    def cross_barrier(self, number: str, waits: bool) -> None:
         self.dawdle()
         with self.changed:
-            state = self.meetings.setdefault(number, [0, 0])  # arrived, meetings held
+            state = self.barriers.setdefault(number, [0, 0])  # arrived, completed
             state[0] += 128
             assert state[0] <= 256, f"barrier {number}: the same warpgroup arrived twice"
             held = state[1]
@@ -216,7 +216,7 @@ class Machine:
         engine.join()
         if self.failures:
             raise self.failures[0]
-        assert not any(arrived for arrived, _ in self.meetings.values()), "an announcement was left without its meeting"
+        assert not any(arrived for arrived, _ in self.barriers.values()), "an arrival was left without its wait"
 
     def partition(self, number: int, function, arguments) -> None:
         self.local.partition = number
@@ -308,7 +308,7 @@ class Language:
     def inline_asm_elementwise(self, text, constraints, values, dtype, is_pure, pack):
         barrier = re.match(r"barrier\.(sync|arrive) (\d+), 256;", text)
         if barrier:
-            return self.machine.meet(barrier[2], waits=barrier[1] == "sync")
+            return self.machine.cross_barrier(barrier[2], waits=barrier[1] == "sync")
         if "mul.f32" in text:
             return operator.mul(*values)
         if text.startswith("cvt.rn."):

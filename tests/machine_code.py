@@ -44,6 +44,6 @@ def before_arrivals(ptx: str) -> set[str]:
 
 
 def barriers(ptx: str) -> tuple[set[str], set[str]]:
-    """The numbers of the hardware barriers: those of `meeting`, where two warpgroups meet, and Triton's own."""
+    """The numbers of the hardware barriers: those of `barriers`, where two warpgroups wait for each other, and Triton's own."""
     numbers = re.findall(r"\bbar(?:rier)?\.(?:sync|arrive|red)[.\w]*\s+(\d+)(?:,\s*(\d+))?;", ptx)
     return {number for number, threads in numbers if threads == "256"}, {number for number, threads in numbers if threads != "256"}

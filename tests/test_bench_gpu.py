@@ -134,7 +134,7 @@ REPORTS = """
 ========= RACECHECK SUMMARY: 20 hazards displayed (95 errors, 0 warnings)
 """
 CONSAN = "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
-APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without a meeting"
+APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without a barrier"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def run_apart(code: str) -> str:
 
 def test_a_broken_kernel_is_the_kernel_without_one_line():
     shipped = pathlib.Path(importance_tilelang.__file__).with_name("importance_hopper.py").read_text()
-    for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_MEETING", "meet(")):
+    for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_BARRIER", "barrier_sync(")):
         out = run_apart(
             f"import inspect; from parkattn.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"
             f"from parkattn.kernels import importance_hopper as ours; print(inspect.getsource(ours))"
@@ -317,6 +317,6 @@ def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
         "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"
         "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"
         "assert not any(machine_code.barriers(built.asm['ptx'])[0] for _, built in builds);"
-        "test_kernels_attend.build_gluon(64, 'fp16', True, False, meetings=set()); print('compiled')"
+        "test_kernels_attend.build_gluon(64, 'fp16', True, False, numbers=set()); print('compiled')"
     )
     assert out.split() == ["168", "False", "False", "compiled"]

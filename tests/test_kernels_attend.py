@@ -138,16 +138,14 @@ def test_token_order_is_folded_into_loads_and_stores():
     q, k, v, *blocks = problem(3, 90, 150, 64, 4, 9, 0.5, torch.bfloat16, bh=4)
     tile = TritonTile(32, 32, 4, 2)
     expected, expected_lse = attend_ragged(q, k, v, *blocks, with_lse=True, tile=tile)
-    query_order, key_order = (torch.stack([torch.randperm(t) for _ in range(4)]) for t in (90, 150))
+    query_order = torch.stack([torch.randperm(90) for _ in range(4)])
 
     def tokens(x, order):  # [bh t d] in block order -> a [b h t d] view of [b t h d] memory in token order
         unsorted = torch.empty_like(x).scatter_(1, order[..., None].expand_as(x), x)
         return unsorted.reshape(2, 2, *x.shape[1:]).transpose(1, 2).contiguous().transpose(1, 2)
 
-    out, lse = attend_ragged(
-        tokens(q, query_order), tokens(k, key_order), tokens(v, key_order), *blocks, query_order=query_order.int(), key_order=key_order.int(),
-        with_lse=True, tile=tile,
-    )  # fmt: skip
+    k, v = (x.reshape(2, 2, *x.shape[1:]) for x in (k, v))
+    out, lse = attend_ragged(tokens(q, query_order), k, v, *blocks, query_order=query_order.int(), with_lse=True, tile=tile)
     assert out.stride() == tokens(q, query_order).stride()
     assert torch.equal(out, tokens(expected, query_order))
     assert torch.equal(lse.gather(1, query_order), expected_lse)
@@ -253,7 +251,7 @@ def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon
 
 TRITON_TYPES = {
     **dict.fromkeys(("q", "k", "v", "centroids", "mean_values", "out"), "*bf16"),
-    **dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "query_order", "key_order"), "*i32"),
+    **dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "query_order"), "*i32"),
     "bias": "*fp32",
     "lse": "*fp32",
     "factor": "fp32",
@@ -281,7 +279,7 @@ def test_triton_kernel_builds_and_fits(arch, d, everything):
     from parkattn.kernels.tiles_attend import triton_tile
 
     tile = triton_tile(d, arch)
-    switches = dict.fromkeys(("GATHER_Q", "GATHER_K", "COMPENSATE", "LSE"), everything)
+    switches = dict.fromkeys(("GATHER_Q", "COMPENSATE", "LSE"), everything)
     constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, **switches}
     shared, stack, ptx, _ = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
     assert shared <= SHARED_MEMORY[arch]
@@ -326,10 +324,10 @@ def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share):
 
     if ALWAYS_SHARE and not share:
         pytest.skip("never launched with this Triton")
-    build_gluon(d, element, everything, quick, meetings={"8", "9"} if share else set(), share=share)
+    build_gluon(d, element, everything, quick, numbers={"8", "9"} if share else set(), share=share)
 
 
-def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: set[str], share: bool = True) -> None:
+def build_gluon(d: int, element: str, everything: bool, quick: bool, numbers: set[str], share: bool = True) -> None:
     from parkattn.kernels.attend_gluon import LINEAR, SWIZZLED, attend_hopper_kernel
     from parkattn.kernels.tiles_attend import gluon_tile
     from parkattn.kernels.triton_versions import NUMBER
@@ -361,7 +359,7 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
     assert "LDS.64" in code and not given_back_unread(code)
     # what the sums are written over is copied to next, by the engine that does not wait for ordinary stores
     assert (
-        not meetings
+        not numbers
         or re.findall(r"st\.shared|fence\.proxy\.async|barrier\.arrive 9", ptx.partition("barrier.arrive 9")[0])[-1] == "fence.proxy.async"
     )
     # quick exponentials look for no maximum
@@ -369,4 +367,4 @@ def build_gluon(d: int, element: str, everything: bool, quick: bool, meetings: s
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     assert before_arrivals(ptx) == {"bar.sync", "bar.warp.sync"}
     ours, tritons = barriers(ptx)
-    assert ours == meetings and tritons and not ours & tritons
+    assert ours == numbers and tritons and not ours & tritons

@@ -286,8 +286,8 @@ FAULTS = {
         "    mbarrier.arrive(v_empty.index(before), count=1)\n    acc = warpgroup_mma_wait(0, deps=(acc,))\n    if not QUICK",
     ),
     "a slot never given back": ("    mbarrier.arrive(k_empty.index(slot), count=1)\n", ""),
-    "sums read before they are written": ("                    meet(WRITTEN)\n", "                    announce(WRITTEN)\n"),
-    "sums written over queries in use": ("                    meet(FREE)\n", "                    announce(FREE)\n"),
+    "sums read before they are written": ("                    barrier_sync(WRITTEN)\n", "                    barrier_arrive(WRITTEN)\n"),
+    "sums written over queries in use": ("                    barrier_sync(FREE)\n", "                    barrier_arrive(FREE)\n"),
     "keys given back before their bias is read": (
         "    if at >= biased:\n        s = add_bias(s, bias_ring.index(slot), KEYS, S)\n    mbarrier.arrive(k_empty.index(slot), count=1)\n",
         "    mbarrier.arrive(k_empty.index(slot), count=1)\n    if at >= biased:\n        s = add_bias(s, bias_ring.index(slot), KEYS, S)\n",
@@ -343,7 +343,7 @@ def test_pama(module, key_blocks, dtype):
 
 PAMA_FAULTS = {
     "a wait for centroids": ("            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n", ""),
-    "the meeting": ('        meet("8")\n', ""),
+    "the barrier": ('        barrier_sync("8")\n', ""),
     "a wait for queries": ("        mbarrier.wait(q_full, t & 1)\n", ""),
     "centroids given back before the product": (
         "                s = warpgroup_mma_wait(0, deps=(s, ))\n            mbarrier.arrive",

@@ -187,7 +187,7 @@ def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
     tiles = importlib.import_module("parkattn.kernels.tiles_attend")
     if kernel == "gluon":
         return 128, tiles.gluon_tile(128).keys, 64
-    tile = tiles.triton_tile(128, tiles.arch_of(device))
+    tile = tiles.triton_tile(128, tiles.arch_or_hopper(device))
     return tile.queries, tile.keys, tile.queries
 
 

@@ -5,8 +5,8 @@
 compute-sanitizer watches all kernels: memcheck, synccheck, racecheck. racecheck sees what warps hand to each other through shared
 memory, not what TMA copies and asynchronous products do there (a missing wait for a copy goes unreported): the two kernels that
 use these are given to ConSan as well, Triton's own sanitizer, which knows them and mbarriers. ConSan in turn does not see the
-hardware barriers of `kernels/meeting.py` and is given copies that use mbarriers there. That each sees a race where there is one is
-checked on copies of the PAMA kernel that lack a meeting, or a wait.
+hardware barriers of `kernels/barriers.py` and is given copies that use mbarriers there. That each sees a race where there is one is
+checked on copies of the PAMA kernel that lack a barrier, or a wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OLDEST = (2026, 3)
 WARP_SPECIALISED = "kns=hopper"  # both have it in their names
 Changes = dict[str, tuple[str, int]]  # text -> what stands there instead, how often it does
 PAMA, ATTENTION = "parkattn.kernels.importance_hopper", "parkattn.kernels.attend_gluon"
-FORGET_THE_MEETING: Changes = {'        meet("8")\n': ("", 1)}
+FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ("", 1)}
 FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ("", 1)}
 # what ConSan sees: mbarriers instead of hardware barriers; and its checks need more registers than the warp that copies is left with
 FOR_CONSAN: dict[str, Changes] = {
@@ -53,7 +53,7 @@ FOR_CONSAN: dict[str, Changes] = {
             1,
         ),
         "q_full, q_empty, c_full, c_empty = bars\n": ("q_full, q_empty, c_full, c_empty, met = bars\n", 2),
-        '        meet("8")\n': (
+        '        barrier_sync("8")\n': (
             "        thread_barrier()\n"
             "        mbarrier.arrive(met.index(W * 2 + (t & 1)), count=1)\n"
             "        mbarrier.wait(met.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)\n",
@@ -63,10 +63,10 @@ FOR_CONSAN: dict[str, Changes] = {
     ATTENTION: {
         "exchange = (x_acc, x_rows)\n": ("exchange = (x_acc, x_rows, _barriers(1, 1), _barriers(1, 1))\n", 1),
         "x_acc, x_rows = exchange\n": ("x_acc, x_rows, free, written = exchange\n    shared_tiles = 0\n", 1),
-        "announce(FREE)\n": ("mbarrier.arrive(free.index(0), count=1)\n", 1),
-        "meet(FREE)\n": ("mbarrier.wait(free.index(0), shared_tiles & 1)\n", 1),
-        "announce(WRITTEN)\n": ("mbarrier.arrive(written.index(0), count=1)\n", 1),
-        "meet(WRITTEN)\n": ("mbarrier.wait(written.index(0), shared_tiles & 1)\n", 1),
+        "barrier_arrive(FREE)\n": ("mbarrier.arrive(free.index(0), count=1)\n", 1),
+        "barrier_sync(FREE)\n": ("mbarrier.wait(free.index(0), shared_tiles & 1)\n", 1),
+        "barrier_arrive(WRITTEN)\n": ("mbarrier.arrive(written.index(0), count=1)\n", 1),
+        "barrier_sync(WRITTEN)\n": ("mbarrier.wait(written.index(0), shared_tiles & 1)\n", 1),
         "            if shared:  # not before": (
             "            shared_tiles += gl.where(shared, 1, 0)\n            if shared:  # not before",
             1,
@@ -100,7 +100,7 @@ ROUNDS = {
     "synccheck": _watch("synccheck"),
     "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
     "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
-    "racecheck, PAMA without a meeting": _watch(
+    "racecheck, PAMA without a barrier": _watch(
         "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control", finds=r"Race reported between .* in importance_hopper\.py"
     ),
     "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
@@ -117,7 +117,7 @@ ROUNDS = {
 def checks(section: str, device: torch.device) -> Iterator[Case]:
     """In the process that a tool watches: gates, so that what was watched is also right."""
     if section == "race-control":
-        exchange(PAMA, FORGET_THE_MEETING)
+        exchange(PAMA, FORGET_THE_BARRIER)
     elif section.startswith("consan"):
         _prepare_for_consan(forget_a_wait=section == "consan-control")
     # PyTorch's own fused attention reads past the end of a mask: the definitions must not use it under a sanitizer

@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .attend_gluon_producer import produce
 from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale, rounded
-from .meeting import announce, meet
+from .barriers import barrier_arrive, barrier_sync
 from .records import LOST, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_PLAIN, TILE_ROW, TILE_ROWS
 from .tiles_attend import GluonTile, gluon_tile
 from .triton_versions import ALWAYS_SHARE, FP_FUSION, reinterpret, thread_barrier
@@ -181,7 +181,7 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             if not shared:
                 mbarrier.arrive(q_empty.index(W), count=1)
             elif W == 0:
-                announce(FREE)
+                barrier_arrive(FREE)
             last = begin + first + (total - 1 - first) // stride * stride
             if (stride == 2) & (last - 1 >= begin):
                 _pass_on(last - 1, v_full, v_empty, STAGES)
@@ -196,14 +196,14 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             z = gl.convert_layout(z, gl.SliceLayout(1, A))
             if shared:
                 if W == 1:
-                    meet(FREE)
+                    barrier_sync(FREE)
                     x_acc.store(acc)
                     x_rows.index(0).store(m)
                     x_rows.index(1).store(z)
                     fence_async_shared()  # queries are copied there next
-                    announce(WRITTEN)
+                    barrier_arrive(WRITTEN)
                 else:
-                    meet(WRITTEN)
+                    barrier_sync(WRITTEN)
                     m_other = x_rows.index(0).load(gl.SliceLayout(1, A))
                     z_other = x_rows.index(1).load(gl.SliceLayout(1, A))
                     mine, other, m, z = join_sums(m, z, m_other, z_other, QUICK)

@@ -14,19 +14,17 @@ from torch import Tensor
 
 from .products import dot
 from .records import COUNT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_ROW, TILE_ROWS, TILE_WIDE
-from .tiles_attend import TritonTile, arch_of, triton_tile
+from .tiles_attend import TritonTile, arch_or_hopper, triton_tile
 from .triton_versions import FP_FUSION
 from .worklist import WIDE, build_worklist, head_groups, heads_at_once
 
 
 @triton.jit
 def _attend_keys(
-    q, acc, m, z, k_head, v_head, key_order, rows, bias, stride_kn, stride_vn, factor, D: tl.constexpr, GATHER: tl.constexpr, MASKED: tl.constexpr,
+    q, acc, m, z, k_head, v_head, rows, bias, stride_kn, stride_vn, factor, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over the keys in `rows`; bias is added to the scores when MASKED."""
     column = tl.arange(0, D)
-    if GATHER:
-        rows = tl.load(key_order + rows)
     k = tl.load(k_head + rows.to(tl.int64)[:, None] * stride_kn + column[None, :])
     s = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if MASKED:
@@ -45,10 +43,10 @@ def _attend_keys(
 
 @triton.jit(do_not_specialize=["heads", "n", "m_keys", "kb", "wide_width", "tails_width", "bias_width"])
 def attend_kernel(
-    q, k, v, centroids, mean_values, wide_lists, tail_lists, tiles, count, bias, query_order, key_order, out, lse, factor,
+    q, k, v, centroids, mean_values, wide_lists, tail_lists, tiles, count, bias, query_order, out, lse, factor,
     heads, n, m_keys, kb, wide_width, tails_width, bias_width,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on,
-    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, GATHER_Q: tl.constexpr, GATHER_K: tl.constexpr,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, GATHER_Q: tl.constexpr,
     COMPENSATE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
@@ -78,7 +76,6 @@ def attend_kernel(
     q_tile = tl.load(q + b * stride_qb + h * stride_qh + token[:, None] * stride_qn + column[None, :])
     k_head = k + b * stride_kb + h * stride_kh
     v_head = v + b * stride_vb + h * stride_vh
-    order = key_order + head * m_keys
     wide = wide_lists + list_id * wide_width
     tails = tail_lists + list_id * tails_width
     acc = tl.zeros([QUERIES, D], tl.float32)
@@ -87,20 +84,18 @@ def attend_kernel(
     no_bias = tl.zeros([KEYS], tl.float32)
     for j in range(wide_tiles):
         key_rows = tl.load(wide + j * (KEYS // WIDE) + key // WIDE) + key % WIDE
-        acc, m, z = _attend_keys(
-            q_tile, acc, m, z, k_head, v_head, order, key_rows, no_bias, stride_kn, stride_vn, factor, D, GATHER_K, False
-        )
+        acc, m, z = _attend_keys(q_tile, acc, m, z, k_head, v_head, key_rows, no_bias, stride_kn, stride_vn, factor, D, False)
     for j in range(all_tiles - wide_tiles):
         piece = tl.load(tails + j * (KEYS // TAIL) + key // TAIL)
         key_rows = tl.minimum((piece >> 5) + key % TAIL, m_keys - 1)
         cut = tl.where(key % TAIL < (piece & 31), 0.0, -float("inf"))
-        acc, m, z = _attend_keys(q_tile, acc, m, z, k_head, v_head, order, key_rows, cut, stride_kn, stride_vn, factor, D, GATHER_K, True)
+        acc, m, z = _attend_keys(q_tile, acc, m, z, k_head, v_head, key_rows, cut, stride_kn, stride_vn, factor, D, True)
     if COMPENSATE:
         for j in range((kb + KEYS - 1) // KEYS):
             block = j * KEYS + key
             stand_in = tl.load(bias + list_id * bias_width + block)
-            acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, order, tl.minimum(block, kb - 1), stand_in,
-                                     D, D, factor, D, False, True)  # fmt: skip
+            acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, tl.minimum(block, kb - 1), stand_in,
+                                     D, D, factor, D, True)  # fmt: skip
     total = tl.where(z == 0, 1.0, z)  # a row without keys: acc is 0
     target = out + b * stride_ob + h * stride_oh + token[:, None] * stride_on + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
@@ -112,14 +107,14 @@ def attend_kernel(
 def attend_ragged(
     q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
     compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None, pair_bias: Tensor | None = None,
-    query_order: Tensor | None = None, key_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
+    query_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
     tile: TritonTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m, any strides, the last one 1; bf16 or fp16, d 64, 128
     or 256.
 
-    Without orders everything is in block order. With query_order int32 [bh n], q is read and `out` and lse are written in
-    token order; with key_order int32 [bh m], k and v are read in token order.
+    k and v are in block order. So is q without query_order; with it, int32 [bh n], q is read and `out` and lse are written in
+    token order.
     Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
     adds skipped flagged blocks through one stand-in key each, with log n or pair_bias fp32 [bh qb kb] added to its score. lse is fp32
     [bh n]. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
@@ -129,7 +124,7 @@ def attend_ragged(
     batch, heads, n, d = q4.shape
     bh, m = batch * heads, k4.shape[2]
     scale = d**-0.5 if scale is None else scale
-    tile = tile or triton_tile(d, arch_of(q.device))
+    tile = tile or triton_tile(d, arch_or_hopper(q.device))
     out = torch.empty_like(q) if out is None else out
     o4 = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
@@ -139,7 +134,7 @@ def attend_ragged(
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
     at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
                             compensated=compensate is not None)  # fmt: skip
-    by_head = (query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, query_order, key_order, lse)
+    by_head = (query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, query_order, lse)
     for elements, some, group in head_groups(batch, heads, at_once):
         rows = (x[elements, some] for x in (o4, q4, k4, v4))
         _attend_heads(*rows, *(x if x is None else x[group] for x in by_head), scale=scale, tile=tile)
@@ -148,7 +143,7 @@ def attend_ragged(
 
 def _attend_heads(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, compensate: Tensor | None,
-    centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, query_order: Tensor | None, key_order: Tensor | None,
+    centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, query_order: Tensor | None,
     lse: Tensor | None, *, scale: float, tile: TritonTile,
 ) -> None:  # fmt: skip
     """`attend_ragged` of heads whose lists fit: fills out [b h n d] and lse."""
@@ -159,10 +154,10 @@ def _attend_heads(
     stand_ins = (k, v) if compensate is None else (centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous())
     attend_kernel[(work.tiles.shape[0],)](
         q, k, v, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
-        work.wide if query_order is None else query_order, work.wide if key_order is None else key_order, out, work.wide if lse is None else lse,
+        work.wide if query_order is None else query_order, out, work.wide if lse is None else lse,
         float(scale * 1.4426950408889634), heads, n, m, kb, work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1],
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None, GATHER_K=key_order is not None,
+        D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None,
         COMPENSATE=compensate is not None, LSE=lse is not None, num_warps=tile.warps, num_stages=tile.stages,
         **FP_FUSION,
     )  # fmt: skip

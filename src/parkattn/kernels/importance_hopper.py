@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .meeting import meet
+from .barriers import barrier_sync
 from .records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
 from .triton_versions import FP_FUSION, copy_to_shared, thread_barrier
 
@@ -107,7 +107,7 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
         other = ((t & 1) * 2 + 1 - W) * 2
         stat_s.index(mine).store(top)
         stat_s.index(mine + 1).store(total)
-        meet("8")
+        barrier_sync("8")
         their_top = stat_s.index(other).load(ROW)
         their_total = stat_s.index(other + 1).load(ROW)
         peak = gl.maximum(top, their_top)

@@ -37,7 +37,7 @@ class GluonTile(NamedTuple):
         }
 
 
-def arch_of(device: torch.device) -> int:
+def arch_or_hopper(device: torch.device) -> int:
     """80, 90, 120, ...; 90 stands in where there is no GPU (the interpreter)."""
     if device.type != "cuda":
         return 90

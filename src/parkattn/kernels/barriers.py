@@ -16,12 +16,12 @@ def _in_every_thread(instruction: gl.constexpr):
 
 
 @gluon.jit
-def meet(NUMBER: gl.constexpr):
-    """Wait for the other warpgroup: what it did before its `meet` or `announce` with this number is seen from here on."""
+def barrier_sync(NUMBER: gl.constexpr):
+    """Wait for the other warpgroup: what it did before its `barrier_sync` or `barrier_arrive` with this number is seen from here on."""
     _in_every_thread("barrier.sync " + NUMBER + ", 256")
 
 
 @gluon.jit
-def announce(NUMBER: gl.constexpr):
-    """Let the other warpgroup's `meet` with this number pass, without waiting for it."""
+def barrier_arrive(NUMBER: gl.constexpr):
+    """Let the other warpgroup's `barrier_sync` with this number pass, without waiting for it."""
     _in_every_thread("barrier.arrive " + NUMBER + ", 256")
