@@ -13,6 +13,7 @@ lpips  the `lpips` package, AlexNet, frames scaled to [-1, 1]; only where packag
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ def lpips_per_frame(frames: Frames, reference: Frames, device: str = "cpu") -> l
     expect_pair(frames, reference)
     if lpips_reason() is not None:
         return None
-    network: Any = importlib.import_module("lpips").LPIPS(net="alex", verbose=False).to(device).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the package names torchvision's weights in an old way
+        network: Any = importlib.import_module("lpips").LPIPS(net="alex", verbose=False).to(device).eval()
     with torch.no_grad():
         return [float(network(*(as_network_input(x, device) for x in pair))) for pair in zip(frames, reference, strict=True)]
 
