@@ -203,6 +203,7 @@ def test_one_bad_pair_is_a_line_and_an_exit_code_and_the_others_are_measured(tmp
     lines = shown.err.strip().splitlines()
     assert len(lines) == 3 and all(line.startswith("park: ") for line in lines)
     assert sum("compare videos of one size and length" in line for line in lines) == 2
+    assert {line.split(": ")[1] for line in lines} == {"longer", "smaller", "torn"}
     record = read_record(out)
     assert [pair["name"] for pair in record["pairs"]] == ["good"] and set(record["failures"]) == {"longer", "smaller", "torn"}
     expected = fidelity.psnr_per_frame(noisy(scene(), 9), scene())

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 import parkattn
 from parkattn.bench import commands as bench
@@ -113,7 +113,7 @@ def metrics(
             entries.append(measure_pair(pair, names, setting, read_mp4))
         except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
             failures[pair.name] = (str(error).splitlines() or [type(error).__name__])[0]
-    table = Table("video", "frames", *(MEASURES[name].title for name in names))
+    table = Table(Column("video", overflow="fold"), "frames", *(MEASURES[name].title for name in names))
     alone = [name for name in names if MEASURES[name].kind == SINGLE]
 
     def add(title: str, kind: str, values: dict[str, float]) -> None:
@@ -131,12 +131,12 @@ def metrics(
     for name, reason in not_measured.items():
         console.print(f"{name} was not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
     if out is not None:
-        told = {name: {"title": MEASURES[name].title, "kind": MEASURES[name].kind} for name in names}
+        told = {name: {"title": m.title, "kind": m.kind, "package": m.version} for name, m in MEASURES.items() if name in names}
         record: dict[str, Any] = {"format": "parkattn.metrics.1", "measures": told, "not_measured": not_measured, "pairs": entries}
         record |= {"mean": means, "failures": failures, "fps": fps, "environment": environment()}
         Store(out.parent).put(Cell(name=out.stem, format="parkattn.metrics.1"), record, {})
-    for reason in failures.values():
-        Console(stderr=True).print(f"park: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    for name, reason in failures.items():
+        Console(stderr=True).print(f"park: {name}: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if failures else 0)
 
 

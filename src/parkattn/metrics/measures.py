@@ -9,6 +9,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ class Measure:
     digits: int
     run: Callable[..., list[float] | float | None]  # (video, reference, setting) or (video, setting)
     reason: Callable[[Setting], str | None] = lambda setting: None  # why it cannot be measured here, None where it can
+    package: str | None = None  # whose version belongs to its values
+
+    @property
+    def version(self) -> str | None:
+        return None if self.package is None else f"{self.package} {version(self.package)}"
 
     def value(self, setting: Setting, *clips: Frames) -> dict[str, Any]:
         """mean; worst and per_frame too where there is a value per frame."""
@@ -81,7 +87,7 @@ def _weights(*needed: str) -> Callable[[Setting], str | None]:
 
 
 _against = functools.partial(Measure, kind=REFERENCE)
-_alone = functools.partial(Measure, kind=SINGLE, higher_is_better=True, digits=4)
+_alone = functools.partial(Measure, kind=SINGLE, higher_is_better=True, digits=4, package="transformers")
 
 MEASURES: dict[str, Measure] = {
     "psnr": _against(
@@ -93,26 +99,26 @@ MEASURES: dict[str, Measure] = {
     "lpips": _against(
         title="LPIPS", higher_is_better=False, digits=4,
         run=lambda video, reference, setting: fidelity.lpips_per_frame(video, reference, setting.device),
-        reason=lambda setting: fidelity.lpips_reason(),
+        reason=lambda setting: fidelity.lpips_reason(), package="lpips",
     ),
     "st_lpips": _against(
         title="ST-LPIPS", higher_is_better=False, digits=4,
         run=lambda video, reference, setting: perceptual.st_lpips_per_frame(video, reference, setting.device),
-        reason=lambda setting: perceptual.st_lpips_reason(),
+        reason=lambda setting: perceptual.st_lpips_reason(), package="stlpips_pytorch",
     ),
     "vmaf": _against(
         title="VMAF", higher_is_better=True, digits=2,
         run=lambda video, reference, setting: perceptual.vmaf_per_frame(video, reference),
-        reason=lambda setting: perceptual.vmaf_reason(),
+        reason=lambda setting: perceptual.vmaf_reason(), package="imageio-ffmpeg",
     ),
     "cvvdp": _against(
         title="ColorVideoVDP JOD", higher_is_better=True, digits=3,
         run=lambda video, reference, setting: perceptual.color_video_vdp(video, reference, setting.fps, setting.device),
-        reason=lambda setting: perceptual.color_video_vdp_reason(),
+        reason=lambda setting: perceptual.color_video_vdp_reason(), package="cvvdp",
     ),
     "subject_consistency": _alone(title="subject consistency", run=_dino, reason=_weights(vbench.FOLDERS["dino"])),
     "background_consistency": _alone(title="background consistency", run=_clip, reason=_weights(vbench.FOLDERS["clip_b"])),
-    "imaging_quality": _alone(title="imaging quality", run=_imaging, reason=_weights(vbench.MUSIQ)),
+    "imaging_quality": _alone(title="imaging quality", run=_imaging, reason=_weights(vbench.MUSIQ), package="pyiqa"),
     "aesthetic_quality": _alone(title="aesthetic quality", run=_aesthetic, reason=_weights(vbench.FOLDERS["clip_l"], vbench.HEAD)),
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ class Pair:
 def find_pairs(
     video: Path, reference: Path | None, read_record: ReadRecord, *, only: str | None = None
 ) -> tuple[list[Pair], dict[str, str]]:
-    """The pairs, and why other names have none. only: RAW or DECODED, of what folders have both of."""
+    """The pairs, and by name why others are none. only: RAW or DECODED, of what folders have both of."""
     places = [place for place in (video, reference) if place is not None]
     for place in places:
         if not place.exists():
@@ -71,7 +71,7 @@ def find_pairs(
         if not both:
             lacking = [str(place) for place, kind in zip(places, kinds, strict=True) if not kind]
             where = f"none in {lacking[0]}" if lacking else f"{kinds[0].pop()} and {kinds[1].pop()}"
-            alone[name] = f"{name}: expected {only or 'the same kind of frames'} on both sides, got {where}; make it there too."
+            alone[name] = f"frames: expected {only or 'the same kind of frames'} on both sides, got {where}; make it there too."
             continue
         kind = RAW if RAW in both else DECODED
         clips = [folder[name][kind] for folder in folders]
@@ -83,7 +83,7 @@ def measure_pair(pair: Pair, names: Sequence[str], setting: Setting, read_mp4: R
     """The pair's entry of the record: its files, and the values by measure; of the reference alone too where a measure is of one video."""
     if pair.reference is not None and pair.video.kind != pair.reference.kind:
         raise ValueError(
-            f"{pair.name}: expected raw frames or mp4 on both sides, got {pair.video.kind} and {pair.reference.kind}; pass two of a kind."
+            f"frames: expected raw frames or mp4 on both sides, got {pair.video.kind} and {pair.reference.kind}; pass two of a kind."
         )
     video = read_clip(pair.video, read_mp4)
     entry: dict[str, Any] = {"name": pair.name, "frames": pair.video.kind, "shape": list(video.shape), "video": str(pair.video.path)}
