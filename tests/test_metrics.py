@@ -228,7 +228,9 @@ def test_mp4_files_are_compared_after_their_codec(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no/such", "b"], "got nothing at no/such"),
+        (["no/such", "b"], "got nothing at 'no/such'"),
+        (["x" * 300, "b"], "expected a file or a folder"),
+        (["a\nb", "b"], "got nothing at 'a\\nb'"),
         (["{}/a.npy", "{}"], "expected two files or two folders"),
         (["{}/a.txt", "{}/a.npy"], "expected a file that ends with .npy, .safetensors, .mp4"),
         (["{}/empty", "{}/empty"], "got {}/empty without any"),

@@ -102,7 +102,7 @@ def metrics(
     if frames is not None:
         expect_choice("frames", frames, ("raw", "decoded"))
     if out is not None and out.suffix != ".json":
-        raise ValueError(f"out: expected a file that ends with .json, got {out.name}; name it so.")
+        raise ValueError(f"out: expected a file that ends with .json, got {shown(out.name)}; name it so.")
     setting = Setting(fps=fps, weights=weights, device=device)
     names, not_measured = choose_measures(measures, setting, reference=reference is not None)
     only = {None: None, "raw": RAW, "decoded": DECODED}[frames]

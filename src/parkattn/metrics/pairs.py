@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from parkattn.checks import shown
 from parkattn.files import read_regular, sha256_of
 from parkattn.metrics.fidelity import Frames
 from parkattn.metrics.measures import MEASURES, SINGLE, Setting, measure_video
@@ -53,10 +54,12 @@ def find_pairs(
     """The pairs, and by name why others are none. only: RAW or DECODED, of what folders have both of."""
     places = [place for place in (video, reference) if place is not None]
     for place in places:
-        if not place.exists():
-            raise ValueError(f"video: expected a file or a folder, got nothing at {place}; check the path.")
+        if not _is_there(place):
+            raise ValueError(f"video: expected a file or a folder, got nothing at {shown(str(place))}; check the path.")
     if len({place.is_dir() for place in places}) == 2:
-        raise ValueError(f"reference: expected two files or two folders, got {video} and {reference}; pass two of a kind.")
+        raise ValueError(
+            f"reference: expected two files or two folders, got {shown(str(video))} and {shown(str(reference))}; pass two of a kind."
+        )
     if not video.is_dir():
         clips = [_file_clip(place) for place in places]
         return [Pair(video.name, clips[0], clips[1] if reference is not None else None)], {}
@@ -134,9 +137,17 @@ def _read_raw(path: Path) -> Frames:
     return found["frames"]
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except (OSError, ValueError):  # also a name that no file system takes
+        return False
+    return True
+
+
 def _file_clip(path: Path) -> Clip:
     if path.suffix not in ENDINGS:
-        raise ValueError(f"video: expected a file that ends with {', '.join(ENDINGS)}, got {path.name}; convert it first.")
+        raise ValueError(f"video: expected a file that ends with {', '.join(ENDINGS)}, got {shown(path.name)}; convert it first.")
     return Clip(path)
 
 

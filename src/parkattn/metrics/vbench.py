@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from parkattn.checks import shown
 from parkattn.extras import package
 from parkattn.metrics.fidelity import Frames
 
@@ -118,8 +119,12 @@ def weights_reason(folder: Path | None, *needed: str) -> str | None:
     """Why a dimension cannot be measured with this folder, None where its files are there."""
     if folder is None:
         return "no folder of weights; pass --weights DIR (docs/metrics.md says what is in it)"
-    lacking = [name for name in needed if not (folder / name).exists()]
-    return f"no {lacking[0]} in {folder}; {_MAKE}" if lacking else None
+    try:
+        present = {path.name for path in folder.iterdir()}
+    except (OSError, ValueError):
+        present = set()
+    lacking = [name for name in needed if name not in present]
+    return f"no {lacking[0]} in {shown(str(folder))}; {_MAKE}" if lacking else None
 
 
 _MAKE = "make it as docs/metrics.md says."
