@@ -33,8 +33,8 @@ def test_consistency_is_the_mean_of_both_similarities_written_out():
     features = torch.nn.functional.normalize(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
     expected = 0.0
     for t in range(1, 6):
-        similar = [max(0.0, torch.cosine_similarity(features[other], features[t], dim=0).item()) for other in (t - 1, 0)]
-        expected += sum(similar) / 2 / 5
+        for other in (t - 1, 0):
+            expected += max(0.0, torch.cosine_similarity(features[other], features[t], dim=0).item()) / 2 / 5
     assert vbench.feature_consistency(features) == pytest.approx(expected, rel=1e-6)
 
 
@@ -63,13 +63,17 @@ def test_networks_see_frames_of_vbenchs_size_and_colours():
     vbench.subject_consistency(white, network)
     vbench.background_consistency(white, network)
     assert seen[0].shape == (2, 3, 224, 373) and seen[1].shape == (2, 3, 224, 224)
-    for images, mean, deviation in ((seen[0], vbench.DINO_MEAN, vbench.DINO_DEVIATION), (seen[1], vbench.CLIP_MEAN, vbench.CLIP_DEVIATION)):
+    for images, mean, deviation in (
+        (seen[0], vbench.DINO_MEAN, vbench.DINO_DEVIATION),
+        (seen[1], vbench.CLIP_MEAN, vbench.CLIP_DEVIATION),
+    ):
         expected = (1 - torch.tensor(mean)) / torch.tensor(deviation)
         assert torch.allclose(images, expected.view(1, 3, 1, 1).expand_as(images), atol=1e-6)
 
 
 def test_resizing_is_torchvisions_of_8_bit_images():
-    transforms = pytest.importorskip("torchvision.transforms", reason="no torchvision that loads", exc_type=(ImportError, RuntimeError))
+    wrong = (ImportError, RuntimeError)  # absent, or built for another torch
+    transforms = pytest.importorskip("torchvision.transforms", reason="no torchvision that loads", exc_type=wrong)
     frames = clip_of(frames=2, height=300, width=410)
     images = torch.from_numpy(frames).permute(0, 3, 1, 2)
     bicubic = transforms.InterpolationMode.BICUBIC
@@ -115,7 +119,11 @@ def test_a_folder_of_weights_is_measured_by_name(folder):
     ("broken", "name", "said"),
     [
         ("dino-vitb16/model.safetensors", "subject_consistency", "expected config.json and safetensors"),
-        ("clip-vit-base-patch32/config.json", "background_consistency", "weights: expected a CLIPVisionModelWithProjection"),
+        (
+            "clip-vit-base-patch32/config.json",
+            "background_consistency",
+            "weights: expected a CLIPVisionModelWithProjection",
+        ),
     ],
 )
 def test_a_folder_that_lacks_a_file_is_one_line(folder, broken, name, said):

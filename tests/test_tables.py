@@ -32,7 +32,8 @@ def test_every_table_of_the_tool_stands_in_a_page(tables):
 def test_every_marker_is_closed(tables):
     for page in tables.pages():
         text = page.read_text()
-        assert text.count("<!-- table: ") == text.count("<!-- /table -->") == len(tables.MARKED.findall(text)), page.name
+        whole = len(tables.MARKED.findall(text))
+        assert text.count("<!-- table: ") == text.count("<!-- /table -->") == whole, page.name
 
 
 def test_a_figure_that_differs_from_its_record_is_noticed_and_written_anew(tables, tmp_path, monkeypatch, capsys):

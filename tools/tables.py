@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/*.md from the records under benchmarks/results; no figure in them is typed in.
+"""Writes the tables of README.md and docs/*.md from records in benchmarks/results; no figure in them is typed in.
 
     python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->
     python tools/tables.py --check    writes nothing; exit code 1 where a page differs from its records
@@ -32,8 +32,13 @@ Record = dict[str, Any]
 MODELS = {"wan2.1-1.3b": "Wan2.1-1.3B", "wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
 CASES = {"hunyuan": "HunyuanVideo"} | MODELS  # as `park bench attend` names them
 REUSE_BARS = {"wan2.1-1.3b": "1.2", "wan2.1-14b": "5.7", "hunyuanvideo": "11.5"}
-ATTENTION_BARS = {"wan2.1-14b, density 0.25": "0.27", "wan2.1-14b, density 0.10": "0.119", "wan2.1-14b, density 0.40": "0.475",
-                  "hunyuan, density 0.25": "0.297", "wan2.1-1.3b, density 0.25": "0.297"}  # fmt: skip
+ATTENTION_BARS = {
+    "wan2.1-14b, density 0.25": "0.27",
+    "wan2.1-14b, density 0.10": "0.119",
+    "wan2.1-14b, density 0.40": "0.475",
+    "hunyuan, density 0.25": "0.297",
+    "wan2.1-1.3b, density 0.25": "0.297",
+}
 
 
 def records(name: str, benchmark: str | None = None) -> list[Record]:
@@ -239,11 +244,12 @@ def doctor_on_h200() -> str:
         found = estimate(name, frames=frames, height=height, width=width, gpu="H200")
         seconds, steps = found["dense_seconds_per_step_about"], 50
         rows.append((
-            name, f"{frames} x {height} x {width}", f"{found['tokens']:,}", f"{found['attention_share']:.0%}", f"{seconds:.1f} s",
-            f"{seconds * steps / 60:.0f} min", f"{found['by_arithmetic']:.2f}x", f"{found['bound']:.0f}x",
+            name, f"{frames} x {height} x {width}", f"{found['tokens']:,}", f"{found['attention_share']:.0%}",
+            f"{seconds:.1f} s", f"{seconds * steps / 60:.0f} min", f"{found['by_arithmetic']:.2f}x",
+            f"{found['bound']:.0f}x",
         ))  # fmt: skip
-    columns = "model | video | tokens | attention's share | a dense step | 50 dense steps | gain at density 0.25 | never more than"
-    return markdown(columns, rows)
+    columns = "model | video | tokens | attention's share | a dense step | 50 dense steps"
+    return markdown(f"{columns} | gain at density 0.25 | never more than", rows)
 
 
 def one_video_on_h200() -> str:
@@ -264,8 +270,8 @@ def one_video_on_h200() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        profiles, cpu, attention_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention, flashinfer,
-        sanitizers, doctor_on_h200, one_video_on_h200,
+        profiles, cpu, attention_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
+        flashinfer, sanitizers, doctor_on_h200, one_video_on_h200,
     )
 }  # fmt: skip
 

@@ -85,16 +85,16 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings a
 
 @app.command()
 def metrics(
-    video: Annotated[Path, typer.Argument(help="A video, or a folder of videos: mp4, npy, safetensors; also a folder of results.")],
-    reference: Annotated[Path | None, typer.Argument(help="What it is compared with, e.g. the same with dense attention.")] = None,
-    measures: Annotated[str | None, typer.Option(help="Names separated by commas, or all that can be taken here.")] = None,
-    frames: Annotated[str | None, typer.Option(help="raw or decoded, where folders have both; raw where not given.")] = None,
+    video: Annotated[Path, typer.Argument(help="A video (mp4, npy, safetensors), or a folder of videos or results.")],
+    reference: Annotated[Path | None, typer.Argument(help="What it is compared with.")] = None,
+    measures: Annotated[str | None, typer.Option(help="Names separated by commas, or all that can be taken.")] = None,
+    frames: Annotated[str | None, typer.Option(help="raw or decoded, where folders have both; raw else.")] = None,
     fps: Annotated[float, typer.Option(help="Frames per second at which they are seen; ColorVideoVDP's only.")] = 16.0,
     weights: Annotated[Path | None, typer.Option(help="Folder of VBench's backbones (docs/metrics.md).")] = None,
     device: Annotated[str, typer.Option(help="Device of the networks: cpu, cuda or cuda:N.")] = "cpu",
-    out: Annotated[Path | None, typer.Option("--out", "--json", help="A JSON file with every value of every frame.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "--json", help="JSON with the values of every frame.")] = None,
 ) -> None:
-    """How close videos are to others, and how good alone: PSNR, SSIM, LPIPS, ST-LPIPS, VMAF, ColorVideoVDP, VBench's dimensions."""
+    """How close videos are to others (PSNR, SSIM, LPIPS, VMAF, ...), and how good alone (VBench's dimensions)."""
     from parkattn.metrics.measures import MEASURES, SINGLE, Setting, choose_measures
     from parkattn.metrics.pairs import DECODED, RAW, find_pairs, mean_values, measure_pair
     from parkattn.studio.video import read_mp4
@@ -131,12 +131,13 @@ def metrics(
     for name, reason in not_measured.items():
         console.print(f"{name} was not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
     if out is not None:
-        told = {name: {"title": m.title, "kind": m.kind, "package": m.version} for name, m in MEASURES.items() if name in names}
-        record: dict[str, Any] = {"format": "parkattn.metrics.1", "measures": told, "not_measured": not_measured, "pairs": entries}
-        record |= {"mean": means, "failures": failures, "fps": fps, "environment": environment()}
+        used = {name: MEASURES[name] for name in names}
+        told = {name: {"title": m.title, "kind": m.kind, "package": m.version} for name, m in used.items()}
+        record: dict[str, Any] = {"format": "parkattn.metrics.1", "measures": told, "not_measured": not_measured}
+        record |= {"pairs": entries, "mean": means, "failures": failures, "fps": fps, "environment": environment()}
         Store(out.parent).put(Cell(name=out.stem, format="parkattn.metrics.1"), record, {})
     for name, reason in failures.items():
-        Console(stderr=True).print(f"park: {name}: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _complain(f"{name}: {reason}")
     raise typer.Exit(1 if failures else 0)
 
 
@@ -194,10 +195,14 @@ def in_one_line(error: Any, words: Sequence[str]) -> str:
 
 
 def _refuse(line: str) -> NoReturn:
+    _complain(line)
+    sys.exit(2)
+
+
+def _complain(line: str) -> None:
     # words of a command line that is no UTF-8 cannot be printed as they are
     printable = line.encode("utf-8", "backslashreplace").decode()
     Console(stderr=True).print(f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How close two videos are, frame by frame: uint8 [frames, height, width, 3] against a reference of the same shape.
 
-Papers disagree on the protocol, so this one is spelled out. Frames are compared as given: raw, before any video codec, in
-`park compare`, `park ablation` and `park reproduce`; `park metrics` also reads mp4 files, and names which. A video's
+Papers disagree on the protocol, so this one is spelled out. Frames are compared as given: raw, before any video codec,
+in `park compare`, `park ablation` and `park reproduce`; `park metrics` also reads mp4 files, and names which. A video's
 value is the mean over frames of the frame's value.
 
 psnr   10 log10(255^2 / mse), mse over all pixels and channels of the frame; equal frames give CAP instead of infinity
@@ -57,7 +57,8 @@ def lpips_per_frame(frames: Frames, reference: Frames, device: str = "cpu") -> l
         warnings.simplefilter("ignore")  # the package names torchvision's weights in an old way
         network: Any = importlib.import_module("lpips").LPIPS(net="alex", verbose=False).to(device).eval()
     with torch.no_grad():
-        return [float(network(*(as_network_input(x, device) for x in pair))) for pair in zip(frames, reference, strict=True)]
+        pairs = zip(frames, reference, strict=True)
+        return [float(network(*(as_network_input(x, device) for x in pair))) for pair in pairs]
 
 
 def lpips_reason() -> str | None:

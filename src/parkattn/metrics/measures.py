@@ -91,10 +91,12 @@ _alone = functools.partial(Measure, kind=SINGLE, higher_is_better=True, digits=4
 
 MEASURES: dict[str, Measure] = {
     "psnr": _against(
-        title="PSNR dB", higher_is_better=True, digits=2, run=lambda video, reference, setting: fidelity.psnr_per_frame(video, reference)
+        title="PSNR dB", higher_is_better=True, digits=2,
+        run=lambda video, reference, setting: fidelity.psnr_per_frame(video, reference),
     ),
     "ssim": _against(
-        title="SSIM", higher_is_better=True, digits=4, run=lambda video, reference, setting: fidelity.ssim_per_frame(video, reference)
+        title="SSIM", higher_is_better=True, digits=4,
+        run=lambda video, reference, setting: fidelity.ssim_per_frame(video, reference),
     ),
     "lpips": _against(
         title="LPIPS", higher_is_better=False, digits=4,
@@ -117,9 +119,13 @@ MEASURES: dict[str, Measure] = {
         reason=lambda setting: perceptual.color_video_vdp_reason(), package="cvvdp",
     ),
     "subject_consistency": _alone(title="subject consistency", run=_dino, reason=_weights(vbench.FOLDERS["dino"])),
-    "background_consistency": _alone(title="background consistency", run=_clip, reason=_weights(vbench.FOLDERS["clip_b"])),
+    "background_consistency": _alone(
+        title="background consistency", run=_clip, reason=_weights(vbench.FOLDERS["clip_b"])
+    ),
     "imaging_quality": _alone(title="imaging quality", run=_imaging, reason=_weights(vbench.MUSIQ), package="pyiqa"),
-    "aesthetic_quality": _alone(title="aesthetic quality", run=_aesthetic, reason=_weights(vbench.FOLDERS["clip_l"], vbench.HEAD)),
+    "aesthetic_quality": _alone(
+        title="aesthetic quality", run=_aesthetic, reason=_weights(vbench.FOLDERS["clip_l"], vbench.HEAD)
+    ),
 }  # fmt: skip
 
 
@@ -137,14 +143,16 @@ def choose_measures(asked: str | None, setting: Setting, *, reference: bool) -> 
         lacking = {name: reason for name, reason in reasons.items() if reason is not None}
         chosen = [name for name in possible if name not in lacking]
         if not chosen:
-            raise ValueError(f"measures: expected one that can be taken here, got none ({next(iter(lacking.values()))})")
+            why = next(iter(lacking.values()))
+            raise ValueError(f"measures: expected one that can be taken here, got none ({why})")
         return chosen, lacking
     assert asked is not None
     names = list(dict.fromkeys(filter(None, map(str.strip, asked.split(",")))))
     for name in names or [asked]:
         if name not in possible:
-            known = MEASURES.get(name)
-            advice = did_you_mean(name, possible, "separate names by commas.") if known is None else "pass a reference video too."
+            advice = did_you_mean(name, possible, "separate names by commas.")
+            if name in MEASURES:
+                advice = "pass a reference video too."
             raise ValueError(f"measures: expected all or some of {', '.join(possible)}, got {name!r}; {advice}")
         reason = MEASURES[name].reason(setting)
         if reason is not None:
@@ -155,7 +163,7 @@ def choose_measures(asked: str | None, setting: Setting, *, reference: bool) -> 
 def measure_video(
     names: Iterable[str], video: Frames, reference: Frames | None = None, setting: Setting | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The values by name: those against the reference, and those of the video alone. What differs in size is refused at once."""
+    """The values by name, against the reference and of the video alone; what differs in size is refused at once."""
     setting = Setting() if setting is None else setting
     if reference is not None:
         fidelity.expect_pair(video, reference)

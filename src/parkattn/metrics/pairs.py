@@ -3,8 +3,8 @@
 raw frames    uint8 [frames, height, width, 3] before any codec: .npy, or .safetensors with a tensor `frames`
 decoded mp4   the frames of an mp4, after its codec
 
-In a folder of the result store the records say which videos there are, and which bytes belong to them. Raw frames are taken
-where both folders have them; raw and decoded are never compared with each other: that would measure the codec.
+In a folder of the result store the records say which videos there are, and which bytes belong to them. Raw frames are
+taken where both folders have them; raw and decoded are never compared with each other: that would measure the codec.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def find_pairs(
         if not _is_there(place):
             raise ValueError(f"video: expected a file or a folder, got nothing at {shown(str(place))}; check the path.")
     if len({place.is_dir() for place in places}) == 2:
-        raise ValueError(
-            f"reference: expected two files or two folders, got {shown(str(video))} and {shown(str(reference))}; pass two of a kind."
-        )
+        got = f"{shown(str(video))} and {shown(str(reference))}"
+        raise ValueError(f"reference: expected two files or two folders, got {got}; pass two of a kind.")
     if not video.is_dir():
         clips = [_file_clip(place) for place in places]
         return [Pair(video.name, clips[0], clips[1] if reference is not None else None)], {}
     folders = [_clips(place, read_record) for place in places]
     names = sorted({name for folder in folders for name in folder})
     if not names:
-        raise ValueError(f"video: expected a folder with {', '.join(ENDINGS)} files, got {video} without any; check the path.")
+        wanted = ", ".join(ENDINGS)
+        raise ValueError(f"video: expected a folder with {wanted} files, got {video} without any; check the path.")
     pairs, alone = [], {}
     for name in names:
         kinds = [set(folder.get(name, ())) & ({only} if only else {RAW, DECODED}) for folder in folders]
@@ -74,7 +74,8 @@ def find_pairs(
         if not both:
             lacking = [str(place) for place, kind in zip(places, kinds, strict=True) if not kind]
             where = f"none in {lacking[0]}" if lacking else f"{kinds[0].pop()} and {kinds[1].pop()}"
-            alone[name] = f"frames: expected {only or 'the same kind of frames'} on both sides, got {where}; make it there too."
+            wanted = only or "the same kind of frames"
+            alone[name] = f"frames: expected {wanted} on both sides, got {where}; make it there too."
             continue
         kind = RAW if RAW in both else DECODED
         clips = [folder[name][kind] for folder in folders]
@@ -83,24 +84,30 @@ def find_pairs(
 
 
 def measure_pair(pair: Pair, names: Sequence[str], setting: Setting, read_mp4: ReadMp4) -> dict[str, Any]:
-    """The pair's entry of the record: its files, and the values by measure; of the reference alone too where a measure is of one video."""
+    """The pair's entry of the record: its files and values; those of one video alone for the reference too."""
     if pair.reference is not None and pair.video.kind != pair.reference.kind:
-        raise ValueError(
-            f"frames: expected raw frames or mp4 on both sides, got {pair.video.kind} and {pair.reference.kind}; pass two of a kind."
-        )
+        got = f"{pair.video.kind} and {pair.reference.kind}"
+        raise ValueError(f"frames: expected raw frames or mp4 on both sides, got {got}; pass two of a kind.")
     video = read_clip(pair.video, read_mp4)
-    entry: dict[str, Any] = {"name": pair.name, "frames": pair.video.kind, "shape": list(video.shape), "video": str(pair.video.path)}
+    entry: dict[str, Any] = {
+        "name": pair.name,
+        "frames": pair.video.kind,
+        "shape": list(video.shape),
+        "video": str(pair.video.path),
+    }
     reference = None if pair.reference is None else read_clip(pair.reference, read_mp4)
     entry["values"] = measure_video(names, video, reference, setting)
     if pair.reference is not None and reference is not None:
         entry["reference"] = str(pair.reference.path)
-        entry["values_of_reference"] = measure_video([name for name in names if MEASURES[name].kind == SINGLE], reference, None, setting)
+        single = [name for name in names if MEASURES[name].kind == SINGLE]
+        entry["values_of_reference"] = measure_video(single, reference, None, setting)
     return entry
 
 
 def mean_values(entries: Sequence[Mapping[str, Any]], names: Sequence[str], of: str = "values") -> dict[str, float]:
     """The mean over pairs of each pair's value."""
-    return {name: statistics.fmean(entry[of][name]["mean"] for entry in entries) for name in names if entries and name in entries[0][of]}
+    measured = [name for name in names if entries and name in entries[0][of]]
+    return {name: statistics.fmean(entry[of][name]["mean"] for entry in entries) for name in measured}
 
 
 def read_clip(clip: Clip, read_mp4: ReadMp4) -> Frames:
@@ -115,7 +122,8 @@ def read_clip(clip: Clip, read_mp4: ReadMp4) -> Frames:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{clip.path}: expected raw frames, got {said}; make it again.") from None
     if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not math.prod(found.shape):
-        raise ValueError(f"{clip.path}: expected uint8 [frames, height, width, 3], got {found.dtype} {list(found.shape)}; make it again.")
+        got = f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"{clip.path}: expected uint8 [frames, height, width, 3], got {got}; make it again.")
     return found
 
 
@@ -147,7 +155,8 @@ def _is_there(path: Path) -> bool:
 
 def _file_clip(path: Path) -> Clip:
     if path.suffix not in ENDINGS:
-        raise ValueError(f"video: expected a file that ends with {', '.join(ENDINGS)}, got {shown(path.name)}; convert it first.")
+        wanted = ", ".join(ENDINGS)
+        raise ValueError(f"video: expected a file that ends with {wanted}, got {shown(path.name)}; convert it first.")
     return Clip(path)
 
 

@@ -1,11 +1,11 @@
 """Perceptual measures against a reference video whose packages bring their weights: nothing is downloaded.
 
-ST-LPIPS       Ghildyal and Liu 2022, package stlpips_pytorch: a shift-tolerant AlexNet, one value per frame, 0 for equal
-               frames. Its networks are other ones than LPIPS's, so its values are not LPIPS's.
+ST-LPIPS       Ghildyal and Liu 2022, package stlpips_pytorch: a shift-tolerant AlexNet, one value per frame, 0 for
+               equal frames. Its networks are other ones than LPIPS's, so its values are not LPIPS's.
 VMAF           Netflix's libvmaf with its model vmaf_v0.6.1, in the ffmpeg of the package imageio-ffmpeg; frames are
                converted to yuv420p by that ffmpeg; one value per frame, 0 to 100
-ColorVideoVDP  Mantiuk et al. 2024, package cvvdp: one value for the whole video in just-objectionable differences, 10 for
-               no visible one, on its display standard_4k
+ColorVideoVDP  Mantiuk et al. 2024, package cvvdp: one value for the whole video in just-objectionable differences, 10
+               for no visible one, on its display standard_4k
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def color_video_vdp_reason() -> str | None:
 def _package(name: str, purpose: str, install: str) -> Any:
     module, problem = _load(name)
     if problem is not None:
-        raise ModuleNotFoundError(f"{purpose}: expected its package, got {problem}; install it with: {install}", name=name)
+        line = f"{purpose}: expected its package, got {problem}; install it with: {install}"
+        raise ModuleNotFoundError(line, name=name)
     return module
 
 

@@ -1,4 +1,4 @@
-"""Four dimensions of VBench (Huang et al. 2024), of one video: the arithmetic of its package 0.1.5 on backbones from a folder.
+"""Four dimensions of VBench (Huang et al. 2024), of one video: its arithmetic (package 0.1.5), backbones from a folder.
 
 f_t: normalised features of frame t, c(a, b) = max(0, a . b)
 
@@ -96,7 +96,8 @@ def load_clip(folder: Path, size: str, device: str = "cpu") -> Network:
 def load_head(folder: Path) -> tuple[Tensor, Tensor]:
     found = _tensors(folder / HEAD)
     if set(found) != {"weight", "bias"}:
-        raise ValueError(f"weights: expected weight and bias in {folder / HEAD}, got {', '.join(sorted(found))}; {_MAKE}")
+        got = ", ".join(sorted(found))
+        raise ValueError(f"weights: expected weight and bias in {folder / HEAD}, got {got}; {_MAKE}")
     return found["weight"].float(), found["bias"].float()
 
 
@@ -107,7 +108,8 @@ def load_musiq(folder: Path, device: str = "cpu") -> Network:
         module = package("pyiqa.archs.musiq_arch", "imaging_quality")
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            f"{missing.name}: expected for imaging_quality, got no such package; install it with: {PYIQA}", name=missing.name
+            f"{missing.name}: expected for imaging_quality, got no such package; install it with: {PYIQA}",
+            name=missing.name,
         ) from None
     model = module.MUSIQ(pretrained=False)
     model.load_state_dict(state)
@@ -136,7 +138,12 @@ def _pretrained(kind: str, folder: Path, device: str, **arguments: Any) -> Any:
     transformers = package("transformers", "VBench's dimensions")
     try:
         model = getattr(transformers, kind).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, torch_dtype=torch.float32, **arguments
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            torch_dtype=torch.float32,
+            **arguments,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -164,7 +171,9 @@ def _resized(images: Tensor, side: int, mode: str) -> Tensor:
     short, long = min(height, width), max(height, width)
     other = int(side * long / short)
     size = (side, other) if height <= width else (other, side)
-    return images if size == (height, width) else _as_bytes(functional.interpolate(images, size, mode=mode, align_corners=False))
+    if size == (height, width):
+        return images
+    return _as_bytes(functional.interpolate(images, size, mode=mode, align_corners=False))
 
 
 def _as_bytes(images: Tensor) -> Tensor:
