@@ -11,15 +11,17 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 import parkattn
 from parkattn.bench import commands as bench
-from parkattn.checks import did_you_mean, expect_count, shown
+from parkattn.checks import did_you_mean, expect_choice, expect_count, shown
 from parkattn.experiments import commands as experiments
 from parkattn.files import explained, make_folder
 from parkattn.methods import METHODS, register_installed
+from parkattn.record import environment
 from parkattn.settings import LARGEST_SEED
+from parkattn.store import Cell, Store, read_record
 from parkattn.studio import commands as studio
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
@@ -82,6 +84,64 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings a
 
 
 @app.command()
+def metrics(
+    video: Annotated[Path, typer.Argument(help="A video (mp4, npy, safetensors), or a folder of videos or results.")],
+    reference: Annotated[Path | None, typer.Argument(help="What it is compared with.")] = None,
+    measures: Annotated[str | None, typer.Option(help="Names separated by commas, or all that can be taken.")] = None,
+    frames: Annotated[str | None, typer.Option(help="raw or decoded, where folders have both; raw else.")] = None,
+    fps: Annotated[float, typer.Option(help="Frames per second at which they are seen; ColorVideoVDP's only.")] = 16.0,
+    weights: Annotated[Path | None, typer.Option(help="Folder of VBench's backbones (docs/metrics.md).")] = None,
+    device: Annotated[str, typer.Option(help="Device of the networks: cpu, cuda or cuda:N.")] = "cpu",
+    out: Annotated[Path | None, typer.Option("--out", "--json", help="JSON with the values of every frame.")] = None,
+) -> None:
+    """How close videos are to others (PSNR, SSIM, LPIPS, VMAF, ...), and how good alone (VBench's dimensions)."""
+    from parkattn.metrics.measures import MEASURES, SINGLE, Setting, choose_measures
+    from parkattn.metrics.pairs import DECODED, RAW, find_pairs, mean_values, measure_pair
+    from parkattn.studio.video import read_mp4
+
+    if frames is not None:
+        expect_choice("frames", frames, ("raw", "decoded"))
+    if out is not None and out.suffix != ".json":
+        raise ValueError(f"out: expected a file that ends with .json, got {shown(out.name)}; name it so.")
+    setting = Setting(fps=fps, weights=weights, device=device)
+    names, not_measured = choose_measures(measures, setting, reference=reference is not None)
+    only = {None: None, "raw": RAW, "decoded": DECODED}[frames]
+    pairs, failures = find_pairs(video, reference, read_record, only=only)
+    entries = []
+    for pair in track(pairs, "measuring", console=console, transient=True):
+        try:
+            entries.append(measure_pair(pair, names, setting, read_mp4))
+        except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
+            failures[pair.name] = (str(error).splitlines() or [type(error).__name__])[0]
+    table = Table(Column("video", overflow="fold"), "frames", *(MEASURES[name].title for name in names))
+    alone = [name for name in names if MEASURES[name].kind == SINGLE]
+
+    def add(title: str, kind: str, values: dict[str, float]) -> None:
+        table.add_row(title, kind, *(f"{values[n]:.{MEASURES[n].digits}f}" if n in values else "" for n in names))
+
+    for entry in entries:
+        add(entry["name"], entry["frames"], mean_values([entry], names))
+        if reference is not None and alone:
+            add(f"{entry['name']}, reference", entry["frames"], mean_values([entry], alone, "values_of_reference"))
+    means = mean_values(entries, names)
+    if len(entries) > 1:
+        add(f"mean of {len(entries)}", "", means)
+    if entries:
+        console.print(table)
+    for name, reason in not_measured.items():
+        console.print(f"{name} was not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        used = {name: MEASURES[name] for name in names}
+        told = {name: {"title": m.title, "kind": m.kind, "package": m.version} for name, m in used.items()}
+        record: dict[str, Any] = {"format": "parkattn.metrics.1", "measures": told, "not_measured": not_measured}
+        record |= {"pairs": entries, "mean": means, "failures": failures, "fps": fps, "environment": environment()}
+        Store(out.parent).put(Cell(name=out.stem, format="parkattn.metrics.1"), record, {})
+    for name, reason in failures.items():
+        _complain(f"{name}: {reason}")
+    raise typer.Exit(1 if failures else 0)
+
+
+@app.command()
 def presets() -> None:
     """The paper's settings by name, with round block borders."""
     console.print_json(json.dumps({name: parkattn.ParkConfig.preset(name).to_dict() for name in sorted(parkattn.ParkConfig.PRESETS)}))
@@ -135,10 +195,14 @@ def in_one_line(error: Any, words: Sequence[str]) -> str:
 
 
 def _refuse(line: str) -> NoReturn:
+    _complain(line)
+    sys.exit(2)
+
+
+def _complain(line: str) -> None:
     # words of a command line that is no UTF-8 cannot be printed as they are
     printable = line.encode("utf-8", "backslashreplace").decode()
     Console(stderr=True).print(f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How close two videos are, frame by frame: uint8 [frames, height, width, 3] against a reference of the same shape.
 
-Papers disagree on the protocol, so this one is spelled out. Frames are compared raw, before any video codec. A video's
+Papers disagree on the protocol, so this one is spelled out. Frames are compared as given: raw, before any video codec,
+in `park compare`, `park ablation` and `park reproduce`; `park metrics` also reads mp4 files, and names which. A video's
 value is the mean over frames of the frame's value.
 
 psnr   10 log10(255^2 / mse), mse over all pixels and channels of the frame; equal frames give CAP instead of infinity
@@ -12,6 +13,7 @@ lpips  the `lpips` package, AlexNet, frames scaled to [-1, 1]; only where packag
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CAP = 100.0  # dB
+LPIPS_WEIGHTS = """python -c "import torchvision; torchvision.models.alexnet(weights='IMAGENET1K_V1')" """.strip()
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 Frames = NDArray[np.uint8]
 
 
 def psnr_per_frame(frames: Frames, reference: Frames) -> list[float]:
-    _expect_pair(frames, reference)
+    expect_pair(frames, reference)
     values = []
     for frame, wanted in zip(frames, reference, strict=True):
         mse = np.mean((frame.astype(np.float64) - wanted.astype(np.float64)) ** 2)
@@ -36,7 +39,7 @@ def psnr_per_frame(frames: Frames, reference: Frames) -> list[float]:
 
 
 def ssim_per_frame(frames: Frames, reference: Frames) -> list[float]:
-    _expect_pair(frames, reference)
+    expect_pair(frames, reference)
     if min(frames.shape[1:3]) < WINDOW:
         raise ValueError(
             f"frames: expected at least {WINDOW} x {WINDOW} pixels for SSIM, got {frames.shape[1]} x {frames.shape[2]}; use larger frames."
@@ -47,15 +50,15 @@ def ssim_per_frame(frames: Frames, reference: Frames) -> list[float]:
 
 def lpips_per_frame(frames: Frames, reference: Frames, device: str = "cpu") -> list[float] | None:
     """None where it cannot be measured; `lpips_reason` says why. Never downloads."""
-    _expect_pair(frames, reference)
+    expect_pair(frames, reference)
     if lpips_reason() is not None:
         return None
-    network: Any = importlib.import_module("lpips").LPIPS(net="alex", verbose=False).to(device).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the package names torchvision's weights in an old way
+        network: Any = importlib.import_module("lpips").LPIPS(net="alex", verbose=False).to(device).eval()
     with torch.no_grad():
-        return [
-            float(network(*(torch.from_numpy(x).permute(2, 0, 1)[None].to(device) / 127.5 - 1 for x in (frame, wanted))))
-            for frame, wanted in zip(frames, reference, strict=True)
-        ]
+        pairs = zip(frames, reference, strict=True)
+        return [float(network(*(as_network_input(x, device) for x in pair))) for pair in pairs]
 
 
 def lpips_reason() -> str | None:
@@ -65,8 +68,13 @@ def lpips_reason() -> str | None:
         return f"no package {missing[0]}; install it with: pip install lpips torchvision"
     weights = Path(torch.hub.get_dir()) / "checkpoints"
     if not list(weights.glob("alexnet-owt-*.pth")):
-        return f"no AlexNet weights in {weights}; put alexnet-owt-7be5be79.pth there"
+        return f"no AlexNet weights in {weights}; get them with: {LPIPS_WEIGHTS}"
     return None
+
+
+def as_network_input(frame: NDArray[np.uint8], device: str) -> Tensor:
+    """[1, 3, h, w] in [-1, 1], as the networks of LPIPS take it."""
+    return torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None].to(device) / 127.5 - 1
 
 
 def _ssim(x: Tensor, y: Tensor) -> float:
@@ -93,7 +101,7 @@ def _planes(frame: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1).double()
 
 
-def _expect_pair(frames: Frames, reference: Frames) -> None:
+def expect_pair(frames: Frames, reference: Frames) -> None:
     for name, value in (("frames", frames), ("reference", reference)):
         if value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
             raise ValueError(

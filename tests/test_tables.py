@@ -1,0 +1,64 @@
+"""Every table that comes from records is the one its records give, and its tool says where one is not."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "tools/tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_marked_table_is_the_one_of_its_records(tables):
+    for page in tables.pages():
+        text = page.read_text()
+        assert tables.filled(text) == text, f"{page.name}: run python tools/tables.py"
+
+
+def test_every_table_of_the_tool_stands_in_a_page(tables):
+    marked = [found[2] for page in tables.pages() for found in tables.MARKED.finditer(page.read_text())]
+    assert sorted(set(marked)) == sorted(tables.TABLES)
+
+
+def test_every_marker_is_closed(tables):
+    for page in tables.pages():
+        text = page.read_text()
+        whole = len(tables.MARKED.findall(text))
+        assert text.count("<!-- table: ") == text.count("<!-- /table -->") == whole, page.name
+
+
+def test_a_figure_that_differs_from_its_record_is_noticed_and_written_anew(tables, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    text = (ROOT / "README.md").read_text()
+    page.write_text(re.sub(r"(?<=<!-- table: cpu -->\n)(.*\n.*\n\| )\d", r"\g<1>9", text))
+    assert page.read_text() != text
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for words, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        monkeypatch.setattr(sys, "argv", ["tables.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            tables.main()
+        assert ended.value.code == code
+    assert page.read_text() == text
+    assert "README.md: its tables are not those of the records" in capsys.readouterr().out
+
+
+def test_a_record_that_changes_changes_its_table(tables, tmp_path, monkeypatch):
+    before = tables.cpu()
+    lines = (ROOT / "benchmarks/results/cpu.jsonl").read_text()
+    (tmp_path / "cpu.jsonl").write_text(re.sub(r'"dense_ms": [\d.]+', '"dense_ms": 1.5', lines))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.cpu() != before and tables.cpu().count("| 1.5 |") == 3
+
+
+def test_an_unknown_table_is_refused(tables):
+    with pytest.raises(ValueError, match="got 'cpuu'; correct the marker"):
+        tables.filled("<!-- table: cpuu -->\n<!-- /table -->")

@@ -1,0 +1,308 @@
+"""Writes the tables of README.md and docs/*.md from records in benchmarks/results; no figure in them is typed in.
+
+    python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->
+    python tools/tables.py --check    writes nothing; exit code 1 where a page differs from its records
+
+Goals ("bar") are the only numbers of this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from parkattn.bench.frontier import read_records, tabulate
+from parkattn.experiments.tables import text_table, to_markdown
+from parkattn.files import write_atomically
+from parkattn.models import SIZES
+from parkattn.studio.gain import estimate
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+
+Rows = Iterable[Iterable[str]]
+Record = dict[str, Any]
+
+MODELS = {"wan2.1-1.3b": "Wan2.1-1.3B", "wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
+CASES = {"hunyuan": "HunyuanVideo"} | MODELS  # as `park bench attend` names them
+REUSE_BARS = {"wan2.1-1.3b": "1.2", "wan2.1-14b": "5.7", "hunyuanvideo": "11.5"}
+ATTENTION_BARS = {
+    "wan2.1-14b, density 0.25": "0.27",
+    "wan2.1-14b, density 0.10": "0.119",
+    "wan2.1-14b, density 0.40": "0.475",
+    "hunyuan, density 0.25": "0.297",
+    "wan2.1-1.3b, density 0.25": "0.297",
+}
+
+
+def records(name: str, benchmark: str | None = None) -> list[Record]:
+    found = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    return [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
+
+
+def only(rows: Iterable[Record], **wanted: Any) -> Record:
+    (found,) = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+    return found
+
+
+def markdown(columns: str, rows: Rows) -> str:
+    """columns: names separated by " | "."""
+    table = text_table(columns.split(" | "), [tuple(row) for row in rows])
+    return re.sub(r"\|  (?=\|)", "| ", to_markdown(table))
+
+
+# README.md
+
+
+def profiles() -> str:
+    rows = tabulate(read_records(RESULTS / "frontier.jsonl"))
+    order = ("paper", "quality", "fast")
+    rows.sort(key=lambda row: (row["guidance"], order.index(row["setting"])))
+    return markdown(
+        "profile | guidance | videos | attention computed | PSNR against dense | worst video",
+        (
+            (row["setting"], f"{row['guidance']:g}", str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
+             f"{row['worst_psnr']:.1f} dB")
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def cpu() -> str:
+    names = ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
+    return markdown(
+        "density | dense ms | sparse ms | speed-up | plan ms | calls until the plan has paid",
+        ([str(record[name]) for name in names] for record in records("cpu.jsonl", "cpu")),
+    )
+
+
+def attention_calls() -> str:
+    found = records("gpu_attend.jsonl", "attend")
+    cases = [case for case in ATTENTION_BARS if not case.endswith("0.40")]
+    rows = []
+    for case in cases:
+        dense, ours = only(found, case=case, kernel="cudnn"), only(found, case=case, kernel="gluon", borders="rounded")
+        rows.append((case, f"{dense['ms']:.1f}", f"{ours['ms']:.1f}", f"{ours['ratio']:.3f}"))
+    return markdown("shape | dense ms | sparse ms | share", rows)
+
+
+def whole_models() -> str:
+    return markdown(
+        "model | dense s | refresh s | reuse s | reuse s, fuse=False | 50 steps",
+        (
+            (row["model"] + ", both compiled" * row["compiled"],
+             *(f"{row[name]:.2f}" for name in ("dense_s", "refresh_warm_s", "reuse_s")),
+             "" if row["compiled"] else f"{row['reuse_unfused_s']:.2f}", f"{row['run']['speedup']:.2f}x")
+            for row in _whole_models()
+        ),
+    )  # fmt: skip
+
+
+def _whole_models() -> list[Record]:
+    return sorted(records("e2e.jsonl", "e2e"), key=lambda row: (list(MODELS).index(row["model"]), row["compiled"]))
+
+
+# docs/integrate.md
+
+
+def whole_models_and_memory() -> str:
+    def row(found: Record) -> tuple[str, ...]:
+        names = ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s")
+        memory = [f"{found['memory'][name]:.1f}" for name in ("dense_peak_gb", "park_peak_gb")]
+        return (
+            "the same, both compiled" if found["compiled"] else MODELS[found["model"]],
+            *(f"{found[name]:.2f}" for name in names), REUSE_BARS[found["model"]],
+            "" if found["compiled"] else f"{found['reuse_unfused_s']:.2f}", f"{found['run']['speedup']:.2f}x", *memory,
+            f"{found['memory']['state_with_guidance_gb']:.2f}",
+        )  # fmt: skip
+
+    columns = "model | dense | refresh, cold | refresh, warm | reuse | bar of reuse | reuse, fuse=False | 50 steps"
+    return markdown(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, _whole_models()))
+
+
+# docs/kernels.md
+
+
+def pama() -> str:
+    shapes: dict[str, dict[str, Record]] = {}
+    for found in records("gpu_pama.jsonl", "pama"):
+        shape = "({heads}, {tokens:,}, {key_blocks:,})".format(**found["shape"])
+        shapes.setdefault(shape, {})[found["kernel"]] = found
+    kernels = ("Triton (Full-K)", "Triton (two-pass)", "TileLang (Full-K)", "TileLang (two-pass)")
+
+    def told(found: Record | None) -> str:
+        return "" if found is None else "{ms:.2f} ms, {speedup:.1f}x, {extra_mb:.0f} MB".format(**found)
+
+    return markdown(
+        "(h, L, N_K) | PyTorch | Full-K | two-pass | TileLang Full-K | TileLang two-pass",
+        (
+            (shape, f"{by['PyTorch']['ms']:.1f} ms", *(told(by.get(name)) for name in kernels))
+            for shape, by in shapes.items()
+        ),
+    )
+
+
+def clustering() -> str:
+    found = records("gpu_clustering.jsonl", "kmeans")
+    rows = []
+    for row in found:
+        clusters = row["shape"]["clusters"]
+        bar = "flash-kmeans" if clusters < 1024 else ""
+        times = (f"{row['iteration_ms']:.2f} ms", f"{row['flash_kmeans_ms']:.2f} ms")
+        rows.append((f"k-means iteration, {clusters:,} clusters", *times, bar))
+    (qrkc,) = records("gpu_clustering.jsonl", "qrkc")
+    parts = ", ".join(f"{qrkc[f'{name}_ms']:.2f}" for name in ("metric", "cholesky", "transform", "means"))
+    rows.append(("QRKC without k-means, its parts one after the other", f"{qrkc['ms']:.2f} ms", "", "2 ms"))
+    rows.append(("its parts alone: metric, Cholesky, transform, means", f"{parts} ms", "", ""))
+    return markdown("what | ours | flash-kmeans 0.3.1 | bar", rows)
+
+
+def one_layer() -> str:
+    found = records("gpu_attend.jsonl", "layer")
+    rows = []
+    for borders, name in (("rounded", "rounded (64, 32)"), ("as clustered", "as clustered")):
+        cold, warm, refresh, reuse = (
+            only(found, borders=borders, part=part)
+            for part in ("plan, cold", "plan, warm", "refresh step", "reuse step from the store")
+        )
+        told = [f"{row['ms']:.1f} ms" for row in (cold, warm, refresh, reuse)]
+        rows.append((name, f"{cold['density']:.3f}", *told[:3], f"{told[3]}, {reuse['ratio']:.3f} of cuDNN"))
+    return markdown("borders | density | plan, cold | plan, warm | refresh step (warm) | reuse step", rows)
+
+
+def attention() -> str:
+    found = records("gpu_attend.jsonl", "attend")
+    rows = []
+    for case, bar in ATTENTION_BARS.items():
+        model, _, rest = case.partition(", ")
+        row = [f"{CASES[model]}, {rest}", f"{only(found, case=case, kernel='cudnn')['ms']:.1f} ms"]
+        for borders in ("rounded", "as clustered"):
+            plain = only(found, case=case, kernel="gluon", borders=borders)
+            compensated = only(found, case=case, kernel="gluon compensated", borders=borders)
+            row += [f"{plain['ms']:.1f} ms", f"{plain['ratio']:.3f}"]
+            row += [bar, f"{plain['useful_tflops']:.0f}"] if borders == "rounded" else []
+            row.append(f"+{100 * (compensated['ms'] / plain['ms'] - 1):.1f} %")
+        rows.append(row)
+    columns = "case | cuDNN | rounded | ratio | bar | useful TFLOP/s | compensated | as clustered | ratio | compensated"
+    return markdown(columns, rows)
+
+
+def flashinfer() -> str:
+    found = records("gpu_flashinfer.jsonl", "flashinfer")
+    rows = []
+    for kernel in ("fa3", "fa2"):
+        parts = [
+            only(found, part=f"flashinfer {kernel}: {part}")
+            for part in ("its plan", "attention alone", "all of a reuse step")
+        ]
+        rows.append((kernel, *(f"{part['ms']:.1f} ms" for part in parts), f"{parts[-1]['ratio']:.3f}"))
+    return markdown("kernel | its plan, every call | attention alone | all of a reuse step | of cuDNN", rows)
+
+
+def sanitizers() -> str:
+    found = {row["tool"]: row for row in records("gpu_sanitize.jsonl", "sanitize")}
+
+    def told(*tools: str) -> str:
+        assert all(found[tool]["ok"] for tool in tools), tools
+        reports = sum(found[tool]["errors"] for tool in tools)
+        if found[tools[0]]["must_find"] == "nothing":
+            return "nothing" if reports == 0 else f"{reports} reports"
+        return f"{reports} report{'s' * (reports != 1)}: it sees what it should"
+
+    def every(*tools: str) -> str:
+        (checks,) = {found[tool]["checks_passed"] for tool in tools}
+        return f"all kernels, {checks} checks"
+
+    both = ("racecheck", "racecheck, warp-specialised kernels")
+    whole = ("ConSan, PAMA", "ConSan, attention", "ConSan, compensated attention")
+    compensated = "PAMA; attention, quick and careful; careful attention with compensation"
+    rows = [
+        ("memcheck", every("memcheck"), told("memcheck")),
+        ("synccheck", every("synccheck"), told("synccheck")),
+        ("racecheck", f"{every(*both)}, the two warp-specialised ones in a run of their own", told(*both)),
+        ("racecheck", "PAMA without the meeting of its warpgroups", told("racecheck, PAMA without a meeting")),
+        ("ConSan", compensated, told(*whole)),
+        ("ConSan", "PAMA with one wait taken out", told("ConSan, PAMA without a wait")),
+    ]
+    return markdown("tool | watched | found", rows)
+
+
+# docs/real-models.md
+
+
+def doctor_on_h200() -> str:
+    """What `park doctor --gpu H200 --model NAME --frames F` prints as its estimate."""
+    rows = []
+    for name, size in SIZES.items():
+        frames, height, width = size.video
+        found = estimate(name, frames=frames, height=height, width=width, gpu="H200")
+        seconds, steps = found["dense_seconds_per_step_about"], 50
+        rows.append((
+            name, f"{frames} x {height} x {width}", f"{found['tokens']:,}", f"{found['attention_share']:.0%}",
+            f"{seconds:.1f} s", f"{seconds * steps / 60:.0f} min", f"{found['by_arithmetic']:.2f}x",
+            f"{found['bound']:.0f}x",
+        ))  # fmt: skip
+    columns = "model | video | tokens | attention's share | a dense step | 50 dense steps"
+    return markdown(f"{columns} | gain at density 0.25 | never more than", rows)
+
+
+def one_video_on_h200() -> str:
+    """50 steps out of measured forwards, both forwards of guidance where the model has them; plans of both branches."""
+    rows = []
+    for row in (row for row in _whole_models() if not row["compiled"]):
+        passes, memory = SIZES[row["model"]].passes, row["memory"]
+        dense, sparse = (passes * row["run"][name] / 60 for name in ("dense_s", "park_s"))
+        times = (f"{dense:.1f} min", f"{sparse:.1f} min", f"{8 * (2 * dense + sparse) / 60:.1f} h")
+        park = memory["park_peak_gb"] + (memory["state_with_guidance_gb"] - memory["state_gb"]) * (passes - 1)
+        peaks = [f"{value:.1f} GB" for value in (memory["weights_gb"], memory["dense_peak_gb"], park)]
+        rows.append((MODELS[row["model"]], str(passes), *times, *peaks))
+    return markdown(
+        "model | forwards a step | dense | PARK | 8 prompts | transformer's weights | peak, dense | peak, PARK", rows
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (
+        profiles, cpu, attention_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
+        flashinfer, sanitizers, doctor_on_h200, one_video_on_h200,
+    )
+}  # fmt: skip
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """The page with every marked table anew."""
+
+    def table(found: re.Match[str]) -> str:
+        begin, name, _, end = found.groups()
+        if name not in TABLES:
+            raise ValueError(f"table: expected one of {', '.join(TABLES)}, got {name!r}; correct the marker.")
+        return begin + TABLES[name]() + end
+
+    return MARKED.sub(table, text)
+
+
+def main() -> None:
+    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader.add_argument("--check", action="store_true", help="Write nothing; exit code 1 where a page differs.")
+    check = reader.parse_args().check
+    other = [page for page in pages() if filled(page.read_text()) != page.read_text()]
+    for page in other:
+        if not check:
+            write_atomically(page, filled(page.read_text()).encode())
+        print(f"{page.relative_to(ROOT)}: {'its tables are not those of the records' if check else 'written'}")
+    sys.exit(1 if check and other else 0)
+
+
+if __name__ == "__main__":
+    main()
