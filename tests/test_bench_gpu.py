@@ -134,7 +134,7 @@ REPORTS = """
 ========= RACECHECK SUMMARY: 20 hazards displayed (95 errors, 0 warnings)
 """
 CONSAN = "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
-APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without a barrier"
+APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without a meeting"
 
 
 @pytest.mark.parametrize(

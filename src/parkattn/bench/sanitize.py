@@ -100,7 +100,7 @@ ROUNDS = {
     "synccheck": _watch("synccheck"),
     "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
     "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
-    "racecheck, PAMA without a barrier": _watch(
+    "racecheck, PAMA without a meeting": _watch(
         "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control", finds=r"Race reported between .* in importance_hopper\.py"
     ),
     "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
