@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_where_it_stood(run):
     assert outcome.kept >= len(before) >= 1
     assert all((out / "cells" / name).read_bytes() == data for name, data in before.items())
     # floor, PARK and two ablations; at one density PARK, the ablations and centroid retrieval; one retrieval cell
-    assert (outcome.made + outcome.kept, outcome.failed) == (4 + 4 + 1, 1)
+    assert (outcome.made + outcome.kept, outcome.failures, outcome.left_out) == (4 + 4 + 1, {}, 1)
     assert not [path.name for path in (out / "cells").iterdir() if path.name.startswith(".") or "tmp" in path.name]
 
 
@@ -136,7 +136,7 @@ def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
     # SVG's bands are whole frames of 96 tokens: of 288 it computes more than half, whatever its budget
     assert all((abs(density - 0.5) <= runner.MATCHED) == (name != "budget-svg") for name, density in budgets.items())
     findings = {f.statement: f for s in outcome.sections if s.label == "matched_densities" for f in s.result.findings}
-    assert findings["PARK above svg at equal density"].verdict == "not run"
+    assert findings["PARK above svg at density 0.5"].verdict == "not run"
     assert "density: expected a sparsity of svg" in (out / "report.md").read_text()
 
 
@@ -144,7 +144,7 @@ def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
 
 
 def _quality(prompt, method, psnr, **changes):
-    asked = {"prompt": prompt, "seed": 0, "guidance": 1.0, "method": method, "changes": changes, "density": None}
+    asked = {"prompt": prompt, "seed": 0, "guidance": 1.0, "method": method, "changes": changes, "density": 0.5}
     row = {
         "psnr": psnr,
         "ssim": 0.9,
@@ -152,6 +152,9 @@ def _quality(prompt, method, psnr, **changes):
         "density": 0.5,
         "density_all_steps": 0.6,
         "recall": None,
+        "error": 0.1,
+        "cost": 0.6,
+        "cost_two_passes": 0.7,
         "seconds": 2.0,
         "dense_seconds": 3.0,
     }
@@ -276,9 +279,9 @@ def test_a_cell_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner.Lab, "_make", make)
     moved = []
-    records, failures = lab.fill(cells, lambda: moved.append(1))
+    records, failures, left_out = lab.fill(cells, lambda: moved.append(1))
     assert set(records) == {cells[0].name, cells[2].name} and len(moved) == 3
-    assert failures == {cells[1].name: "grid: expected more, got less; enlarge it."}
+    assert failures == {cells[1].name: "grid: expected more, got less; enlarge it."} and not left_out
     assert set(lab.finished(cells)) == set(records)
 
 

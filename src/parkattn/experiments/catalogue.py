@@ -12,6 +12,7 @@ from parkattn.experiments import results
 from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.results import Gathered, Label, Result
 from parkattn.experiments.runner import Lab
+from parkattn.experiments.tables import Finding
 from parkattn.methods import METHODS, method_entry
 from parkattn.park import ParkConfig
 from parkattn.reuse import dense_prefix
@@ -47,9 +48,9 @@ def _retrieval(lab: Lab) -> list[Cell]:
     return lab.retrieval_cells()
 
 
-def _runs(lab: Lab, settings: list[tuple[str, dict[str, Any]]], *, density: float | None = None) -> list[Cell]:
+def _runs(lab: Lab, settings: list[tuple[str, dict[str, Any]]], *, densities: tuple[float | None, ...] = (None,)) -> list[Cell]:
     """The floor first, then each (method, changes), all on one prompt before the next: they share its reference."""
-    rows = [(FLOOR, {}, None), *((method, changes, density) for method, changes in settings)]
+    rows = [(FLOOR, {}, None), *((method, changes, density) for density in densities for method, changes in settings)]
     return [lab.quality_cell(request, method, density=goal, **changes) for request in lab.requests() for method, changes, goal in rows]
 
 
@@ -79,14 +80,28 @@ def _main_result(gathered: Gathered) -> Result:
 
 def _matched(lab: Lab) -> list[Cell]:
     with_budget = [name for name in (*_methods(lab), *ABLATIONS, "centroid") if method_entry(name).budgets]
-    return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], density=lab.evaluation.density)
+    return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], densities=lab.evaluation.densities)
+
+
+def _by_density(request: Request) -> Label:
+    return (request["method"], "" if request["density"] is None else f"{request['density']:g}", _guidance(request))
 
 
 def _matched_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("method", "guidance"), _by_method)
-    names = [name for name in dict.fromkeys(cell.request["method"] for cell in gathered.cells) if name not in (FLOOR, "park")]
-    findings = [results.psnr_finding(gathered, f"PARK above {name} at equal density", _is("park"), _is(name)) for name in names]
-    return Result(table.table, tuple(findings))
+    table = results.quality_table(gathered, ("method", "asked", "guidance"), _by_density)
+    asked = [cell.request for cell in gathered.cells if cell.request["method"] != FLOOR]
+    names = [name for name in dict.fromkeys(request["method"] for request in asked) if name != "park"]
+    densities = sorted({request["density"] for request in asked})
+    findings = [
+        finding
+        for density in densities
+        for name in names
+        for finding in _each_guidance(
+            gathered, f"PARK above {name} at density {density:g}", _is("park", density=density), _is(name, density=density)
+        )
+    ]
+    figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), *_by_density(request)[:2])))
+    return Result(table.table, tuple(findings), figure)
 
 
 def _ablation(lab: Lab) -> list[Cell]:
@@ -95,12 +110,26 @@ def _ablation(lab: Lab) -> list[Cell]:
 
 def _ablation_result(gathered: Gathered) -> Result:
     table = results.quality_table(gathered, ("variant", "guidance"), _by_method)
-    findings = [results.psnr_finding(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
-    return Result(table.table, tuple(findings))
+    found = [_each_guidance(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
+    return Result(table.table, tuple(finding for each in found for finding in each))
 
 
-def _is(method: str) -> Callable[[Request], bool]:
-    return lambda request: request["method"] == method
+Chosen = Callable[[Request], bool]
+
+
+def _is(method: str, **more: Any) -> Chosen:
+    return lambda request: request["method"] == method and all(request[name] == value for name, value in more.items())
+
+
+def _each_guidance(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> list[Finding]:
+    """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
+    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
+    findings = []
+    for scale in scales:
+        place = f", guidance {scale:g}" if len(scales) > 1 else ""
+        at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in (upper, lower)]
+        findings.append(results.psnr_finding(gathered, statement + place, *at, tie=tie))
+    return findings
 
 
 def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
@@ -114,12 +143,12 @@ def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
 
 def _by_blocks(request: Request) -> Label:
     if request["method"] == FLOOR:
-        return (FLOOR, "")
-    return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]))
+        return (FLOOR, "", _guidance(request))
+    return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]), _guidance(request))
 
 
 def _sensitivity_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("N_Q", "N_K"), _by_blocks)
+    table = results.quality_table(gathered, ("N_Q", "N_K", "guidance"), _by_blocks)
     runs = [cell.request["changes"] for cell in gathered.cells if cell.request["method"] != FLOOR]
     findings = []
     for side, other in (("query_clusters", "key_clusters"), ("key_clusters", "query_clusters")):
@@ -127,7 +156,7 @@ def _sensitivity_result(gathered: Gathered) -> Result:
         values = sorted({c[side] for c in runs if c[other] == usual})
         fewest, most = ({side: value, other: usual} for value in (values[0], values[-1]))
         statement = f"{values[-1]} instead of {values[0]} {side.split('_')[0]} blocks lose nothing"
-        findings.append(results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True))
+        findings += _each_guidance(gathered, statement, _with(most), _with(fewest), tie=True)
     return Result(table.table, tuple(findings))
 
 
@@ -143,15 +172,16 @@ def _schedules(lab: Lab) -> list[Cell]:
 
 
 def _by_schedule(request: Request) -> Label:
-    return (FLOOR if request["method"] == FLOOR else "{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}",)
+    steps = FLOOR if request["method"] == FLOOR else "{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}"
+    return (steps, _guidance(request))
 
 
 def _schedule_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("refreshes at",), _by_schedule)
+    table = results.quality_table(gathered, ("refreshes at", "guidance"), _by_schedule)
     asked = sorted((c.request["changes"]["refresh_steps"] for c in gathered.cells if c.request["method"] != FLOOR), key=len)
     fewest, most = ({"refresh_steps": each} for each in (asked[0], asked[-1]))
     statement = f"{len(asked[-1])} refreshes instead of {len(asked[0])} lose nothing"
-    return Result(table.table, (results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True),))
+    return Result(table.table, tuple(_each_guidance(gathered, statement, _with(most), _with(fewest), tie=True)))
 
 
 def _example(lab: Lab) -> list[Cell]:
@@ -163,14 +193,15 @@ def _curve(lab: Lab) -> list[Cell]:
 
 
 def _by_top_p(request: Request) -> Label:
-    return (FLOOR if request["method"] == FLOOR else f"{request['changes']['top_p']:g}",)
+    return (FLOOR if request["method"] == FLOOR else f"{request['changes']['top_p']:g}", _guidance(request))
 
 
 def _curve_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("top-p",), _by_top_p)
+    table = results.quality_table(gathered, ("top-p", "guidance"), _by_top_p)
     statement = f"PSNR falls as top-p goes from {TOP_P[-1]:g} to {TOP_P[0]:g}"
-    finding = results.psnr_finding(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
-    return Result(table.table, (finding,), results.trade_off(gathered, _by_top_p))
+    found = _each_guidance(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
+    figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), "park", _by_top_p(request)[0])))
+    return Result(table.table, tuple(found), figure)
 
 
 _top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))

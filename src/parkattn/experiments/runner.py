@@ -3,11 +3,12 @@
 reference  a prompt and a seed with dense attention: raw frames, the video that every other one is compared with
 capture    queries and keys of a dense run
 retrieval  what compressing queries and keys costs, on a capture
-quality    a prompt, a seed and a method: PSNR and SSIM against the reference, density, recall, seconds
+quality    a prompt, a seed and a method: how far it is from the reference, density, recall, cost, seconds
 frames     a few frames of one video, for people
 
 A density that is asked for is reached by a budget, found once per method on the capture of a prompt that is in no table
-(`budget`). What a cell needs is made when the cell is: a finished cell needs nothing.
+(`budget`). What a cell needs is made when the cell is: a finished cell needs nothing. With keep="records" references and
+captures, which are large, are held in memory while cells need them, and never written.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import io
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.evaluation import FLOOR, FORMATS, Evaluation, file_hash, named_cell
 from parkattn.experiments.mismatches import measure_call
+from parkattn.experiments.quality import measure_frames, whole_run_cost
 from parkattn.hosts.diffusers.session import transformers_of
 from parkattn.methods import make_method, method_entry
-from parkattn.metrics import fidelity
 from parkattn.metrics.budget import solve_budget
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
@@ -35,7 +36,7 @@ from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
 from parkattn.settings import MethodConfig
-from parkattn.store import Cell, Making, Record, Say, Store
+from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash
 from parkattn.studio import checkpoints
 from parkattn.studio.compare import warm_up
 from parkattn.studio.generate import (
@@ -55,9 +56,19 @@ MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
 class CellError(Exception):
-    def __init__(self, cell: Cell, reason: str) -> None:
+    def __init__(self, cell: Cell, reason: str, *, unreachable: bool = False) -> None:
         super().__init__(reason)
-        self.cell, self.reason = cell, reason
+        self.cell, self.reason, self.unreachable = cell, reason, unreachable
+
+
+class UnreachableDensityError(ValueError):
+    """No budget of a method gives the density at this size: a fact about the method, no failure."""
+
+
+class Filled(NamedTuple):
+    records: dict[str, Record]  # by cell name, as the others
+    failures: dict[str, str]  # why it could not be made
+    left_out: dict[str, str]  # why there is nothing to make
 
 
 class Lab:
@@ -70,18 +81,19 @@ class Lab:
         base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
         self.base, self.folder = prepare(base)
         self.made: list[str] = []
-        self._held: dict[str, Any] = {}  # the last reference and the last captures read
+        self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
+        self._warm: set[str] = set()
 
     # what can be asked for
 
-    def quality_cell(self, request: Request, method: str, *, density: float | None = None, **changes: Any) -> Cell:
-        """density: of the sparse steps, reached by the method's budget; None: by its own settings."""
-        asked = self._asked(request) | {
-            "method": method,
-            "changes": self.evaluation.changes | changes,
-            "density": density,
-        }
-        label = f"{method.replace(' ', '-')}" if density is None else f"{method.replace(' ', '-')}-at-{density:g}"
+    def quality_cell(
+        self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
+    ) -> Cell:
+        """density: of the sparse steps, reached by the method's budget; None: by its own settings, or by those of a profile."""
+        asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes | changes, "density": density}
+        if profile is not None:
+            asked["profile"] = profile
+        label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")
         # a group shares its reference
         return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
@@ -108,9 +120,10 @@ class Lab:
 
     # how it is made
 
-    def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> tuple[dict[str, Record], dict[str, str]]:
-        """Records by cell name, and why others could not be made: one that fails leaves the others alone."""
+    def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> Filled:
+        """One that fails leaves the others alone."""
         failures: dict[str, str] = {}
+        left_out: dict[str, str] = {}
         done: set[str] = set()
         rest = list({cell.name: cell for cell in cells}.values())
 
@@ -119,26 +132,36 @@ class Lab:
                 done.add(cell.name)
                 advance()
 
+        def give_up(cell: Cell, reason: str, *, unreachable: bool = False) -> None:
+            nonlocal rest
+            (left_out if unreachable else failures)[cell.name] = reason
+            finished(cell)
+            self.say(f"{cell.name}: {reason}")
+            rest = [other for other in rest if other.name != cell.name]
+
         def make(making: Making) -> None:
             try:
                 self._make(making)
             except (ValueError, NotImplementedError, RuntimeError) as error:
-                raise CellError(making.cell, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise CellError(making.cell, reason, unreachable=isinstance(error, UnreachableDensityError)) from error
             finished(making.cell)
 
+        for cell in list(rest):
+            found = self.store.look(cell)
+            if found.state == OTHER:
+                path = self.store.folder / f"{cell.name}.json"
+                give_up(cell, f"out: expected {path} to answer its name, got one {found.reason}; remove it, or pass another --out.")
         while True:
             try:
-                return self.store.fill(rest, make, kept=finished), failures
+                return Filled(self.store.fill(rest, make, kept=finished), failures, left_out)
             except CellError as failure:
-                failures[failure.cell.name] = failure.reason
-                finished(failure.cell)
-                self.say(f"{failure.cell.name}: {failure.reason}")
-                rest = [cell for cell in rest if cell.name not in failures]
+                give_up(failure.cell, failure.reason, unreachable=failure.unreachable)
 
     def finished(self, cells: Sequence[Cell]) -> dict[str, Record]:
         """What is there already, by cell name."""
-        found = {cell.name: self.store.find(cell) for cell in cells}
-        return {name: record for name, record in found.items() if record is not None}
+        found = {cell.name: self.store.look(cell) for cell in cells}
+        return {name: each.record for name, each in found.items() if each.state == FINISHED and each.record is not None}
 
     @functools.cached_property
     def pipe(self) -> Any:
@@ -155,12 +178,22 @@ class Lab:
         self.made.append(making.cell.name)
 
     def _make_reference(self, making: Making) -> Record:
-        request = self._fitted(making.cell)
-        if request.device.startswith("cuda"):
-            warm_up(self.pipe, request, MethodConfig())
+        frames, found = self._dense_video(making.cell)
+        making.write(making.cell.files[0], _as_npy(frames))
+        return found
+
+    def _dense_video(self, cell: Cell) -> tuple[Frames, Record]:
+        request = self._fitted(cell)
+        self._warm_up(request, MethodConfig())
         made = generate_frames(self.pipe, request, MethodConfig(), recall_rows=0)
-        making.write(making.cell.files[0], _as_npy(made.frames))
-        return {"seconds": made.measured["seconds"]}
+        return made.frames, {"seconds": made.measured["seconds"]}
+
+    def _warm_up(self, request: Request, config: MethodConfig) -> None:
+        """Once for a method and its settings: what its kernels need is compiled for every prompt, seed and density."""
+        what = content_hash([request.method, request.preset, request.changes, request.guidance])
+        if request.device.startswith("cuda") and what not in self._warm:
+            warm_up(self.pipe, request, config)
+            self._warm.add(what)
 
     def _make_frames(self, making: Making) -> Record:
         asked = making.cell.request
@@ -177,19 +210,16 @@ class Lab:
         # first, so that a density that cannot be reached costs nothing
         budget = None if density is None else self._matched_budget(name, density, changes)
         reference, dense = self._reference(making.cell)
-        request = dataclasses.replace(self._fitted(making.cell), changes=changes)
+        request = dataclasses.replace(self._fitted(making.cell), changes=changes, preset=making.cell.request.get("profile"))
         request = for_method(request, "dense" if name == FLOOR else name)
         config = config_for(request, self.pipe)
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
-        if request.device.startswith("cuda"):
-            warm_up(self.pipe, request, config)
+        self._warm_up(request, config)
         made = generate_frames(self.pipe, request, config)
-        found, lpips = made.measured, fidelity.lpips_per_frame(made.frames, reference)
-        row = {
-            "psnr": statistics.fmean(fidelity.psnr_per_frame(made.frames, reference)),
-            "ssim": statistics.fmean(fidelity.ssim_per_frame(made.frames, reference)),
-            "lpips": None if lpips is None else statistics.fmean(lpips),
+        found = made.measured
+        video, by_frame = measure_frames(made.frames, reference, request.device)
+        row = video | whole_run_cost(found) | {
             "density": 1.0 if found["density_sparse_steps"] is None else found["density_sparse_steps"],
             "density_all_steps": found["density"],
             "recall": found["recall"]["mean"] if found["recall"] else None,
@@ -197,24 +227,27 @@ class Lab:
             "dense_seconds": dense["seconds"]["total"],
             "denoise_seconds": found["seconds"]["denoise"],
             "dense_denoise_seconds": dense["seconds"]["denoise"],
-        }
+            "attention_seconds": found["seconds"]["attention"],
+            "dense_attention_seconds": dense["seconds"]["attention"],
+        }  # fmt: skip
         return {
             "row": row,
+            "by_frame": by_frame,
             "budget": budget,
             "config": config.to_dict(),
             "resolved": request.to_dict() | {"model": None},
         }
 
     def _make_capture(self, making: Making) -> Record:
-        request, asked = self._fitted(making.cell), making.cell.request["capture"]
-        selection = Selection(
-            **{name: value for name, value in asked.items() if name != "steps"},
-            steps=self._captured_steps(request, asked["steps"]),
-        )
-        calls = capture_calls(self.pipe, request, selection)
+        calls = self._capture(making.cell)
         about = {name: value for name, value in making.cell.request.items() if name != "capture"}
         making.write(making.cell.files[0], lambda path: write_captures(path, calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
+
+    def _capture(self, cell: Cell) -> list[Captured]:
+        request, asked = self._fitted(cell), cell.request["capture"]
+        rest = {name: value for name, value in asked.items() if name != "steps"}
+        return capture_calls(self.pipe, request, Selection(**rest, steps=self._captured_steps(request, asked["steps"])))
 
     def _make_retrieval(self, making: Making) -> Record:
         config = ParkConfig.from_dict(making.cell.request["config"])
@@ -243,13 +276,10 @@ class Lab:
     # what cells need of each other
 
     def _reference(self, cell: Cell) -> tuple[Frames, Record]:
-        asked = {name: value for name, value in cell.request.items() if name not in ("changes", "density")} | {"method": "dense"}
+        asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {"method": "dense"}
         wanted = named_cell("reference", "dense", asked, ending=".npy")
-        if wanted.name not in self._held:
-            self._held.clear()
-            record = self._need(wanted)
-            self._held[wanted.name] = self.load_frames(record), record
-        return self._held[wanted.name]
+        found: tuple[Frames, Record] = self._hold(wanted, self._dense_video, lambda record: (self.load_frames(record), record))
+        return found
 
     def _captured(self, cell: Cell) -> list[Captured]:
         if "file" in cell.request:
@@ -266,11 +296,17 @@ class Lab:
             capture["layers"] = self._spread_layers()
         asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)}
         wanted = named_cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
-        if wanted.name not in self._held:
-            self._held.clear()
-            self._need(wanted)
-            self._held[wanted.name] = read_captures(self.store.folder / wanted.files[0])[0]
-        return self._held[wanted.name]
+        read = lambda record: read_captures(self.store.folder / wanted.files[0])[0]  # noqa: E731
+        found: list[Captured] = self._hold(wanted, self._capture, read)
+        return found
+
+    def _hold(self, cell: Cell, make: Callable[[Cell], Any], read: Callable[[Record], Any]) -> Any:
+        """The content of a large cell: what was last asked of its format, from the store, or made, and kept there if things are."""
+        if self._held.get(cell.format, ("", None))[0] != cell.name:
+            self._held.pop(cell.format, None)
+            record = self.store.find(cell) if self.evaluation.keep == "records" else self._need(cell)
+            self._held[cell.format] = cell.name, make(cell) if record is None else read(record)
+        return self._held[cell.format][1]
 
     def _need(self, cell: Cell) -> Record:
         return self.store.fill([cell], self._make)[cell.name]
@@ -278,7 +314,7 @@ class Lab:
     def _matched_budget(self, method: str, density: float, changes: dict[str, Any]) -> dict[str, Any]:
         budget: dict[str, Any] = self._need(self._budget_cell(method, density, changes))["budget"]
         if abs(budget["density"] - density) > MATCHED:
-            raise ValueError(
+            raise UnreachableDensityError(
                 f"density: expected a {budget['field']} of {method} that gives {density:g} at this size, got {budget['density']:.2f} "
                 "at best; compare it at its own settings."
             )
