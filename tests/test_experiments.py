@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import paper_numbers, reproduce, results, runner
+from parkattn.experiments import commands, paper_numbers, reproduce, results, runner
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
 from parkattn.experiments.mismatches import REPRESENTATIONS, measure_call
@@ -27,7 +29,7 @@ from parkattn.park import ParkConfig
 from parkattn.plan import Plan, arrange
 from parkattn.retrieval import pama, select_top_p
 from parkattn.site import CallSite
-from parkattn.store import Cell, read_record
+from parkattn.store import Cell, read_record, sealed
 from parkattn.studio import checkpoints
 from parkattn.studio.prompts import Shard
 
@@ -251,7 +253,107 @@ def test_printed_tables_have_whole_rows_under_labels_that_are_listed():
     ) in paper_numbers.PAPER["tab:main_quality_efficiency"].rows
 
 
+def _line(setting, prompt, psnr, cost, guidance=5.0):
+    size = {"frames": 9, "height": 64, "width": 96, "steps": 4, "guidance": guidance}
+    found = {"psnr": psnr, "cost": cost, "cost_two_passes": cost, "seconds": 10 * cost}
+    return {"format": "parkattn.frontier.1", "setting": setting, "prompt": prompt, "seed": 0, **size, **found}
+
+
+def test_the_frontier_of_earlier_lines_pairs_prompts_and_names_the_strongest_rival(tmp_path):
+    lines = [
+        _line(setting, prompt, base + psnr, cost)
+        for prompt, base in (("a", 0.0), ("b", 6.0))
+        for setting, psnr, cost in (
+            ("dense", 100.0, 1.0),
+            ("paper", 30.0, 0.5),
+            ("quality", 33.0, 0.4),
+            ("svg", 31.0, 0.3),
+            ("sta", 29.0, 0.2),
+        )
+    ]
+    path = tmp_path / "frontier.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"format": "parkattn.fron')
+    lab = runner.Lab(quick(records=(path,)), tmp_path)
+    assert EXPERIMENTS["frontier"].cells(lab) == [], "what was measured is not measured again"
+    result = EXPERIMENTS["frontier"].result(Gathered([], {}, {}, lines=lab.lines))
+    rows = {row[0]: dict(zip((c.name for c in result.table.columns), row, strict=True)) for row in result.table.rows}
+    assert list(rows) == ["paper", "quality", "svg", "sta"] and rows["paper"]["speedup"] == 2.0
+    assert (rows["quality"]["over paper, dB"], rows["quality"]["± dB"], rows["quality"]["worst"]) == (3.0, 0.0, 33.0)
+    findings = {finding.statement: finding for finding in result.findings}
+    assert findings["quality has a higher PSNR than paper"].margin == 3.0
+    rival = findings["no other method with as little attention as paper has its PSNR; nearest svg"]
+    assert (rival.margin, rival.verdict) == (-1.0, "not held")
+    assert findings["fast has a higher PSNR than paper"].verdict == "not run"
+
+
+def test_records_that_hold_nothing_of_use_are_refused_in_one_line(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"benchmark": "cpu"}\n[1]\n')
+    for name in ("absent.jsonl", "other.jsonl"):
+        with pytest.raises(ValueError, match=r"^records: expected JSON lines of park bench [^\n]*\.$"):
+            runner.Lab(quick(records=(tmp_path / name,)), tmp_path)
+
+
+def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_table(tmp_path):
+    lab = runner.Lab(quick(), tmp_path)
+    cells, main = (EXPERIMENTS[name].cells(lab) for name in ("frontier", "tab:main_quality_efficiency"))
+    asked = [(cell.request["method"], cell.request.get("profile")) for cell in cells]
+    assert asked == [("dense again", None), ("park", None), ("park", "quality"), ("park", "fast"), ("svg", None)]
+    assert {cell.name for cell in main} < {cell.name for cell in cells}
+
+
 # cells
+
+
+def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_rows(run, tmp_path, monkeypatch):
+    kept = list(filter(None, map(read_record, run[0].glob("cells/quality-*.json"))))
+    whole = {record["request"]["method"]: record["row"] for record in kept if record["request"]["density"] is None}
+    made = []
+    dense = runner.Lab._dense_video
+    monkeypatch.setattr(runner.Lab, "_dense_video", lambda lab, cell: made.append(cell.name) or dense(lab, cell))
+    outcome = reproduce.run_experiments(["tab:module_ablation"], quick(keep="records"), tmp_path)
+    assert (outcome.made, len(made)) == (4, 1)
+    assert not [path for path in (tmp_path / "cells").iterdir() if path.suffix != ".json"]
+    found = {r["request"]["method"]: r for r in map(read_record, tmp_path.glob("cells/quality-*.json"))}
+    assert all(found[name]["row"][part] == row[part] for name, row in whole.items() if name in found for part in ("psnr", "ssim", "error"))
+    assert len(found["park"]["by_frame"]["psnr"]) == 9
+
+
+def test_a_record_of_another_request_fails_its_cell_alone(tmp_path, monkeypatch):
+    lab = runner.Lab(quick(), tmp_path)
+    cells = [lab.quality_cell(lab.requests()[0], name) for name in ("park", "svg")]
+    foreign = {"format": cells[0].format, "request": {**cells[0].request, "seed": 7}, "files": {}}
+    (tmp_path / "cells").mkdir()
+    path = tmp_path / "cells" / f"{cells[0].name}.json"
+    path.write_text(json.dumps(sealed(foreign)))
+    before = path.read_bytes()
+    monkeypatch.setattr(
+        runner.Lab, "_make", lambda lab, making: making.commit({"format": making.cell.format, "request": dict(making.cell.request)})
+    )
+    records, failures, _ = lab.fill(cells)
+    assert set(records) == {cells[1].name} and path.read_bytes() == before
+    assert re.fullmatch(r"out: expected [^\n]*seed = 7, asked 0[^\n]*; remove it, or pass another --out\.", failures[cells[0].name])
+
+
+def test_a_failed_cell_makes_the_exit_status_1_and_one_line(run, tmp_path, monkeypatch, capsys):
+    outcome = dataclasses.replace(run[2], failures={"quality-svg": "grid: expected more, got less; enlarge it."})
+    with pytest.raises(typer.Exit) as ended:
+        commands._show(outcome, tmp_path)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: quality-svg: grid: expected more, got less; enlarge it."
+    commands._show(run[2], tmp_path)
+
+
+def test_fewer_prompts_are_the_first_of_more_and_none_is_calibrated_on():
+    eight, spare = reproduce.held_out_prompts(8)
+    assert [reproduce.held_out_prompts(n) for n in (1, 2, 4)] == [(eight[:n], spare) for n in (1, 2, 4)]
+    assert len({*eight, spare}) == 9
+
+
+@pytest.mark.parametrize("text", ["81x400", "axbxc", "", "81x400x576x3", "-1x2x3"])
+def test_a_size_that_is_none_is_refused_in_one_line(text):
+    assert reproduce.parse_size("81x400x576") == {"frames": 81, "height": 400, "width": 576}
+    with pytest.raises(ValueError, match=r"^size: expected FRAMESxHEIGHTxWIDTH, got .*; write 81x400x576\.$"):
+        reproduce.parse_size(text)
 
 
 def test_shards_share_out_every_cell_once_and_keep_groups_whole():

@@ -10,6 +10,7 @@ from typing import Any
 from parkattn.checks import did_you_mean
 from parkattn.experiments import results
 from parkattn.experiments.evaluation import FLOOR
+from parkattn.experiments.frontier import frontier_cells, frontier_result
 from parkattn.experiments.results import Gathered, Label, Result
 from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import Finding
@@ -204,6 +205,10 @@ def _curve_result(gathered: Gathered) -> Result:
     return Result(table.table, tuple(found), figure)
 
 
+def _frontier(lab: Lab) -> list[Cell]:
+    return frontier_cells(lab, _methods(lab))
+
+
 _top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
 _hy, _wan = (partial(_sensitivity, kind) for kind in ("hy", "wan"))
 EXPERIMENTS: dict[str, Experiment] = {
@@ -223,6 +228,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
+        Experiment("frontier", "Quality against cost, profiles and methods (not in the paper)", _frontier, frontier_result),
     )
 }
 SHEETS = ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")
@@ -235,7 +241,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
         NotBuilt("tab:pama_kernel_overhead", "PAMA's kernels", "needs a GPU; run park bench pama there"),
         NotBuilt("fig:qrkc_breakdown", "Time of QRKC", "needs a GPU; run park bench qrkc there"),
         *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in SHEETS),
-        NotBuilt("frontier", "Quality against cost (not in the paper)", "not moved here yet; run python -m parkattn.bench.frontier"),
         NotBuilt("scaling", "Time against length (not in the paper)", "needs a GPU; run park bench scaling there"),
     )
 }  # fmt: skip

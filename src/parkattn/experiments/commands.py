@@ -47,6 +47,9 @@ def reproduce(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")
     ] = None,
     capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
+    records: Annotated[
+        list[Path] | None, typer.Option(help="JSON lines of parkattn.bench.frontier: its table is drawn from them; repeatable.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
@@ -81,7 +84,7 @@ def reproduce(
         guidances=_numbers("guidance", guidance, float) if guidance else (None,),
         methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
         changes=_changes(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload,
-        captures=tuple(capture_file or ()), keep=keep,
+        captures=tuple(capture_file or ()), records=tuple(records or ()), keep=keep,
     )  # fmt: skip
     columns = (
         TextColumn("cells"),

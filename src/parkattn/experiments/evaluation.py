@@ -40,6 +40,7 @@ class Evaluation:
     dtype: str = "auto"
     offload: str = "none"
     captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
+    records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
     keep: str = "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
 
     def __post_init__(self) -> None:

@@ -135,7 +135,7 @@ def run_experiments(
     filled = lab.fill(mine, moved)
     reasons = filled.failures | filled.left_out
     found = filled.records | lab.finished([cell for cell in cells if cell.name not in filled.records and cell.name not in reasons])
-    results = {each.label: each.result(Gathered(asked[each.label], found, reasons, lab.load_frames)) for each in chosen}
+    results = {each.label: each.result(Gathered(asked[each.label], found, reasons, lab.load_frames, lab.lines)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab))
     made = len(set(lab.made) & set(filled.records))

@@ -79,6 +79,7 @@ class Gathered:
     records: Mapping[str, Record]
     failures: Mapping[str, str]
     load: Callable[[Record], Frames] | None = None  # frames of a record that has them
+    lines: Sequence[Mapping[str, Any]] = ()  # of earlier measurements
 
     def of(self, cells: Iterable[Cell]) -> list[Record]:
         return [self.records[cell.name] for cell in cells if cell.name in self.records]

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parkattn.experiments.bench_lines import read_lines
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.evaluation import FLOOR, FORMATS, Evaluation, file_hash, named_cell
 from parkattn.experiments.mismatches import measure_call
@@ -81,6 +82,7 @@ class Lab:
         base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
         self.base, self.folder = prepare(base)
         self.made: list[str] = []
+        self.lines = read_lines(evaluation.records)
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
         self._warm: set[str] = set()
 
