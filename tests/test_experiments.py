@@ -18,7 +18,7 @@ import typer
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import commands, paper_numbers, reproduce, results, runner
+from parkattn.experiments import catalogue, commands, paper_numbers, reproduce, results, runner
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
 from parkattn.experiments.mismatches import REPRESENTATIONS, measure_call
@@ -284,6 +284,43 @@ def test_the_frontier_of_earlier_lines_pairs_prompts_and_names_the_strongest_riv
     rival = findings["no other method with as little attention as paper has its PSNR; nearest svg"]
     assert (rival.margin, rival.verdict) == (-1.0, "not held")
     assert findings["fast has a higher PSNR than paper"].verdict == "not run"
+
+
+def test_kernel_tables_are_drawn_from_the_last_line_of_each_kernel_and_need_a_gpu_without_lines(tmp_path):
+    shape = {"name": "wan", "heads": 2, "tokens": 900}
+    lines = [
+        {"benchmark": "pama", "shape": shape, "kernel": kernel, "ms": ms, "speedup": 8 / ms, "extra_mb": 1.0, "memory_reduction": 2.0}
+        for kernel, ms in (("PyTorch", 8.0), ("Triton (Full-K)", 9.0), ("Triton (Full-K)", 2.0))
+    ]
+    lines.append({"benchmark": "qrkc", "shape": shape, "ms": 2.5, "metric_ms": 1, "cholesky_ms": 1, "transform_ms": 1, "means_ms": 1})
+    lines += [{"benchmark": "scaling", "over": "density", "part": "attention", "length": 9, "density": d, "ms": d} for d in (0.5, 1.0)]
+    path = tmp_path / "gpu.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    lab = runner.Lab(quick(records=(path,)), tmp_path)
+    labels = ("tab:pama_kernel_overhead", "fig:qrkc_breakdown", "scaling")
+    assert all(EXPERIMENTS[label].cells(lab) == [] for label in labels)
+    pama_table, qrkc, scaling = (EXPERIMENTS[label].result(Gathered([], {}, {}, lines=lab.lines)) for label in labels)
+    assert [row[1:4] for row in pama_table.table.rows] == [("PyTorch", 8.0, 1.0), ("Triton (Full-K)", 2.0, 4.0)]
+    assert (pama_table.findings[0].margin, qrkc.findings[0].margin, qrkc.findings[0].verdict) == (3.0, -0.5, "not held")
+    assert [point[:2] for point in scaling.figure.rows[0][0].series[0].points] == [(0.5, 0.5), (1.0, 1.0)]
+    for label in labels:
+        nothing = EXPERIMENTS[label].result(Gathered([], {}, {}))
+        assert nothing.table is None and nothing.note.startswith("not run: needs a GPU; ")
+
+
+@pytest.mark.parametrize(("layers", "experts", "label"), [(30, 1, "wan2.1-1.3B"), (40, 1, "wan2.1"), (40, 2, "wan2.2")])
+def test_a_sheet_of_frames_is_made_with_the_model_of_its_name(tmp_path, monkeypatch, layers, experts, label):
+    lab = runner.Lab(quick(), tmp_path)
+    sheets = [name for name in EXPERIMENTS if name.startswith("fig:video_vis_")]
+    assert all(EXPERIMENTS[name].cells(lab) == [] for name in sheets), "the shipped model is none of the paper's"
+    assert EXPERIMENTS[sheets[0]].result(Gathered([], {}, {})).note == "not run: needs HunyuanVideo; pass its folder with --model"
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/config.json").write_text(json.dumps({"num_layers": layers}))
+    parts = dict.fromkeys(("transformer", "transformer_2")[:experts], (None, "WanTransformer3DModel"))
+    monkeypatch.setattr(catalogue, "judge_index", lambda folder: parts)
+    lab.evaluation, lab.folder = dataclasses.replace(lab.evaluation, model="some/folder"), tmp_path
+    monkeypatch.setattr(runner.Lab, "requests", lambda lab: [lab.base])
+    assert [name for name in sheets if EXPERIMENTS[name].cells(lab)] == [f"fig:video_vis_{label}"]
 
 
 def test_records_that_hold_nothing_of_use_are_refused_in_one_line(tmp_path):

@@ -11,13 +11,16 @@ from parkattn.checks import did_you_mean
 from parkattn.experiments import results
 from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.frontier import frontier_cells, frontier_result
+from parkattn.experiments.kernel_tables import bench_cells, pama_result, qrkc_result, scaling_result
 from parkattn.experiments.results import Gathered, Label, Result
 from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import Finding
 from parkattn.methods import METHODS, method_entry
+from parkattn.models import SIZES
 from parkattn.park import ParkConfig
 from parkattn.reuse import dense_prefix
 from parkattn.store import Cell
+from parkattn.studio.model_folder import LARGEST_CONFIG, judge_index, read_json
 
 PAPER_BASELINES = ("sparge", "xattention", "svg", "svg2", "svoo")
 ABLATIONS = {"park-no-pama": "PAMA", "park-no-qrkc": "QRKC"}
@@ -189,6 +192,24 @@ def _example(lab: Lab) -> list[Cell]:
     return [lab.frames_cell(lab.requests()[0], method) for method in ("dense", "park", "svg2")]
 
 
+def _model_of(lab: Lab) -> str | None:
+    """Which of the paper's models the folder holds, by the class, size and number of its transformers."""
+    if lab.evaluation.model is None:
+        return None
+    parts = judge_index(lab.folder)
+    if "hunyuanvideo" in parts["transformer"][1].lower():
+        return "hunyuanvideo"
+    if parts["transformer"][1] != "WanTransformer3DModel":
+        return None
+    config = read_json(lab.folder / "transformer" / "config.json", LARGEST_CONFIG, "every model has one")
+    small = config.get("num_layers") == SIZES["wan2.1-1.3b"].layers
+    return "wan2.2" if "transformer_2" in parts else "wan2.1-1.3B" if small else "wan2.1"
+
+
+def _sheet(model: str, lab: Lab) -> list[Cell]:
+    return [lab.frames_cell(lab.requests()[0], method) for method in ("dense", "park")] if _model_of(lab) == model else []
+
+
 def _curve(lab: Lab) -> list[Cell]:
     return _runs(lab, [("park", {"top_p": value}) for value in TOP_P])
 
@@ -211,6 +232,7 @@ def _frontier(lab: Lab) -> list[Cell]:
 
 _top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
 _hy, _wan = (partial(_sensitivity, kind) for kind in ("hy", "wan"))
+SHEETS = {"hunyuanvideo": "HunyuanVideo", "wan2.1": "Wan2.1-14B", "wan2.1-1.3B": "Wan2.1-1.3B", "wan2.2": "Wan2.2-14B"}
 EXPERIMENTS: dict[str, Experiment] = {
     each.label: each
     for each in (
@@ -228,20 +250,28 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
+        Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result),
+        Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result),
+        Experiment(
+            "scaling", "Time against density and length (not in the paper)", partial(bench_cells, benchmark="scaling"), scaling_result
+        ),
+        *(
+            Experiment(
+                f"fig:video_vis_{name}",
+                f"Frames of dense attention and PARK, {title}",
+                partial(_sheet, name),
+                partial(results.frame_sheet, needs=f"needs {title}; pass its folder with --model"),
+            )
+            for name, title in SHEETS.items()
+        ),
         Experiment("frontier", "Quality against cost, profiles and methods (not in the paper)", _frontier, frontier_result),
     )
 }
-SHEETS = ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")
-_FRAMES = "fig:generation_example is this sheet for the model that is given; run it with that model"
 NOT_BUILT: dict[str, NotBuilt] = {
     each.label: each
     for each in (
         NotBuilt("fig:retrieval_mismatches", "The mismatches", "a and b are drawings; c is fig:mismatch_errors_appendix"),
         NotBuilt("fig:overview", "Overview of PARK", "a drawing"),
-        NotBuilt("tab:pama_kernel_overhead", "PAMA's kernels", "needs a GPU; run park bench pama there"),
-        NotBuilt("fig:qrkc_breakdown", "Time of QRKC", "needs a GPU; run park bench qrkc there"),
-        *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in SHEETS),
-        NotBuilt("scaling", "Time against length (not in the paper)", "needs a GPU; run park bench scaling there"),
     )
 }  # fmt: skip
 

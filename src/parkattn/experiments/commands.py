@@ -48,7 +48,10 @@ def reproduce(
     ] = None,
     capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
     records: Annotated[
-        list[Path] | None, typer.Option(help="JSON lines of parkattn.bench.frontier: its table is drawn from them; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines of park bench pama, qrkc, scaling or parkattn.bench.frontier to draw instead of measuring; repeatable."
+        ),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -10,7 +10,6 @@ from parkattn.experiments.results import Bars, Figure, Plot, Sheet
 
 DPI = 110
 WIDEST = 13.0  # inches
-PER_LINE = 6  # names of a legend
 FEW = 4  # up to so many series, every point is labelled
 COLOURS = ("#2f6f9f", "#c8553d", "#3f8f4f", "#8c5fa8", "#b58900", "#111827", "#2aa198", "#d33682", "#7f8c8d")
 MARKERS = ("o", "s", "^", "D")
@@ -26,17 +25,22 @@ def draw(figure: Figure) -> bytes | None:
         return _as_png(_sheet(canvases.Figure, figure))
     rows, columns = (1, len(figure.panels)) if isinstance(figure, Bars) else (len(figure.rows), max(map(len, figure.rows)))
     width = min(3.4 * columns, WIDEST)
-    legend = 0.0 if isinstance(figure, Bars) else 0.18 * (len(_names(figure)) // PER_LINE + 1) + 0.2
+    names = [] if isinstance(figure, Bars) else _names(figure)
+    # inches of the widest name with its sign, and of a line of names
+    in_a_line = max(1, min(len(names), int(width / (0.075 * max(map(len, names), default=0) + 0.6))))
+    legend = 0.2 + 0.18 * -(-len(names) // in_a_line) if len(names) > 1 else 0.0
     canvas: Any = canvases.Figure(figsize=(width, 2.8 * rows + legend), dpi=DPI, layout="constrained")
     axes = canvas.subplots(rows, columns, squeeze=False)
     if isinstance(figure, Bars):
-        for axis, (title, names, values) in zip(axes[0], figure.panels, strict=True):
-            bars = axis.bar(names, values, color=["#9aa5b1", "#2f6f9f"][: len(names)], width=0.6)
+        for axis, (title, kinds, values) in zip(axes[0], figure.panels, strict=True):
+            bars = axis.bar(kinds, values, color=["#9aa5b1", "#2f6f9f"] if len(kinds) == 2 else "#2f6f9f", width=0.6)
             axis.bar_label(bars, fmt="%.4g", fontsize=8)
             axis.set_title(title, fontsize=9)
             axis.margins(y=0.15)
+            if len(kinds) > 2:
+                axis.tick_params(axis="x", labelrotation=20)
     else:
-        _plot(canvas, axes, figure)
+        _plot(canvas, axes, figure, in_a_line)
     for axis in axes.flatten():
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
@@ -47,7 +51,7 @@ def _names(figure: Plot) -> list[str]:
     return list(dict.fromkeys(series.name for row in figure.rows for panel in row for series in panel.series))
 
 
-def _plot(canvas: Any, axes: Any, figure: Plot) -> None:
+def _plot(canvas: Any, axes: Any, figure: Plot, in_a_line: int) -> None:
     names, drawn = _names(figure), {}
     for row, panels in zip(axes, figure.rows, strict=True):
         for axis in row[len(panels) :]:
@@ -68,8 +72,7 @@ def _plot(canvas: Any, axes: Any, figure: Plot) -> None:
             if panel.logarithmic:
                 axis.set(xscale="log", yscale="log")
     if len(names) > 1:
-        columns = min(PER_LINE, len(names))
-        canvas.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        canvas.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=in_a_line, fontsize=8, frameon=False)
 
 
 def _sheet(make: Any, figure: Sheet) -> Any:

@@ -1,7 +1,7 @@
 """The frontier: how far a video is from the dense one, against the attention of the whole run and against seconds.
 
-PARK's profiles and every method at its own settings, over prompts, seeds and guidance; from cells of this run, or from lines
-that `python -m parkattn.bench.frontier` wrote.
+PARK's profiles and every method at its own settings, over prompts, seeds and guidance; from cells of this run, or from
+lines that `python -m parkattn.bench.frontier` wrote.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Place = tuple[str, str]  # guidance and video
 Runs = dict[tuple[Place, str], dict[tuple[str, int], Row]]  # by place and setting: by prompt and seed
 
 COLUMNS = (
-    Column("setting"), Column("guidance"), Column("video"), Column("runs"), Column("attention", 3), Column("in two passes", 3),
-    Column("seconds", 2), Column("speedup", 2), Column("PSNR", 2), Column("±", 2), Column("worst", 2), Column("error", 4),
-    Column("± error", 4), Column("over paper, dB", 2), Column("± dB", 2),
+    Column("setting"), Column("guidance"), Column("video"), Column("runs"), Column("attention", 3),
+    Column("in two passes", 3), Column("seconds", 2), Column("speedup", 2), Column("PSNR", 2), Column("±", 2),
+    Column("worst", 2), Column("error", 4), Column("± error", 4), Column("over paper, dB", 2), Column("± dB", 2),
 )  # fmt: skip
 
 
@@ -52,11 +52,13 @@ def frontier_result(gathered: Gathered) -> Result:
     shown = [i for i, column in enumerate(COLUMNS) if column.name != "video" or len({video for _, video in places}) > 1]
     shown = [i for i in shown if any(row[i] is not None for row in rows)]
     table = Table(tuple(COLUMNS[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in rows))
-    titles = {place: ", ".join(part for part in (place[0], place[1] if len(places) > 1 else "") if part) for place in places}
-    points: results.Runs = {(titles[place], setting, setting): list(found.values()) for (place, setting), found in runs.items()}
-    note = f"{places[0][1]}." if len({video for _, video in places}) == 1 else ""
+    videos = {video for _, video in places}
+    titles = {place: place[0] if len(videos) == 1 else ", ".join(filter(None, place)) for place in places}
+    points: results.Runs = {(titles[place], name, name): list(found.values()) for (place, name), found in runs.items()}
+    note = f"{places[0][1]}." if len(videos) == 1 else ""
     if lines:
-        machines = dict.fromkeys(str(about.get("gpu") or about.get("cpu")) for about in (line.get("environment", {}) for line in lines))
+        facts = [line.get("environment", {}) for line in lines]
+        machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts)
         note = f"From lines of earlier runs on {', '.join(machines)}. {note}".strip()
     return Result(table, tuple(_findings(runs, places)), trade_off(points, ("psnr", "error")), note)
 
@@ -68,7 +70,8 @@ def _runs_of_cells(gathered: Gathered) -> Runs:
         if cell.name not in gathered.records or asked["method"] == FLOOR:
             continue
         setting = asked.get("profile") or (PAPER if asked["method"] == "park" else asked["method"])
-        runs.setdefault((_place(asked), setting), {})[asked["prompt"], asked["seed"]] = gathered.records[cell.name]["row"]
+        found = runs.setdefault((_place(asked), setting), {})
+        found[asked["prompt"], asked["seed"]] = gathered.records[cell.name]["row"]
     return runs
 
 
@@ -131,9 +134,10 @@ def _findings(runs: Runs, places: Sequence[Place]) -> list[Finding]:
 
 def _undominated(runs: Runs, place: Place, profile: str, at: str) -> Finding:
     """Against the strongest of the other methods that compute no more attention."""
-    cost = {setting: statistics.fmean(row["cost"] for row in found.values()) for (where, setting), found in runs.items() if where == place}
-    rivals = {name: _ahead(runs, place, profile, name) for name in cost if name not in ParkConfig.PROFILES and cost[name] <= cost[profile]}
-    rivals = {name: values for name, values in rivals.items() if values}
+    here = {name: list(found.values()) for (where, name), found in runs.items() if where == place}
+    cost = {name: statistics.fmean(row["cost"] for row in found) for name, found in here.items()}
+    others = [name for name in cost if name not in ParkConfig.PROFILES and cost[name] <= cost[profile]]
+    rivals = {name: ahead for name in others if (ahead := _ahead(runs, place, profile, name))}
     statement = f"no other method with as little attention as {profile} has its PSNR{at}"
     if not rivals:
         return Finding(statement, None, reason="no other method computes as little")

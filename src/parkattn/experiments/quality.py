@@ -17,6 +17,7 @@ import numpy as np
 from parkattn.metrics import fidelity
 from parkattn.studio.video import Frames
 
+Values = dict[str, float | None]
 # each gives one value per frame, or None where it cannot be measured on this machine
 PER_FRAME: dict[str, Callable[..., list[float] | None]] = {
     "psnr": fidelity.psnr_per_frame,
@@ -25,7 +26,7 @@ PER_FRAME: dict[str, Callable[..., list[float] | None]] = {
 }
 
 
-def measure_frames(frames: Frames, reference: Frames, device: str) -> tuple[dict[str, float | None], dict[str, list[float]]]:
+def measure_frames(frames: Frames, reference: Frames, device: str) -> tuple[Values, dict[str, list[float]]]:
     """The video's values, and the frames' values of every measure that could be taken."""
     by_frame: dict[str, list[float]] = {}
     for name, measure in PER_FRAME.items():
@@ -33,7 +34,7 @@ def measure_frames(frames: Frames, reference: Frames, device: str) -> tuple[dict
         found = measure(frames, reference, **options)
         if found is not None:
             by_frame[name] = [float(value) for value in found]
-    video: dict[str, float | None] = {name: statistics.fmean(by_frame[name]) if name in by_frame else None for name in PER_FRAME}
+    video: Values = {name: statistics.fmean(by_frame[name]) if name in by_frame else None for name in PER_FRAME}
     return video | {"error": relative_error(frames, reference)}, by_frame
 
 

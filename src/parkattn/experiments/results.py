@@ -89,7 +89,10 @@ class Gathered:
         return reasons[0] if reasons else "left to another shard, or not finished yet"
 
 
-def frame_sheet(gathered: Gathered) -> Result:
+def frame_sheet(gathered: Gathered, needs: str = "") -> Result:
+    """needs: what is missing where nothing was asked for."""
+    if not gathered.cells:
+        return Result(None, note=f"{NOT_RUN}: {needs}")
     assert gathered.load is not None
     found = [(record["request"], record["shown"], gathered.load(record)) for record in gathered.of(gathered.cells)]
     if not found:

@@ -1,10 +1,11 @@
-"""The runner: cells of five kinds, each with a content hash, made once by whichever process comes to it first.
+"""The runner: cells of six kinds, each with a content hash, made once by whichever process comes to it first.
 
 reference  a prompt and a seed with dense attention: raw frames, the video that every other one is compared with
 capture    queries and keys of a dense run
 retrieval  what compressing queries and keys costs, on a capture
 quality    a prompt, a seed and a method: how far it is from the reference, density, recall, cost, seconds
 frames     a few frames of one video, for people
+bench      lines of park bench, of kernels alone
 
 A density that is asked for is reached by a budget, found once per method on the capture of a prompt that is in no table
 (`budget`). What a cell needs is made when the cell is: a finished cell needs nothing. With keep="records" references and
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from parkattn.experiments.bench_lines import read_lines
+from parkattn.experiments.bench_lines import measure_benchmark, read_lines
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.evaluation import FLOOR, FORMATS, Evaluation, file_hash, named_cell
 from parkattn.experiments.mismatches import measure_call
@@ -103,6 +105,9 @@ class Lab:
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
         return named_cell("frames", method, asked, ending=".npy")
 
+    def bench_cell(self, benchmark: str) -> Cell:
+        return named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})
+
     def load_frames(self, record: Record) -> Frames:
         return _as_frames(self.store.load(record, next(iter(record["files"]))))
 
@@ -173,6 +178,7 @@ class Lab:
         makers = {
             "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
             "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
+            "bench": lambda making: {"lines": measure_benchmark(making.cell.request["benchmark"])},
         }  # fmt: skip
         kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
         found = kinds[making.cell.format](making)
