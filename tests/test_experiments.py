@@ -18,6 +18,7 @@ import typer
 
 pytest.importorskip("diffusers")
 
+import reproduce_campaign
 from parkattn.experiments import catalogue, commands, paper_numbers, reproduce, results, runner
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
@@ -341,6 +342,11 @@ def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_tab
 # cells
 
 
+def test_a_run_that_is_stopped_before_some_file_operations_goes_on_to_the_same_bytes():
+    for part, found in reproduce_campaign.trials(every=101):
+        assert found.clean, (part, found)
+
+
 def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_rows(run, tmp_path, monkeypatch):
     kept = list(filter(None, map(read_record, run[0].glob("cells/quality-*.json"))))
     whole = {record["request"]["method"]: record["row"] for record in kept if record["request"]["density"] is None}
@@ -490,7 +496,9 @@ def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path)
     assert [call.name for call in calls] == ["transformer/1/0/cond", "transformer/1/2/cond"]
     q, k, v = _problem()
     assert torch.equal(calls[1].q, (q + 2)[:, [0, 3]]) and torch.equal(calls[1].k, (k + 1)[:, [0, 3]])
-    write_captures(tmp_path / "c.safetensors", calls, {"prompt": "p"})
+    for again in ("c", "d", "e", "f"):
+        write_captures(tmp_path / f"{again}.safetensors", calls, {"prompt": "p"})
+        assert (tmp_path / f"{again}.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
     back, about = read_captures(tmp_path / "c.safetensors")
     assert about == {"prompt": "p"}
     for call, same in zip(calls, back, strict=True):

@@ -1,7 +1,7 @@
 """Captures: q, k and, where asked for, v of chosen attention calls of any pipeline, in one safetensors file of bounded size.
 
 Tensors are named CALL.q, CALL.k, CALL.v and CALL.key_valid with CALL = TRANSFORMER/LAYER/STEP/BRANCH; the metadata hold
-what else a method may know about each call.
+what else a method may know about each call, under one name: safetensors writes several in no fixed order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from parkattn.baselines.dense import Dense
 from parkattn.checks import expect_indices
 from parkattn.site import AttentionOutput, CallSite
 
-FORMAT = "parkattn.capture.1"
+FORMAT = "parkattn.capture.2"
+ABOUT = "parkattn"  # the one name of the metadata
 LIMIT = 2**31  # bytes of tensors
 
 
@@ -150,7 +151,7 @@ def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any])
         }  # fmt: skip
     if not sites:
         raise ValueError("captures: expected at least one call, got none; choose layers, steps and branches that the run has.")
-    save_file(tensors, str(path), metadata={"format": FORMAT, "sites": json.dumps(sites), "about": json.dumps(about)})
+    save_file(tensors, str(path), metadata={ABOUT: json.dumps({"format": FORMAT, "sites": sites, "about": about})})
 
 
 def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
@@ -160,12 +161,12 @@ def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
     wanted = f"captures: expected a file written by park capture, got {path}"
     try:
         with safe_open(str(path), framework="pt") as file:
-            facts = file.metadata() or {}
+            facts = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
             if facts.get("format") != FORMAT:
                 raise ValueError(f"{wanted} of format {facts.get('format')!r}; capture again.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        sites, about = json.loads(facts["sites"]), json.loads(facts["about"])
-        calls = [_call(name, site, tensors) for name, site in sites.items()]
+        about = dict(facts["about"])
+        calls = [_call(name, site, tensors) for name, site in facts["sites"].items()]
     except OSError:
         raise ValueError(f"{wanted}, which cannot be read; check the path.") from None
     except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

@@ -14,7 +14,7 @@ from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
 from parkattn.store import Cell, content_hash
 
-VERSIONS = {"reference": 1, "capture": 1, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "bench": 1}
+VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "bench": 1}
 FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
 FLOOR = "dense again"
 KEEPS = ("all", "records")
