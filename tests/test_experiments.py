@@ -331,6 +331,17 @@ def test_records_that_hold_nothing_of_use_are_refused_in_one_line(tmp_path):
             runner.Lab(quick(records=(tmp_path / name,)), tmp_path)
 
 
+def test_the_ablation_is_made_of_cells_that_matched_densities_has_too(tmp_path):
+    lab = runner.Lab(quick(densities=(0.25, 0.5)), tmp_path)
+    own, matched = ({cell.name for cell in EXPERIMENTS[name].cells(lab)} for name in ("ablation", "matched_densities"))
+    assert own < matched and len(own) == 1 + 2 * 4
+    pairs = [
+        _quality("a", name, psnr) for name, psnr in (("park", 30.0), ("park-no-pama", 28.0), ("park-no-qrkc", 29.0), ("centroid", 28.5))
+    ]
+    margins = {finding.statement: finding.margin for finding in EXPERIMENTS["ablation"].result(_gathered(*pairs)).findings}
+    assert margins["PARK above centroid at density 0.5"] == 1.5 and margins["park-no-pama above centroid at density 0.5"] == -0.5
+
+
 def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_table(tmp_path):
     lab = runner.Lab(quick(), tmp_path)
     cells, main = (EXPERIMENTS[name].cells(lab) for name in ("frontier", "tab:main_quality_efficiency"))

@@ -24,6 +24,7 @@ from parkattn.studio.model_folder import LARGEST_CONFIG, judge_index, read_json
 
 PAPER_BASELINES = ("sparge", "xattention", "svg", "svg2", "svoo")
 ABLATIONS = {"park-no-pama": "PAMA", "park-no-qrkc": "QRKC"}
+NEITHER = "centroid"  # retrieval with centroids of queries and Euclidean clusters of keys
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # of the paper's 128 query blocks, and of its 1,024 or 512 key blocks
 QUERY_SHARES, KEY_SHARES = (0.5, 1.0, 1.5, 2.0, 2.5), {"hy": (0.5, 0.75), "wan": (1.5, 2.0)}
@@ -70,7 +71,7 @@ def _methods(lab: Lab) -> tuple[str, ...]:
     """Those asked for, or the paper's and then all others but PARK's own variants."""
     if lab.evaluation.methods:
         return tuple(name for name in lab.evaluation.methods if name != "dense")
-    others = [name for name in METHODS if name not in ("dense", "park", "centroid", *ABLATIONS, *PAPER_BASELINES)]
+    others = [name for name in METHODS if name not in ("dense", "park", NEITHER, *ABLATIONS, *PAPER_BASELINES)]
     return ("park", *PAPER_BASELINES, *others)
 
 
@@ -83,8 +84,28 @@ def _main_result(gathered: Gathered) -> Result:
 
 
 def _matched(lab: Lab) -> list[Cell]:
-    with_budget = [name for name in (*_methods(lab), *ABLATIONS, "centroid") if method_entry(name).budgets]
+    with_budget = [name for name in (*_methods(lab), *ABLATIONS, NEITHER) if method_entry(name).budgets]
     return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], densities=lab.evaluation.densities)
+
+
+def _halves(lab: Lab) -> list[Cell]:
+    """Of matched_densities' cells, those of PARK, of each half of it, and of neither."""
+    names = ("park", *ABLATIONS, NEITHER)
+    return _runs(lab, [(name, {}) for name in names], densities=lab.evaluation.densities)
+
+
+def _halves_result(gathered: Gathered) -> Result:
+    found = _matched_result(gathered)
+    densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
+    more = [
+        finding
+        for density in densities
+        for name in ABLATIONS
+        for finding in _each_guidance(
+            gathered, f"{name} above {NEITHER} at density {density:g}", _is(name, density=density), _is(NEITHER, density=density)
+        )
+    ]
+    return Result(found.table, (*found.findings, *more), found.figure)
 
 
 def _by_density(request: Request) -> Label:
@@ -250,6 +271,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
+        Experiment("ablation", "PARK's halves at equal density (not in the paper)", _halves, _halves_result),
         Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result),
         Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result),
         Experiment(
