@@ -19,7 +19,7 @@ import typer
 pytest.importorskip("diffusers")
 
 import reproduce_campaign
-from parkattn.experiments import catalogue, commands, paper_numbers, reproduce, results, runner
+from parkattn.experiments import catalogue, commands, mismatches, paper_numbers, reproduce, results, runner
 from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
 from parkattn.experiments.mismatches import REPRESENTATIONS, measure_call
@@ -370,6 +370,39 @@ def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_row
     found = {r["request"]["method"]: r for r in map(read_record, tmp_path.glob("cells/quality-*.json"))}
     assert all(found[name]["row"][part] == row[part] for name, row in whole.items() if name in found for part in ("psnr", "ssim", "error"))
     assert len(found["park"]["by_frame"]["psnr"]) == 9
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_and_a_missing_package_of_a_method_fails_its_cell(tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        raise ValueError("model: expected whole weights, got none; download it again.")
+
+    lab = runner.Lab(quick(), tmp_path)
+    cells = [lab.quality_cell(lab.requests()[0], name) for name in ("park", "svg")]
+    monkeypatch.setattr(checkpoints, "load_pipeline", load)
+    with pytest.raises(ValueError, match=r"^model: expected whole weights"):
+        lab.fill(cells)
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *arguments, **options: None)
+
+    def make(self, making):
+        if making.cell.request["method"] == "svg":
+            raise ModuleNotFoundError("svg: expected the package svg, got none; install it.")
+        making.commit({"format": making.cell.format, "request": dict(making.cell.request)})
+
+    monkeypatch.setattr(runner.Lab, "_make", make)
+    assert lab.fill(cells).failures == {cells[1].name: "svg: expected the package svg, got none; install it."}
+
+
+def test_a_long_call_is_measured_on_a_sample_of_its_queries_for_the_log_mass_alone(monkeypatch):
+    q, k = (2 * x for x in _problem(heads=1, tokens=256)[:2])
+    config = ParkConfig(query_clusters=4, key_clusters=16)
+    whole = measure_call(Captured(q, k, CallSite()), config)
+    monkeypatch.setattr(mismatches, "LOG_MASS_QUERIES", 64)
+    part = measure_call(Captured(q, k, CallSite()), config)
+    for metric in ("euclidean", "query-response"):
+        sample, all_of_it = part["keys"][metric].pop("log_mass")[0], whole["keys"][metric].pop("log_mass")[0]
+        # 64 of 256 rows, each within a factor of 3 of the mean: half the mean is six standard errors
+        assert sample != all_of_it and abs(sample - all_of_it) < 0.5 * all_of_it
+    assert part == whole
 
 
 def test_a_record_of_another_request_fails_its_cell_alone(tmp_path, monkeypatch):

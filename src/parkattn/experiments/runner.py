@@ -147,9 +147,11 @@ class Lab:
             rest = [other for other in rest if other.name != cell.name]
 
         def make(making: Making) -> None:
+            if making.cell.format != FORMATS["bench"] and "file" not in making.cell.request:
+                _ = self.pipe  # a model that cannot be loaded ends the run: no cell could be made
             try:
                 self._make(making)
-            except (ValueError, NotImplementedError, RuntimeError) as error:
+            except (ValueError, NotImplementedError, RuntimeError, ImportError) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise CellError(making.cell, reason, unreachable=isinstance(error, UnreachableDensityError)) from error
             finished(making.cell)
