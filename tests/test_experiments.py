@@ -6,12 +6,14 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 import typer
 
 pytest.importorskip("diffusers")
@@ -73,6 +75,21 @@ def test_a_second_run_loads_no_model_and_makes_nothing(run, monkeypatch):
     again = reproduce.run_experiments(NAMES, quick(), out)
     assert (again.made, again.kept) == (0, first.made + first.kept)
     assert (out / "tables/tab-module_ablation.csv").read_bytes() == report
+
+
+def test_what_is_there_is_drawn_without_a_model_and_for_a_device_that_this_machine_has_not(run, tmp_path, monkeypatch):
+    out, _, first = run
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("drawing loaded the model"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = shutil.copytree(out, tmp_path / "copy")
+    (folder / "tables/matched_densities.csv").unlink()
+    drawn = reproduce.run_experiments(NAMES, quick(draw=True), folder)
+    assert (drawn.made, drawn.kept, drawn.failures, drawn.left_out) == (0, first.made + first.kept, {}, 1)
+    assert (folder / "tables/matched_densities.csv").read_bytes() == (out / "tables/matched_densities.csv").read_bytes()
+    elsewhere = reproduce.run_experiments([*NAMES, "scaling"], quick(draw=True, device="cuda"), folder)
+    assert (elsewhere.made, elsewhere.kept) == (0, 0)
+    with pytest.raises(ValueError, match="device: expected one this machine has"):
+        reproduce.run_experiments(NAMES, quick(device="cuda"), folder)
 
 
 def test_a_corrupt_record_is_made_again_and_no_other(run):

@@ -18,7 +18,11 @@ from torch import Tensor
 
 from parkattn.baselines.dense import Dense
 from parkattn.checks import expect_indices
+from parkattn.hosts.diffusers.session import transformers_of
+from parkattn.models import row_for
+from parkattn.settings import MethodConfig
 from parkattn.site import AttentionOutput, CallSite
+from parkattn.studio.generate import Request, generate_frames
 
 FORMAT = "parkattn.capture.2"
 ABOUT = "parkattn"  # the one name of the metadata
@@ -132,6 +136,18 @@ def _within(asked: Sequence[int] | None, count: int, name: str) -> list[int]:
     if not chosen or max(chosen) >= count:
         raise ValueError(f"{name}: expected some of 0 to {count - 1}, got {chosen}; choose others.")
     return chosen
+
+
+def layer_count(pipe: Any) -> int:
+    return max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(pipe).values())
+
+
+def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
+    """The chosen calls of a dense run of a request that fits the pipeline."""
+    assert request.steps
+    capture = Capture(selection, layer_count(pipe), request.steps)
+    generate_frames(pipe, request, MethodConfig(), method=capture, recall_rows=0, decode=False)
+    return list(capture.kept.values())
 
 
 def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ def reproduce(
     dtype: Dtype = "auto",
     offload: Offload = "none",
     quick: Annotated[bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
+    ] = False,
     keep: Annotated[
         str, typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed.")
     ] = "all",
@@ -87,7 +90,7 @@ def reproduce(
         guidances=_numbers("guidance", guidance, float) if guidance else (None,),
         methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
         changes=_changes(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload,
-        captures=tuple(capture_file or ()), records=tuple(records or ()), keep=keep,
+        captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
     )  # fmt: skip
     columns = (
         TextColumn("cells"),

@@ -23,7 +23,7 @@ Line = Mapping[str, Any]
 def bench_cells(lab: Lab, benchmark: str) -> list[Cell]:
     """None where lines are given, or where there is no GPU to measure."""
     given = any(line.get("benchmark") == benchmark for line in lab.lines)
-    return [] if given or not lab.base.device.startswith("cuda") else [lab.bench_cell(benchmark)]
+    return [] if given or not lab.base.device.startswith("cuda") else lab.bench_cells(benchmark)
 
 
 def pama_result(gathered: Gathered) -> Result:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parkattn.experiments.captures import Selection, write_captures
+from parkattn.experiments.captures import Selection, capture_calls, write_captures
 from parkattn.experiments.catalogue import choose_experiments
-from parkattn.experiments.evaluation import Evaluation
+from parkattn.experiments.evaluation import Evaluation, Filled
 from parkattn.experiments.report import Section, sections_of, write_report
 from parkattn.experiments.results import Gathered
-from parkattn.experiments.runner import Lab, capture_calls
+from parkattn.experiments.runner import Lab
 from parkattn.methods import method_entry
 from parkattn.sprites.grammar import held_out_scenes
-from parkattn.store import Cell, Say, Store
+from parkattn.store import Cell, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.ablation import BLOCKS
 from parkattn.studio.generate import Request, fit_to_pipeline, prepare
@@ -132,18 +132,23 @@ def run_experiments(
         advance(done, len(mine))
 
     advance(0, len(mine))
-    filled = lab.fill(mine, moved)
+    filled = Filled({}, {}, {}) if evaluation.draw else lab.fill(mine, moved)
     reasons = filled.failures | filled.left_out
-    found = filled.records | lab.finished([cell for cell in cells if cell.name not in filled.records and cell.name not in reasons])
+    rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
+    found = filled.records | lab.finished(rest)
+    reasons = lab.unreachable([cell for cell in rest if cell.name not in found]) | reasons
     results = {each.label: each.result(Gathered(asked[each.label], found, reasons, lab.load_frames, lab.lines)) for each in chosen}
     sections = sections_of(results)
-    write_report(Store(out, say), sections, _about(lab))
+    write_report(Store(out, say), sections, _about(lab, list(found.values())))
     made = len(set(lab.made) & set(filled.records))
-    return Outcome(sections, made, len(filled.records) - made, filled.failures, len(filled.left_out))
+    kept = len(found if evaluation.draw else filled.records) - made
+    return Outcome(sections, made, kept, filled.failures, len(reasons) - len(filled.failures))
 
 
-def _about(lab: Lab) -> dict[str, Any]:
+def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
     e, base = lab.evaluation, lab.base
+    facts = [record.get("environment", {}) for record in records]
+    machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts if each)
     size = "the model's own size" if base.frames is None else f"{base.frames} frames of {base.height} x {base.width}"
     return {
         "model": "the shipped model" if e.model is None else Path(e.model).name,
@@ -151,7 +156,7 @@ def _about(lab: Lab) -> dict[str, Any]:
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
         "runs": f"prompts: {len(e.prompts)}; seeds: {', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
-        "device": f"{base.device}, {base.dtype}",
+        "device": ", ".join([base.device, base.dtype, *machines]),
         "quality": "of raw frames against dense attention; 'dense again' is dense attention once more",
         "density": "computed token pairs over all pairs, in the sparse steps and in all steps; it is matched in the sparse steps",
         "seconds": "text, denoising and decoding of one video; what measuring recall takes is left out",

@@ -20,26 +20,33 @@ import io
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from parkattn.experiments.bench_lines import measure_benchmark, read_lines
-from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
-from parkattn.experiments.evaluation import FLOOR, FORMATS, Evaluation, file_hash, named_cell
+from parkattn.experiments.captures import Captured, Selection, capture_calls, layer_count, read_captures, write_captures
+from parkattn.experiments.evaluation import (
+    FLOOR,
+    FORMATS,
+    CellError,
+    Evaluation,
+    Filled,
+    UnreachableDensityError,
+    file_hash,
+    named_cell,
+)  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
 from parkattn.experiments.quality import measure_frames, whole_run_cost
-from parkattn.hosts.diffusers.session import transformers_of
 from parkattn.methods import make_method, method_entry
 from parkattn.metrics.budget import solve_budget
-from parkattn.models import row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
 from parkattn.settings import MethodConfig
-from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash
+from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash, read_record
 from parkattn.studio import checkpoints
 from parkattn.studio.compare import warm_up
 from parkattn.studio.generate import (
@@ -58,22 +65,6 @@ SHOWN = 5  # frames of a video
 MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
-class CellError(Exception):
-    def __init__(self, cell: Cell, reason: str, *, unreachable: bool = False) -> None:
-        super().__init__(reason)
-        self.cell, self.reason, self.unreachable = cell, reason, unreachable
-
-
-class UnreachableDensityError(ValueError):
-    """No budget of a method gives the density at this size: a fact about the method, no failure."""
-
-
-class Filled(NamedTuple):
-    records: dict[str, Record]  # by cell name, as the others
-    failures: dict[str, str]  # why it could not be made
-    left_out: dict[str, str]  # why there is nothing to make
-
-
 class Lab:
     """Cells of one evaluation in one folder; the pipeline is loaded when the first cell needs it."""
 
@@ -82,7 +73,10 @@ class Lab:
         self.store = Store(out / "cells", say)
         wanted = ("steps", "frames", "height", "width", "model", "device", "dtype", "offload")
         base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
-        self.base, self.folder = prepare(base)
+        # records of another machine's device can be drawn on any
+        self.base, self.folder = prepare(dataclasses.replace(base, device="cpu") if evaluation.draw else base)
+        if evaluation.draw and base.device != "auto":
+            self.base = dataclasses.replace(self.base, device=base.device, dtype=checkpoints.choose_dtype(base.dtype, base.device))
         self.made: list[str] = []
         self.lines = read_lines(evaluation.records)
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
@@ -105,8 +99,12 @@ class Lab:
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
         return named_cell("frames", method, asked, ending=".npy")
 
-    def bench_cell(self, benchmark: str) -> Cell:
-        return named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})
+    def bench_cells(self, benchmark: str) -> list[Cell]:
+        """Of this machine's GPU; where nothing is made, of every GPU that is there."""
+        if self.evaluation.draw:
+            found = [read_record(path) for path in sorted(self.store.folder.glob(f"bench-{benchmark}-*.json"))]
+            return [named_cell("bench", benchmark, record["request"]) for record in found if record is not None]
+        return [named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})]
 
     def load_frames(self, record: Record) -> Frames:
         return _as_frames(self.store.load(record, next(iter(record["files"]))))
@@ -156,9 +154,11 @@ class Lab:
                 raise CellError(making.cell, reason, unreachable=isinstance(error, UnreachableDensityError)) from error
             finished(making.cell)
 
+        known = self.unreachable(rest)
         for cell in list(rest):
-            found = self.store.look(cell)
-            if found.state == OTHER:
+            if cell.name in known:
+                give_up(cell, known[cell.name], unreachable=True)
+            elif (found := self.store.look(cell)).state == OTHER:
                 path = self.store.folder / f"{cell.name}.json"
                 give_up(cell, f"out: expected {path} to answer its name, got one {found.reason}; remove it, or pass another --out.")
         while True:
@@ -171,6 +171,17 @@ class Lab:
         """What is there already, by cell name."""
         found = {cell.name: self.store.look(cell) for cell in cells}
         return {name: each.record for name, each in found.items() if each.state == FINISHED and each.record is not None}
+
+    def unreachable(self, cells: Sequence[Cell]) -> dict[str, str]:
+        """Why cells were left out, as far as budgets that are there tell."""
+        found = {}
+        for cell in cells:
+            name, density = cell.request.get("method"), cell.request.get("density")
+            if name is not None and density is not None:
+                record = self.store.look(self._budget_cell(name, density, dict(cell.request["changes"]))).record
+                if record is not None and (reason := _too_far(record["budget"], name, density)):
+                    found[cell.name] = reason
+        return found
 
     @functools.cached_property
     def pipe(self) -> Any:
@@ -323,11 +334,8 @@ class Lab:
 
     def _matched_budget(self, method: str, density: float, changes: dict[str, Any]) -> dict[str, Any]:
         budget: dict[str, Any] = self._need(self._budget_cell(method, density, changes))["budget"]
-        if abs(budget["density"] - density) > MATCHED:
-            raise UnreachableDensityError(
-                f"density: expected a {budget['field']} of {method} that gives {density:g} at this size, got {budget['density']:.2f} "
-                "at best; compare it at its own settings."
-            )
+        if reason := _too_far(budget, method, density):
+            raise UnreachableDensityError(reason)
         return budget
 
     def _budget_cell(self, method: str, density: float, changes: dict[str, Any]) -> Cell:
@@ -364,16 +372,12 @@ class Lab:
         return [round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)]
 
 
-def layer_count(pipe: Any) -> int:
-    return max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(pipe).values())
-
-
-def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
-    """The chosen calls of a dense run of a request that fits the pipeline."""
-    assert request.steps
-    capture = Capture(selection, layer_count(pipe), request.steps)
-    generate_frames(pipe, request, MethodConfig(), method=capture, recall_rows=0, decode=False)
-    return list(capture.kept.values())
+def _too_far(budget: Record, method: str, density: float) -> str:
+    """Empty where the density is the one asked for."""
+    if abs(budget["density"] - density) <= MATCHED:
+        return ""
+    wanted = f"density: expected a {budget['field']} of {method} that gives {density:g} at this size"
+    return f"{wanted}, got {budget['density']:.2f} at best; compare it at its own settings."
 
 
 def _as_npy(frames: Frames) -> bytes:
