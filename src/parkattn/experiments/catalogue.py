@@ -40,6 +40,7 @@ class Experiment:
     title: str
     cells: Callable[[Lab], list[Cell]]
     result: Callable[[Gathered], Result]
+    needs: str = ""  # what the shipped model on a CPU is not enough for
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,7 @@ def _frontier(lab: Lab) -> list[Cell]:
 
 _top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
 _hy, _wan = (partial(_sensitivity, kind) for kind in ("hy", "wan"))
+_GPU = "a GPU, or --records FILE"
 SHEETS = {"hunyuanvideo": "HunyuanVideo", "wan2.1": "Wan2.1-14B", "wan2.1-1.3B": "Wan2.1-1.3B", "wan2.2": "Wan2.2-14B"}
 EXPERIMENTS: dict[str, Experiment] = {
     each.label: each
@@ -272,17 +274,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
         Experiment("ablation", "PARK's halves at equal density (not in the paper)", _halves, _halves_result),
-        Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result),
-        Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result),
-        Experiment(
-            "scaling", "Time against density and length (not in the paper)", partial(bench_cells, benchmark="scaling"), scaling_result
-        ),
+        Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU),
+        Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result, _GPU),
+        Experiment("scaling", "Time against density and length", partial(bench_cells, benchmark="scaling"), scaling_result, _GPU),
         *(
             Experiment(
                 f"fig:video_vis_{name}",
                 f"Frames of dense attention and PARK, {title}",
                 partial(_sheet, name),
                 partial(results.frame_sheet, needs=f"needs {title}; pass its folder with --model"),
+                f"{title}: --model FOLDER",
             )
             for name, title in SHEETS.items()
         ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from parkattn.experiments.reproduce import Outcome
@@ -71,9 +71,9 @@ def reproduce(
     from parkattn.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
 
     if listed:
-        table = Table("name", "what it is", "runs here")
+        table = Table(Column("name", overflow="fold"), "what it is", "runs here")  # a name that is cut could not be asked for
         for each in EXPERIMENTS.values():
-            table.add_row(each.label, each.title, "yes")
+            table.add_row(each.label, each.title, f"with {each.needs}" if each.needs else "yes")
         for other in NOT_BUILT.values():
             table.add_row(other.label, other.title, f"no: {other.reason}")
         console.print(table)
