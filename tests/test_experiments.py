@@ -1,49 +1,32 @@
-"""`park reproduce` and `park capture`: what is resumed, remade and refused, and how tables and findings follow from records."""
+"""`park reproduce`: what is resumed, remade, refused and left alone."""
 
 import csv
 import dataclasses
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import paper_numbers, reproduce, results, runner
-from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
+import reproduce_campaign
+from parkattn.experiments import commands, paper_numbers, reproduce, runner
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
-from parkattn.experiments.mismatches import REPRESENTATIONS, measure_call
-from parkattn.experiments.results import Gathered
-from parkattn.experiments.tables import Column, Finding, Table, to_csv, to_latex, to_markdown
-from parkattn.metrics.retrieval import attention_recall
-from parkattn.park import ParkConfig
-from parkattn.plan import Plan, arrange
-from parkattn.retrieval import pama, select_top_p
-from parkattn.site import CallSite
-from parkattn.store import Cell, read_record
+from parkattn.store import Cell, read_record, sealed
 from parkattn.studio import checkpoints
 from parkattn.studio.prompts import Shard
+from reproduce_cases import quick
 
 NAMES = ["tab:query_key_compression", "tab:module_ablation", "matched_densities"]
-
-
-def quick(**given):
-    asked = {
-        "model": "tiny",
-        "prompts": None,
-        "prompt_file": None,
-        "device": "cpu",
-        "methods": ("park", "svg"),
-        **given,
-    }
-    return reproduce.evaluation_for(quick=True, **asked)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +64,7 @@ def test_a_killed_run_goes_on_where_it_stood(run):
     assert outcome.kept >= len(before) >= 1
     assert all((out / "cells" / name).read_bytes() == data for name, data in before.items())
     # floor, PARK and two ablations; at one density PARK, the ablations and centroid retrieval; one retrieval cell
-    assert (outcome.made + outcome.kept, outcome.failed) == (4 + 4 + 1, 1)
+    assert (outcome.made + outcome.kept, outcome.failures, outcome.left_out) == (4 + 4 + 1, {}, 1)
     assert not [path.name for path in (out / "cells").iterdir() if path.name.startswith(".") or "tmp" in path.name]
 
 
@@ -92,6 +75,21 @@ def test_a_second_run_loads_no_model_and_makes_nothing(run, monkeypatch):
     again = reproduce.run_experiments(NAMES, quick(), out)
     assert (again.made, again.kept) == (0, first.made + first.kept)
     assert (out / "tables/tab-module_ablation.csv").read_bytes() == report
+
+
+def test_what_is_there_is_drawn_without_a_model_and_for_a_device_that_this_machine_has_not(run, tmp_path, monkeypatch):
+    out, _, first = run
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("drawing loaded the model"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = shutil.copytree(out, tmp_path / "copy")
+    (folder / "tables/matched_densities.csv").unlink()
+    drawn = reproduce.run_experiments(NAMES, quick(draw=True), folder)
+    assert (drawn.made, drawn.kept, drawn.failures, drawn.left_out) == (0, first.made + first.kept, {}, 1)
+    assert (folder / "tables/matched_densities.csv").read_bytes() == (out / "tables/matched_densities.csv").read_bytes()
+    elsewhere = reproduce.run_experiments([*NAMES, "scaling"], quick(draw=True, device="cuda"), folder)
+    assert (elsewhere.made, elsewhere.kept) == (0, 0)
+    with pytest.raises(ValueError, match="device: expected one this machine has"):
+        reproduce.run_experiments(NAMES, quick(device="cuda"), folder)
 
 
 def test_a_corrupt_record_is_made_again_and_no_other(run):
@@ -136,119 +134,85 @@ def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
     # SVG's bands are whole frames of 96 tokens: of 288 it computes more than half, whatever its budget
     assert all((abs(density - 0.5) <= runner.MATCHED) == (name != "budget-svg") for name, density in budgets.items())
     findings = {f.statement: f for s in outcome.sections if s.label == "matched_densities" for f in s.result.findings}
-    assert findings["PARK above svg at equal density"].verdict == "not run"
+    assert findings["PARK above svg at density 0.5"].verdict == "not run"
     assert "density: expected a sparsity of svg" in (out / "report.md").read_text()
 
 
-# tables and findings
+def test_a_run_that_is_stopped_before_some_file_operations_goes_on_to_the_same_bytes():
+    for part, found in reproduce_campaign.trials(every=101):
+        assert found.clean, (part, found)
 
 
-def _quality(prompt, method, psnr, **changes):
-    asked = {"prompt": prompt, "seed": 0, "guidance": 1.0, "method": method, "changes": changes, "density": None}
-    row = {
-        "psnr": psnr,
-        "ssim": 0.9,
-        "lpips": None,
-        "density": 0.5,
-        "density_all_steps": 0.6,
-        "recall": None,
-        "seconds": 2.0,
-        "dense_seconds": 3.0,
-    }
-    cell = Cell(name=f"{prompt} {method} {changes}", format="f", request=asked)
-    return cell, {"request": asked, "row": row}
+def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_rows(run, tmp_path, monkeypatch):
+    kept = list(filter(None, map(read_record, run[0].glob("cells/quality-*.json"))))
+    whole = {record["request"]["method"]: record["row"] for record in kept if record["request"]["density"] is None}
+    made = []
+    dense = runner.Lab._dense_video
+    monkeypatch.setattr(runner.Lab, "_dense_video", lambda lab, cell: made.append(cell.name) or dense(lab, cell))
+    outcome = reproduce.run_experiments(["tab:module_ablation"], quick(keep="records"), tmp_path)
+    assert (outcome.made, len(made)) == (4, 1)
+    assert not [path for path in (tmp_path / "cells").iterdir() if path.suffix != ".json"]
+    found = {r["request"]["method"]: r for r in map(read_record, tmp_path.glob("cells/quality-*.json"))}
+    assert all(found[name]["row"][part] == row[part] for name, row in whole.items() if name in found for part in ("psnr", "ssim", "error"))
+    assert len(found["park"]["by_frame"]["psnr"]) == 9
 
 
-def _gathered(*pairs, failures=None):
-    missing = failures or {}
-    return Gathered([cell for cell, _ in pairs], {c.name: r for c, r in pairs if c.name not in missing}, missing)
+def test_a_model_that_cannot_be_loaded_ends_the_run_and_a_missing_package_of_a_method_fails_its_cell(tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        raise ValueError("model: expected whole weights, got none; download it again.")
+
+    lab = runner.Lab(quick(), tmp_path)
+    cells = [lab.quality_cell(lab.requests()[0], name) for name in ("park", "svg")]
+    monkeypatch.setattr(checkpoints, "load_pipeline", load)
+    with pytest.raises(ValueError, match=r"^model: expected whole weights"):
+        lab.fill(cells)
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *arguments, **options: None)
+
+    def make(self, making):
+        if making.cell.request["method"] == "svg":
+            raise ModuleNotFoundError("svg: expected the package svg, got none; install it.")
+        making.commit({"format": making.cell.format, "request": dict(making.cell.request)})
+
+    monkeypatch.setattr(runner.Lab, "_make", make)
+    assert lab.fill(cells).failures == {cells[1].name: "svg: expected the package svg, got none; install it."}
 
 
-def test_an_ablation_that_gains_is_printed_as_not_held_with_its_margin():
-    pairs = [
-        _quality(p, m, x)
-        for p, base in (("a", 20.0), ("b", 24.0))
-        for m, x in (("park", base), ("park-no-pama", base - 1), ("park-no-qrkc", base + 2))
-    ]
-    pama_finding, qrkc_finding = EXPERIMENTS["tab:module_ablation"].result(_gathered(*pairs)).findings
-    assert (pama_finding.verdict, pama_finding.margin) == ("held", 1.0)
-    assert (qrkc_finding.verdict, qrkc_finding.margin) == ("not held", -2.0)
-    assert "margin -2" in qrkc_finding.line()
-
-
-def test_a_finding_compares_only_prompts_that_both_have():
-    pairs = [_quality("a", "park", 20.0), _quality("b", "park", 90.0), _quality("a", "svg", 19.0)]
-    finding = EXPERIMENTS["matched_densities"].result(_gathered(*pairs)).findings[0]
-    assert finding.margin == 1.0
-
-
-def test_a_method_that_failed_is_a_row_marked_not_run_with_its_reason():
-    good, bad = _quality("a", "park", 20.0), _quality("a", "svg", 19.0)
-    result = EXPERIMENTS["matched_densities"].result(_gathered(good, bad, failures={bad[0].name: "grid: too small"}))
-    assert "not run: grid: too small" in to_markdown(result.table)
-    assert result.findings[0].verdict == "not run" and "grid: too small" in result.findings[0].line()
-
-
-def test_more_blocks_that_change_nothing_lose_nothing():
-    blocks = [{"query_clusters": q, "key_clusters": k} for q, k in ((4, 32), (8, 32), (16, 32), (8, 16), (8, 64))]
-    result = EXPERIMENTS["tab:centroid_count_sensitivity_hy"].result(_gathered(*(_quality("a", "park", 20.0, **each) for each in blocks)))
-    assert [finding.verdict for finding in result.findings] == ["held", "held"]
-    assert [finding.statement for finding in result.findings] == [
-        "16 instead of 4 query blocks lose nothing", "64 instead of 16 key blocks lose nothing",
-    ]  # fmt: skip
-
-
-def test_recall_is_summed_up_over_heads_in_percent():
-    values = {name: [0.5, 1.0] for name in REPRESENTATIONS} | {"pama": [0.75, 0.75], "exact": [1.0, 1.0]}
-    call = {
-        "recall": {order: {"top_p": values} for order in ("Clustered", "Original")},
-        "tv": values,
-        "tokens": [9, 9],
-        "blocks": [2, 2],
-    }
-    cell = Cell(name="r", format="f")
-    result = results.recall_table(Gathered([cell], {"r": {"calls": [call]}}, {}), "top_p")
-    assert result.table.rows[1] == ("Clustered", "Centroid", "Centroid", 75.0, pytest.approx(52.5), 50.0)
-    assert result.findings[0].margin == 0 and result.findings[0].verdict == "not held", "a tie is not the best"
-
-
-def test_what_is_not_run_is_neither_held_nor_not_held():
-    assert Finding("s", None, reason="why").held is None
-    assert "less than its interval" in Finding("s", 1.0, "dB", 2.0).line() and "less" not in Finding("s", 3.0, "dB", 2.0).line()
-    assert Finding("s", 0.0).held is False and Finding("s", 0.0, tie=True).held is True
-
-
-def test_signs_of_latex_and_markdown_are_escaped_and_csv_keeps_every_digit():
-    table = Table((Column("a_b"), Column("x", 2)), (("50% | {1}", 1 / 3),))
-    assert (
-        "a\\_b" in to_latex(table, "c & d", "tab:x")
-        and "50\\% | \\{1\\}" in to_latex(table, "c", "l")
-        and "0.33" in to_latex(table, "c", "l")
+def test_a_record_of_another_request_fails_its_cell_alone(tmp_path, monkeypatch):
+    lab = runner.Lab(quick(), tmp_path)
+    cells = [lab.quality_cell(lab.requests()[0], name) for name in ("park", "svg")]
+    foreign = {"format": cells[0].format, "request": {**cells[0].request, "seed": 7}, "files": {}}
+    (tmp_path / "cells").mkdir()
+    path = tmp_path / "cells" / f"{cells[0].name}.json"
+    path.write_text(json.dumps(sealed(foreign)))
+    before = path.read_bytes()
+    monkeypatch.setattr(
+        runner.Lab, "_make", lambda lab, making: making.commit({"format": making.cell.format, "request": dict(making.cell.request)})
     )
-    assert "50% \\| {1} | 0.33" in to_markdown(table)
-    assert repr(1 / 3) in to_csv(table)
+    records, failures, _ = lab.fill(cells)
+    assert set(records) == {cells[1].name} and path.read_bytes() == before
+    assert re.fullmatch(r"out: expected [^\n]*seed = 7, asked 0[^\n]*; remove it, or pass another --out\.", failures[cells[0].name])
 
 
-def test_printed_tables_have_whole_rows_under_labels_that_are_listed():
-    for label, printed in paper_numbers.PAPER.items():
-        assert label in EXPERIMENTS or label in NOT_BUILT
-        assert all(len(row) == len(printed.columns) and all(row) for row in printed.rows)
-    assert (
-        "HunyuanVideo",
-        "PARK",
-        "30.69",
-        "0.936",
-        "0.166",
-        "96.87%",
-        "96.50%",
-        "69.41%",
-        "55.07%",
-        "1837s",
-        "1.66×",
-    ) in paper_numbers.PAPER["tab:main_quality_efficiency"].rows
+def test_a_failed_cell_makes_the_exit_status_1_and_one_line(run, tmp_path, monkeypatch, capsys):
+    outcome = dataclasses.replace(run[2], failures={"quality-svg": "grid: expected more, got less; enlarge it."})
+    with pytest.raises(typer.Exit) as ended:
+        commands._show(outcome, tmp_path)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: quality-svg: grid: expected more, got less; enlarge it."
+    commands._show(run[2], tmp_path)
 
 
-# cells
+def test_fewer_prompts_are_the_first_of_more_and_none_is_calibrated_on():
+    eight, spare = reproduce.held_out_prompts(8)
+    assert [reproduce.held_out_prompts(n) for n in (1, 2, 4)] == [(eight[:n], spare) for n in (1, 2, 4)]
+    assert len({*eight, spare}) == 9
+
+
+@pytest.mark.parametrize("text", ["81x400", "axbxc", "", "81x400x576x3", "-1x2x3"])
+def test_a_size_that_is_none_is_refused_in_one_line(text):
+    assert reproduce.parse_size("81x400x576") == {"frames": 81, "height": 400, "width": 576}
+    with pytest.raises(ValueError, match=r"^size: expected FRAMESxHEIGHTxWIDTH, got .*; write 81x400x576\.$"):
+        reproduce.parse_size(text)
 
 
 def test_shards_share_out_every_cell_once_and_keep_groups_whole():
@@ -276,9 +240,9 @@ def test_a_cell_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner.Lab, "_make", make)
     moved = []
-    records, failures = lab.fill(cells, lambda: moved.append(1))
+    records, failures, left_out = lab.fill(cells, lambda: moved.append(1))
     assert set(records) == {cells[0].name, cells[2].name} and len(moved) == 3
-    assert failures == {cells[1].name: "grid: expected more, got less; enlarge it."}
+    assert failures == {cells[1].name: "grid: expected more, got less; enlarge it."} and not left_out
     assert set(lab.finished(cells)) == set(records)
 
 
@@ -316,77 +280,3 @@ def test_another_model_needs_its_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "find_model", lambda model: tmp_path)
     with pytest.raises(ValueError, match=r"^prompt_file: expected one for a model other than the shipped one"):
         quick(model="some/folder")
-
-
-# captures
-
-
-def _problem(heads=4, tokens=48):
-    torch.manual_seed(0)
-    return [torch.randn(1, heads, tokens, 16) for _ in range(3)]
-
-
-def _captured(selection, **site):
-    capture = Capture(selection, layers=2, steps=3)
-    q, k, v = _problem()
-    for step in range(3):
-        for branch in ("cond", "uncond"):
-            for layer in range(2):
-                capture(
-                    q + step,
-                    k + layer,
-                    v,
-                    CallSite(layer=layer, step=step, branch=branch, grid=(3, 4, 4), total_steps=3, **site),
-                )
-    return capture
-
-
-def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path):
-    chosen = Selection(layers=(1,), heads=(0, 3), steps=(0, 2), first_branch=True, values=True)
-    valid = torch.arange(48).lt(40).unsqueeze(0)
-    calls = list(_captured(chosen, text=slice(0, 4), key_valid=valid, noise_levels=(1.0, 0.5, 0.1)).kept.values())
-    assert [call.name for call in calls] == ["transformer/1/0/cond", "transformer/1/2/cond"]
-    q, k, v = _problem()
-    assert torch.equal(calls[1].q, (q + 2)[:, [0, 3]]) and torch.equal(calls[1].k, (k + 1)[:, [0, 3]])
-    write_captures(tmp_path / "c.safetensors", calls, {"prompt": "p"})
-    back, about = read_captures(tmp_path / "c.safetensors")
-    assert about == {"prompt": "p"}
-    for call, same in zip(calls, back, strict=True):
-        assert torch.equal(call.q, same.q) and torch.equal(call.k, same.k) and torch.equal(v[:, [0, 3]], same.site.values)
-        assert torch.equal(same.site.key_valid, valid)
-        plain = [dataclasses.replace(c.site, values=None, key_valid=None) for c in (call, same)]
-        assert plain[0] == plain[1]
-    assert [x.shape[2] for x in back[0].video_tokens()] == [36, 36], "text and padding are no video tokens"
-
-
-def test_a_capture_beyond_its_limit_is_refused_at_the_first_call_or_has_fewer_heads():
-    one_head = 2 * 3 * 2 * 48 * 16 * 4  # layers, steps, q and k, tokens, features, bytes
-    with pytest.raises(ValueError, match=r"^limit: expected captures of at most .*; choose fewer layers, heads or steps\.$"):
-        _captured(Selection(first_branch=True, limit=4 * one_head - 1))
-    thinned = _captured(Selection(first_branch=True, limit=2 * one_head, thin_heads=True))
-    assert thinned.bytes == 2 * one_head and all(
-        torch.equal(call.q[0, 1], _problem()[0][0, 2] + call.site.step) for call in thinned.kept.values()
-    )
-
-
-def test_files_that_are_no_capture_are_refused_in_one_line(tmp_path):
-    from safetensors.torch import save_file
-
-    (tmp_path / "text").write_text("no tensors")
-    save_file({"x": torch.zeros(1)}, str(tmp_path / "other"))
-    for name in ("absent", "text", "other"):
-        with pytest.raises(ValueError, match=r"^captures: expected a file written by park capture, got [^\n]*\.$"):
-            read_captures(Path(tmp_path / name))
-
-
-def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_error():
-    q, k = (2 * x for x in _problem(heads=2, tokens=256)[:2])
-    config = ParkConfig(query_clusters=4, key_clusters=16)
-    found = measure_call(Captured(q, k, CallSite()), config)
-    assert found["tv"]["exact"] == [0.0] * q.shape[1]
-    assert min(found["recall"]["Clustered"]["top_p"]["exact"]) >= 0.9 - 1e-6
-    labels = torch.arange(q.shape[2]).div(q.shape[2] // 4, rounding_mode="floor").int().expand(q.shape[:3])
-    keys = torch.arange(k.shape[2]).div(k.shape[2] // 16, rounding_mode="floor").int().expand(k.shape[:3])
-    mask = select_top_p(pama(q, k, labels, 4, keys, 16), 0.9)
-    plan = Plan(arrange(labels, 4), arrange(keys, 16), mask, 4, 16)
-    assert found["recall"]["Original"]["top_p"]["pama"] == pytest.approx(attention_recall(q, k, plan).flatten().tolist(), abs=1e-5)

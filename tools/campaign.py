@@ -1,7 +1,7 @@
-"""python tools/campaign.py [store|folders|calls|commands|soak|diffusers ...] [--diffusers PATH]
+"""python tools/campaign.py [store|reproduce|folders|calls|commands|soak|diffusers ...] [--diffusers PATH]
 
 The long tests, one line with counts each; the exit code is 1 where one fails. Short forms of all parts are in `make test`.
-store: commands cut off before every file operation. folders: hostile model folders. calls, commands: fuzzed API calls and command lines.
+store, reproduce: commands cut off before every file operation. folders: hostile model folders. calls, commands: fuzzed API calls and command lines.
 soak: 200 videos in one process. diffusers: its own CPU tests of the supported models (PATH is its source), stock and with every block kept.
 """
 
@@ -35,6 +35,10 @@ NOT_OURS = ("hunyuan_dit", "hunyuandit", "hunyuan_image", "hunyuanimage", "ltx2"
 
 def store() -> bool:
     return _python(TESTS / "campaign_store.py")
+
+
+def reproduce() -> bool:
+    return _python(TESTS / "reproduce_campaign.py")
 
 
 def calls() -> bool:
@@ -205,7 +209,7 @@ def main() -> None:
     reader.add_argument("--diffusers", type=Path, default=None, metavar="PATH")
     asked = reader.parse_args()
     parts: dict[str, Callable[[], bool | None]] = {
-        "store": store, "folders": folders, "calls": calls, "commands": commands, "soak": soak,
+        "store": store, "reproduce": reproduce, "folders": folders, "calls": calls, "commands": commands, "soak": soak,
         "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
     }  # fmt: skip
     unknown = sorted(set(asked.parts) - parts.keys())

@@ -1,7 +1,7 @@
 """Captures: q, k and, where asked for, v of chosen attention calls of any pipeline, in one safetensors file of bounded size.
 
 Tensors are named CALL.q, CALL.k, CALL.v and CALL.key_valid with CALL = TRANSFORMER/LAYER/STEP/BRANCH; the metadata hold
-what else a method may know about each call.
+what else a method may know about each call, under one name: safetensors writes several in no fixed order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from torch import Tensor
 
 from parkattn.baselines.dense import Dense
 from parkattn.checks import expect_indices
+from parkattn.hosts.diffusers.session import transformers_of
+from parkattn.models import row_for
+from parkattn.settings import MethodConfig
 from parkattn.site import AttentionOutput, CallSite
+from parkattn.studio.generate import Request, generate_frames
 
-FORMAT = "parkattn.capture.1"
+FORMAT = "parkattn.capture.2"
+ABOUT = "parkattn"  # the one name of the metadata
 LIMIT = 2**31  # bytes of tensors
 
 
@@ -133,6 +138,18 @@ def _within(asked: Sequence[int] | None, count: int, name: str) -> list[int]:
     return chosen
 
 
+def layer_count(pipe: Any) -> int:
+    return max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(pipe).values())
+
+
+def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
+    """The chosen calls of a dense run of a request that fits the pipeline."""
+    assert request.steps
+    capture = Capture(selection, layer_count(pipe), request.steps)
+    generate_frames(pipe, request, MethodConfig(), method=capture, recall_rows=0, decode=False)
+    return list(capture.kept.values())
+
+
 def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any]) -> None:
     """about: plain JSON on where the calls come from."""
     from safetensors.torch import save_file
@@ -150,7 +167,7 @@ def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any])
         }  # fmt: skip
     if not sites:
         raise ValueError("captures: expected at least one call, got none; choose layers, steps and branches that the run has.")
-    save_file(tensors, str(path), metadata={"format": FORMAT, "sites": json.dumps(sites), "about": json.dumps(about)})
+    save_file(tensors, str(path), metadata={ABOUT: json.dumps({"format": FORMAT, "sites": sites, "about": about})})
 
 
 def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
@@ -160,12 +177,12 @@ def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
     wanted = f"captures: expected a file written by park capture, got {path}"
     try:
         with safe_open(str(path), framework="pt") as file:
-            facts = file.metadata() or {}
+            facts = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
             if facts.get("format") != FORMAT:
                 raise ValueError(f"{wanted} of format {facts.get('format')!r}; capture again.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        sites, about = json.loads(facts["sites"]), json.loads(facts["about"])
-        calls = [_call(name, site, tensors) for name, site in sites.items()]
+        about = dict(facts["about"])
+        calls = [_call(name, site, tensors) for name, site in facts["sites"].items()]
     except OSError:
         raise ValueError(f"{wanted}, which cannot be read; check the path.") from None
     except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

@@ -10,15 +10,21 @@ from typing import Any
 from parkattn.checks import did_you_mean
 from parkattn.experiments import results
 from parkattn.experiments.evaluation import FLOOR
+from parkattn.experiments.frontier import frontier_cells, frontier_result
+from parkattn.experiments.kernel_tables import bench_cells, pama_result, qrkc_result, scaling_result
 from parkattn.experiments.results import Gathered, Label, Result
 from parkattn.experiments.runner import Lab
+from parkattn.experiments.tables import Finding
 from parkattn.methods import METHODS, method_entry
+from parkattn.models import SIZES
 from parkattn.park import ParkConfig
 from parkattn.reuse import dense_prefix
 from parkattn.store import Cell
+from parkattn.studio.model_folder import LARGEST_CONFIG, judge_index, read_json
 
 PAPER_BASELINES = ("sparge", "xattention", "svg", "svg2", "svoo")
 ABLATIONS = {"park-no-pama": "PAMA", "park-no-qrkc": "QRKC"}
+NEITHER = "centroid"  # retrieval with centroids of queries and Euclidean clusters of keys
 TOP_P = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # of the paper's 128 query blocks, and of its 1,024 or 512 key blocks
 QUERY_SHARES, KEY_SHARES = (0.5, 1.0, 1.5, 2.0, 2.5), {"hy": (0.5, 0.75), "wan": (1.5, 2.0)}
@@ -34,6 +40,7 @@ class Experiment:
     title: str
     cells: Callable[[Lab], list[Cell]]
     result: Callable[[Gathered], Result]
+    needs: str = ""  # what the shipped model on a CPU is not enough for
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,9 @@ def _retrieval(lab: Lab) -> list[Cell]:
     return lab.retrieval_cells()
 
 
-def _runs(lab: Lab, settings: list[tuple[str, dict[str, Any]]], *, density: float | None = None) -> list[Cell]:
+def _runs(lab: Lab, settings: list[tuple[str, dict[str, Any]]], *, densities: tuple[float | None, ...] = (None,)) -> list[Cell]:
     """The floor first, then each (method, changes), all on one prompt before the next: they share its reference."""
-    rows = [(FLOOR, {}, None), *((method, changes, density) for method, changes in settings)]
+    rows = [(FLOOR, {}, None), *((method, changes, density) for density in densities for method, changes in settings)]
     return [lab.quality_cell(request, method, density=goal, **changes) for request in lab.requests() for method, changes, goal in rows]
 
 
@@ -65,7 +72,7 @@ def _methods(lab: Lab) -> tuple[str, ...]:
     """Those asked for, or the paper's and then all others but PARK's own variants."""
     if lab.evaluation.methods:
         return tuple(name for name in lab.evaluation.methods if name != "dense")
-    others = [name for name in METHODS if name not in ("dense", "park", "centroid", *ABLATIONS, *PAPER_BASELINES)]
+    others = [name for name in METHODS if name not in ("dense", "park", NEITHER, *ABLATIONS, *PAPER_BASELINES)]
     return ("park", *PAPER_BASELINES, *others)
 
 
@@ -78,15 +85,49 @@ def _main_result(gathered: Gathered) -> Result:
 
 
 def _matched(lab: Lab) -> list[Cell]:
-    with_budget = [name for name in (*_methods(lab), *ABLATIONS, "centroid") if method_entry(name).budgets]
-    return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], density=lab.evaluation.density)
+    with_budget = [name for name in (*_methods(lab), *ABLATIONS, NEITHER) if method_entry(name).budgets]
+    return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], densities=lab.evaluation.densities)
+
+
+def _halves(lab: Lab) -> list[Cell]:
+    """Of matched_densities' cells, those of PARK, of each half of it, and of neither."""
+    names = ("park", *ABLATIONS, NEITHER)
+    return _runs(lab, [(name, {}) for name in names], densities=lab.evaluation.densities)
+
+
+def _halves_result(gathered: Gathered) -> Result:
+    found = _matched_result(gathered)
+    densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
+    more = [
+        finding
+        for density in densities
+        for name in ABLATIONS
+        for finding in _each_guidance(
+            gathered, f"{name} above {NEITHER} at density {density:g}", _is(name, density=density), _is(NEITHER, density=density)
+        )
+    ]
+    return Result(found.table, (*found.findings, *more), found.figure)
+
+
+def _by_density(request: Request) -> Label:
+    return (request["method"], "" if request["density"] is None else f"{request['density']:g}", _guidance(request))
 
 
 def _matched_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("method", "guidance"), _by_method)
-    names = [name for name in dict.fromkeys(cell.request["method"] for cell in gathered.cells) if name not in (FLOOR, "park")]
-    findings = [results.psnr_finding(gathered, f"PARK above {name} at equal density", _is("park"), _is(name)) for name in names]
-    return Result(table.table, tuple(findings))
+    table = results.quality_table(gathered, ("method", "asked", "guidance"), _by_density)
+    asked = [cell.request for cell in gathered.cells if cell.request["method"] != FLOOR]
+    names = [name for name in dict.fromkeys(request["method"] for request in asked) if name != "park"]
+    densities = sorted({request["density"] for request in asked})
+    findings = [
+        finding
+        for density in densities
+        for name in names
+        for finding in _each_guidance(
+            gathered, f"PARK above {name} at density {density:g}", _is("park", density=density), _is(name, density=density)
+        )
+    ]
+    figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), *_by_density(request)[:2])))
+    return Result(table.table, tuple(findings), figure)
 
 
 def _ablation(lab: Lab) -> list[Cell]:
@@ -95,12 +136,26 @@ def _ablation(lab: Lab) -> list[Cell]:
 
 def _ablation_result(gathered: Gathered) -> Result:
     table = results.quality_table(gathered, ("variant", "guidance"), _by_method)
-    findings = [results.psnr_finding(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
-    return Result(table.table, tuple(findings))
+    found = [_each_guidance(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
+    return Result(table.table, tuple(finding for each in found for finding in each))
 
 
-def _is(method: str) -> Callable[[Request], bool]:
-    return lambda request: request["method"] == method
+Chosen = Callable[[Request], bool]
+
+
+def _is(method: str, **more: Any) -> Chosen:
+    return lambda request: request["method"] == method and all(request[name] == value for name, value in more.items())
+
+
+def _each_guidance(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> list[Finding]:
+    """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
+    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
+    findings = []
+    for scale in scales:
+        place = f", guidance {scale:g}" if len(scales) > 1 else ""
+        at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in (upper, lower)]
+        findings.append(results.psnr_finding(gathered, statement + place, *at, tie=tie))
+    return findings
 
 
 def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
@@ -114,12 +169,12 @@ def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
 
 def _by_blocks(request: Request) -> Label:
     if request["method"] == FLOOR:
-        return (FLOOR, "")
-    return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]))
+        return (FLOOR, "", _guidance(request))
+    return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]), _guidance(request))
 
 
 def _sensitivity_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("N_Q", "N_K"), _by_blocks)
+    table = results.quality_table(gathered, ("N_Q", "N_K", "guidance"), _by_blocks)
     runs = [cell.request["changes"] for cell in gathered.cells if cell.request["method"] != FLOOR]
     findings = []
     for side, other in (("query_clusters", "key_clusters"), ("key_clusters", "query_clusters")):
@@ -127,7 +182,7 @@ def _sensitivity_result(gathered: Gathered) -> Result:
         values = sorted({c[side] for c in runs if c[other] == usual})
         fewest, most = ({side: value, other: usual} for value in (values[0], values[-1]))
         statement = f"{values[-1]} instead of {values[0]} {side.split('_')[0]} blocks lose nothing"
-        findings.append(results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True))
+        findings += _each_guidance(gathered, statement, _with(most), _with(fewest), tie=True)
     return Result(table.table, tuple(findings))
 
 
@@ -143,19 +198,38 @@ def _schedules(lab: Lab) -> list[Cell]:
 
 
 def _by_schedule(request: Request) -> Label:
-    return (FLOOR if request["method"] == FLOOR else "{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}",)
+    steps = FLOOR if request["method"] == FLOOR else "{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}"
+    return (steps, _guidance(request))
 
 
 def _schedule_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("refreshes at",), _by_schedule)
+    table = results.quality_table(gathered, ("refreshes at", "guidance"), _by_schedule)
     asked = sorted((c.request["changes"]["refresh_steps"] for c in gathered.cells if c.request["method"] != FLOOR), key=len)
     fewest, most = ({"refresh_steps": each} for each in (asked[0], asked[-1]))
     statement = f"{len(asked[-1])} refreshes instead of {len(asked[0])} lose nothing"
-    return Result(table.table, (results.psnr_finding(gathered, statement, _with(most), _with(fewest), tie=True),))
+    return Result(table.table, tuple(_each_guidance(gathered, statement, _with(most), _with(fewest), tie=True)))
 
 
 def _example(lab: Lab) -> list[Cell]:
     return [lab.frames_cell(lab.requests()[0], method) for method in ("dense", "park", "svg2")]
+
+
+def _model_of(lab: Lab) -> str | None:
+    """Which of the paper's models the folder holds, by the class, size and number of its transformers."""
+    if lab.evaluation.model is None:
+        return None
+    parts = judge_index(lab.folder)
+    if "hunyuanvideo" in parts["transformer"][1].lower():
+        return "hunyuanvideo"
+    if parts["transformer"][1] != "WanTransformer3DModel":
+        return None
+    config = read_json(lab.folder / "transformer" / "config.json", LARGEST_CONFIG, "every model has one")
+    small = config.get("num_layers") == SIZES["wan2.1-1.3b"].layers
+    return "wan2.2" if "transformer_2" in parts else "wan2.1-1.3B" if small else "wan2.1"
+
+
+def _sheet(model: str, lab: Lab) -> list[Cell]:
+    return [lab.frames_cell(lab.requests()[0], method) for method in ("dense", "park")] if _model_of(lab) == model else []
 
 
 def _curve(lab: Lab) -> list[Cell]:
@@ -163,18 +237,25 @@ def _curve(lab: Lab) -> list[Cell]:
 
 
 def _by_top_p(request: Request) -> Label:
-    return (FLOOR if request["method"] == FLOOR else f"{request['changes']['top_p']:g}",)
+    return (FLOOR if request["method"] == FLOOR else f"{request['changes']['top_p']:g}", _guidance(request))
 
 
 def _curve_result(gathered: Gathered) -> Result:
-    table = results.quality_table(gathered, ("top-p",), _by_top_p)
+    table = results.quality_table(gathered, ("top-p", "guidance"), _by_top_p)
     statement = f"PSNR falls as top-p goes from {TOP_P[-1]:g} to {TOP_P[0]:g}"
-    finding = results.psnr_finding(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
-    return Result(table.table, (finding,), results.trade_off(gathered, _by_top_p))
+    found = _each_guidance(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
+    figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), "park", _by_top_p(request)[0])))
+    return Result(table.table, tuple(found), figure)
+
+
+def _frontier(lab: Lab) -> list[Cell]:
+    return frontier_cells(lab, _methods(lab))
 
 
 _top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
 _hy, _wan = (partial(_sensitivity, kind) for kind in ("hy", "wan"))
+_GPU = "a GPU, or --records FILE"
+SHEETS = {"hunyuanvideo": "HunyuanVideo", "wan2.1": "Wan2.1-14B", "wan2.1-1.3B": "Wan2.1-1.3B", "wan2.2": "Wan2.2-14B"}
 EXPERIMENTS: dict[str, Experiment] = {
     each.label: each
     for each in (
@@ -192,20 +273,28 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
+        Experiment("ablation", "PARK's halves at equal density (not in the paper)", _halves, _halves_result),
+        Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU),
+        Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result, _GPU),
+        Experiment("scaling", "Time against density and length", partial(bench_cells, benchmark="scaling"), scaling_result, _GPU),
+        *(
+            Experiment(
+                f"fig:video_vis_{name}",
+                f"Frames of dense attention and PARK, {title}",
+                partial(_sheet, name),
+                partial(results.frame_sheet, needs=f"needs {title}; pass its folder with --model"),
+                f"{title}: --model FOLDER",
+            )
+            for name, title in SHEETS.items()
+        ),
+        Experiment("frontier", "Quality against cost, profiles and methods (not in the paper)", _frontier, frontier_result),
     )
 }
-SHEETS = ("hunyuanvideo", "wan2.1", "wan2.1-1.3B", "wan2.2")
-_FRAMES = "fig:generation_example is this sheet for the model that is given; run it with that model"
 NOT_BUILT: dict[str, NotBuilt] = {
     each.label: each
     for each in (
         NotBuilt("fig:retrieval_mismatches", "The mismatches", "a and b are drawings; c is fig:mismatch_errors_appendix"),
         NotBuilt("fig:overview", "Overview of PARK", "a drawing"),
-        NotBuilt("tab:pama_kernel_overhead", "PAMA's kernels", "needs a GPU; run park bench pama there"),
-        NotBuilt("fig:qrkc_breakdown", "Time of QRKC", "needs a GPU; run park bench qrkc there"),
-        *(NotBuilt(f"fig:video_vis_{name}", "Frames of dense attention and PARK", _FRAMES) for name in SHEETS),
-        NotBuilt("frontier", "Quality against cost (not in the paper)", "not moved here yet; run python -m parkattn.bench.frontier"),
-        NotBuilt("scaling", "Time against length (not in the paper)", "needs a GPU; run park bench scaling there"),
     )
 }  # fmt: skip
 

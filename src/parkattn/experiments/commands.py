@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from parkattn.experiments.reproduce import Outcome
@@ -30,10 +30,15 @@ def reproduce(
     model: Model = "tiny",
     prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 2 when not given.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
-    guidance: Annotated[str | None, typer.Option(help="Guidance scales separated by commas; the model's own when not given.")] = None,
+    seeds: Annotated[list[str] | None, typer.Option(help="Seeds, separated by commas or repeated; 0 when not given.")] = None,
+    guidance: Annotated[
+        list[str] | None, typer.Option(help="Guidance scales, separated by commas or repeated; the model's own when not given.")
+    ] = None,
     methods: Annotated[str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")] = None,
-    density: Annotated[float, typer.Option(help="Density of matched_densities.")] = 0.5,
+    densities: Annotated[
+        list[str] | None, typer.Option("--densities", "--density", help="Of matched_densities, separated by commas; 0.5 when not given.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")] = None,
     steps: Annotated[int | None, typer.Option()] = None,
     frames: Annotated[int | None, typer.Option()] = None,
     height: Annotated[int | None, typer.Option()] = None,
@@ -42,33 +47,50 @@ def reproduce(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")
     ] = None,
     capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines of park bench pama, qrkc, scaling or parkattn.bench.frontier to draw instead of measuring; repeatable."
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
     quick: Annotated[bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
+    ] = False,
+    keep: Annotated[
+        str, typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed.")
+    ] = "all",
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
     """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
     from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
-    from parkattn.experiments.reproduce import evaluation_for, parse_shard, run_experiments
+    from parkattn.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
 
     if listed:
-        table = Table("name", "what it is", "runs here")
+        table = Table(Column("name", overflow="fold"), "what it is", "runs here")  # a name that is cut could not be asked for
         for each in EXPERIMENTS.values():
-            table.add_row(each.label, each.title, "yes")
+            table.add_row(each.label, each.title, f"with {each.needs}" if each.needs else "yes")
         for other in NOT_BUILT.values():
             table.add_row(other.label, other.title, f"no: {other.reason}")
         console.print(table)
         return
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
+    lengths = {"frames": frames, "height": height, "width": width}
+    if size is not None:
+        if any(value is not None for value in lengths.values()):
+            raise ValueError("size: expected it alone, got --frames, --height or --width beside it; leave those out.")
+        lengths |= parse_size(size)
     evaluation = evaluation_for(
-        model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds, int),
-        guidances=(None,) if guidance is None else _numbers("guidance", guidance, float),
-        methods=tuple(methods.split(",")) if methods else (), density=density, changes=_changes(settings),
-        steps=steps, frames=frames, height=height, width=width, device=device, dtype=dtype, offload=offload,
-        captures=tuple(capture_file or ()),
+        model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds or ["0"], int),
+        guidances=_numbers("guidance", guidance, float) if guidance else (None,),
+        methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
+        changes=_changes(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload,
+        captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
     )  # fmt: skip
     columns = (
         TextColumn("cells"),
@@ -96,8 +118,13 @@ def _show(outcome: Outcome, out: Path) -> None:
     for section in outcome.sections:
         for finding in section.result.findings if section.result else ():
             _say(f"{section.label}: {finding.line()}")
-    failed = f", {outcome.failed} failed" if outcome.failed else ""
-    _say(f"{outcome.made} cells made, {outcome.kept} there already{failed}; report in {out / 'index.html'}")
+    left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
+    failed = f", {len(outcome.failures)} failed" if outcome.failures else ""
+    _say(f"{outcome.made} cells made, {outcome.kept} there already{left_out}{failed}; report in {out / 'index.html'}")
+    for name, reason in outcome.failures.items():
+        _say(f"failed: {name}: {reason}")
+    if outcome.failures:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -127,7 +154,7 @@ def capture(
     from parkattn.studio.generate import Request
 
     chosen: dict[str, Any] = {
-        name: None if text is None else _numbers(name, text, int)
+        name: None if text is None else _numbers(name, [text], int)
         for name, text in (("layers", layers), ("heads", heads), ("steps", capture_steps))
     }
     names = tuple(branches.split(",")) if branches else None
@@ -140,11 +167,12 @@ def capture(
     _say(f"wrote {out}: {calls} calls, {size / 2**20:.1f} MiB")
 
 
-def _numbers(name: str, text: str, kind: Any) -> tuple[Any, ...]:
+def _numbers(name: str, texts: list[str], kind: Any) -> tuple[Any, ...]:
+    """Each once, in the order given."""
     try:
-        return tuple(kind(part) for part in text.split(","))
+        return tuple(dict.fromkeys(kind(part) for text in texts for part in text.split(",")))
     except ValueError:
-        raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}; write 0,1,2.") from None
+        raise ValueError(f"{name}: expected numbers separated by commas, got {','.join(texts)!r}; write 0,1,2.") from None
 
 
 def _changes(settings: list[str] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What everything is measured on, and the names of what is measured."""
+"""What everything is measured on, the names of what is measured, and how measuring it can end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from parkattn.checks import expect_count, expect_fraction
+from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.files import sha256_of
 from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
-from parkattn.store import Cell, content_hash
+from parkattn.store import Cell, Record, content_hash
 
-FORMATS = {kind: f"parkattn.reproduce.{kind}.1" for kind in ("reference", "capture", "retrieval", "quality", "frames", "budget")}
+VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "bench": 1}
+FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
 FLOOR = "dense again"
+KEEPS = ("all", "records")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Evaluation:
     seeds: tuple[int, ...] = (0,)
     guidances: tuple[float | None, ...] = (None,)
     methods: tuple[str, ...] = ()
-    density: float = 0.5
+    densities: tuple[float, ...] = (0.5,)
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of every method that has the field
     steps: int | None = None
     frames: int | None = None
@@ -38,20 +40,41 @@ class Evaluation:
     dtype: str = "auto"
     offload: str = "none"
     captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
+    records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
+    draw: bool = False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
+    keep: str = "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
 
     def __post_init__(self) -> None:
-        expect_fraction("density", self.density, zero=False)
-        if not self.prompts or not self.seeds or not self.guidances:
-            raise ValueError("prompts, seeds, guidance: expected at least one of each, got none; name some.")
+        expect_choice("keep", self.keep, KEEPS)
+        for density in self.densities:
+            expect_fraction("densities", density, zero=False)
+        if not self.prompts or not self.seeds or not self.guidances or not self.densities:
+            raise ValueError("prompts, seeds, guidance, densities: expected at least one of each, got none; name some.")
         for seed in self.seeds:
             expect_count("seeds", seed, least=0, most=LARGEST_SEED)
         for name in self.methods:
             method_entry(name)
 
 
+class CellError(Exception):
+    def __init__(self, cell: Cell, reason: str, *, unreachable: bool = False) -> None:
+        super().__init__(reason)
+        self.cell, self.reason, self.unreachable = cell, reason, unreachable
+
+
+class UnreachableDensityError(ValueError):
+    """No budget of a method gives the density at this size: a fact about the method, no failure."""
+
+
+class Filled(NamedTuple):
+    records: dict[str, Record]  # by cell name, as the others
+    failures: dict[str, str]  # why it could not be made
+    left_out: dict[str, str]  # why there is nothing to make
+
+
 def named_cell(kind: str, label: str, asked: dict[str, Any], *, ending: str | None = None, group: str | None = None) -> Cell:
     """Its name holds its hash: cells of other settings in the same folder are other files."""
-    name = f"{kind}-{label}-{content_hash(asked)[:16]}"
+    name = f"{kind}-{label}-{content_hash([FORMATS[kind], asked])[:16]}"
     return Cell(name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group)
 
 

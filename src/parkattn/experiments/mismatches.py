@@ -5,8 +5,8 @@ Text and padding take no part.
 
 recall        share of the exact attention in the blocks that top-p (0.9) or top-k (0.1) keeps of an estimated importance
 tv            total variation between estimated and exact block importance (eq. appendix_mismatch_tv), Euclidean partitions
-log_mass      centred log-mass RMSE (eq. appendix_mismatch_centered_rmse), key_mse and score_error (eq. key_score_errors):
-              each for Euclidean clusters of keys and for QRKC
+log_mass      centred log-mass RMSE (eq. appendix_mismatch_centered_rmse), over LOG_MASS_QUERIES evenly spread queries where
+              there are more; key_mse and score_error (eq. key_score_errors): each for Euclidean clusters of keys and for QRKC
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from parkattn.plan import Blocks, arrange, tiles
 from parkattn.retrieval import ESTIMATORS, exact, kept_mass, select_top_k, select_top_p
 
 TOP_P, TOP_K = 0.9, 0.1
+LOG_MASS_QUERIES = 4096
 # estimator: what stands for queries and for keys
 REPRESENTATIONS = {
     "exact": ("Full", "Full"), "query-centroid": ("Centroid", "Centroid"), "full-key": ("Centroid", "Full"), "pama": ("Full", "Centroid"),
@@ -76,7 +77,8 @@ def _recalls(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float |
 
 def _key_errors(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None) -> dict[str, list[float]]:
     # head by head: the exact log-mass holds a row of scores for each of many queries
-    heads = [(q[:, h : h + 1], k[:, h : h + 1], keys.labels[:, h : h + 1]) for h in range(q.shape[1])]
+    rows = torch.linspace(0, q.shape[2] - 1, min(q.shape[2], LOG_MASS_QUERIES), device=q.device).round().long()
+    heads = [(q[:, h : h + 1, rows], k[:, h : h + 1], keys.labels[:, h : h + 1]) for h in range(q.shape[1])]
     log_mass = torch.cat([measures.centered_log_mass_rmse(*head, keys.count, scale=scale) for head in heads], 1)
     importance = ESTIMATORS["pama"](q, k, queries.labels, queries.count, keys.labels, keys.count, scale=scale)
     reference = exact(q, k, queries.labels, queries.count, keys.labels, keys.count, scale=scale)

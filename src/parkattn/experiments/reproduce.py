@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parkattn.experiments.captures import Selection, write_captures
+from parkattn.experiments.captures import Selection, capture_calls, write_captures
 from parkattn.experiments.catalogue import choose_experiments
-from parkattn.experiments.evaluation import Evaluation
+from parkattn.experiments.evaluation import Evaluation, Filled
 from parkattn.experiments.report import Section, sections_of, write_report
 from parkattn.experiments.results import Gathered
-from parkattn.experiments.runner import Lab, capture_calls
+from parkattn.experiments.runner import Lab
 from parkattn.methods import method_entry
 from parkattn.sprites.grammar import held_out_scenes
-from parkattn.store import Cell, Say, Store
+from parkattn.store import Cell, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.ablation import BLOCKS
 from parkattn.studio.generate import Request, fit_to_pipeline, prepare
@@ -24,6 +25,7 @@ from parkattn.studio.prompts import Shard, read_prompts, shard_from_environment
 
 TINY = "tiny"
 PROMPTS = 2
+POOL = 8
 # 1,920 tokens, so that every table is a matter of minutes on two cores
 TINY_SIZE = {"steps": 12, "frames": 17, "height": 128, "width": 192}
 QUICK_SIZE = {"steps": 4, "frames": 9, "height": 64, "width": 96}
@@ -36,7 +38,8 @@ class Outcome:
     sections: Sequence[Section]
     made: int
     kept: int
-    failed: int
+    failures: Mapping[str, str]  # by cell name
+    left_out: int  # densities that a method cannot have at this size
 
 
 def known_model(model: str) -> str | None:
@@ -57,11 +60,7 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
     elif known_model(model) is not None and not checkpoints.is_shipped(checkpoints.find_model(model)):
         raise ValueError("prompt_file: expected one for a model other than the shipped one, got none; pass --prompt-file FILE.")
     else:
-        scenes = held_out_scenes(count)
-        chosen, spare = (
-            [scene.sentence for scene in scenes],
-            next(s.sentence for s in held_out_scenes(4, seed=1) if s not in scenes),
-        )
+        chosen, spare = held_out_prompts(count)
     if known_model(model) is None:
         sizes = sizes or TINY_SIZE
         # a size that is asked for gets the blocks of every other video of that size
@@ -71,6 +70,23 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
     if quick and not given.get("methods"):
         given["methods"] = QUICK_METHODS
     return Evaluation(model=known_model(model), prompts=tuple(chosen), spare_prompt=spare, **given)
+
+
+def held_out_prompts(count: int) -> tuple[list[str], str]:
+    """Sentences of both kinds by turns, and one to calibrate on. Fewer of up to POOL are the first of more: their cells are shared."""
+    pool = held_out_scenes(max(POOL, count))
+    by_kind = [[scene for scene in pool if scene.held_out == kind] for kind in dict.fromkeys(scene.held_out for scene in pool)]
+    turns = [scene for turn in itertools.zip_longest(*by_kind) for scene in turn if scene is not None]
+    spare = next(scene for scene in held_out_scenes(2 * len(pool), seed=1) if scene not in pool)
+    return [scene.sentence for scene in turns[:count]], spare.sentence
+
+
+def parse_size(text: str) -> dict[str, int]:
+    """FRAMESxHEIGHTxWIDTH."""
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"size: expected FRAMESxHEIGHTxWIDTH, got {text!r}; write 81x400x576.")
+    return dict(zip(("frames", "height", "width"), map(int, parts), strict=True))
 
 
 def parse_shard(text: str | None) -> Shard:
@@ -116,18 +132,23 @@ def run_experiments(
         advance(done, len(mine))
 
     advance(0, len(mine))
-    records, failures = lab.fill(mine, moved)
-    there = lab.finished([cell for cell in cells if cell.name not in records and cell.name not in failures])
-    found = records | there
-    results = {each.label: each.result(Gathered(asked[each.label], found, failures, lab.load_frames)) for each in chosen}
+    filled = Filled({}, {}, {}) if evaluation.draw else lab.fill(mine, moved)
+    reasons = filled.failures | filled.left_out
+    rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
+    found = filled.records | lab.finished(rest)
+    reasons = lab.unreachable([cell for cell in rest if cell.name not in found]) | reasons
+    results = {each.label: each.result(Gathered(asked[each.label], found, reasons, lab.load_frames, lab.lines)) for each in chosen}
     sections = sections_of(results)
-    write_report(Store(out, say), sections, _about(lab))
-    made = len(set(lab.made) & set(records))
-    return Outcome(sections, made, len(records) - made, len(failures))
+    write_report(Store(out, say), sections, _about(lab, list(found.values())))
+    made = len(set(lab.made) & set(filled.records))
+    kept = len(found if evaluation.draw else filled.records) - made
+    return Outcome(sections, made, kept, filled.failures, len(reasons) - len(filled.failures))
 
 
-def _about(lab: Lab) -> dict[str, Any]:
+def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
     e, base = lab.evaluation, lab.base
+    facts = [record.get("environment", {}) for record in records]
+    machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts if each)
     size = "the model's own size" if base.frames is None else f"{base.frames} frames of {base.height} x {base.width}"
     return {
         "model": "the shipped model" if e.model is None else Path(e.model).name,
@@ -135,8 +156,8 @@ def _about(lab: Lab) -> dict[str, Any]:
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
         "runs": f"prompts: {len(e.prompts)}; seeds: {', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
-        "device": f"{base.device}, {base.dtype}",
-        "quality": "PSNR and SSIM of raw frames against dense attention; 'dense again' is dense attention once more",
+        "device": ", ".join([base.device, base.dtype, *machines]),
+        "quality": "of raw frames against dense attention; 'dense again' is dense attention once more",
         "density": "computed token pairs over all pairs, in the sparse steps and in all steps; it is matched in the sparse steps",
         "seconds": "text, denoising and decoding of one video; what measuring recall takes is left out",
     }

@@ -12,6 +12,7 @@ import torch
 from parkattn.bench.frontier import interval
 from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.mismatches import REPRESENTATIONS
+from parkattn.experiments.quality import PER_FRAME
 from parkattn.experiments.tables import Column, Finding, Table
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.store import Cell, Record
@@ -29,12 +30,27 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A figure of points joined by a line: what is on each axis, and (x, y, label) of each point."""
+class Series:
+    """Points of one name, (x, y, half the interval of y or None, label), joined by a line in the order of x."""
 
+    name: str
+    points: tuple[tuple[float, float, float | None, str], ...]
+
+
+@dataclass(frozen=True)
+class Panel:
     x: str
     y: str
-    points: tuple[tuple[float, float, str], ...]
+    series: tuple[Series, ...]
+    title: str = ""
+    logarithmic: bool = False  # both axes
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of rows of panels, with one legend: a name has one colour in all of them."""
+
+    rows: tuple[tuple[Panel, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -44,11 +60,14 @@ class Sheet:
     rows: tuple[tuple[str, Frames], ...]
 
 
+Figure = Bars | Plot | Sheet
+
+
 @dataclass(frozen=True)
 class Result:
     table: Table | None
     findings: tuple[Finding, ...] = ()
-    figure: Bars | Curve | Sheet | None = None
+    figure: Figure | None = None
     note: str = ""
 
 
@@ -60,6 +79,7 @@ class Gathered:
     records: Mapping[str, Record]
     failures: Mapping[str, str]
     load: Callable[[Record], Frames] | None = None  # frames of a record that has them
+    lines: Sequence[Mapping[str, Any]] = ()  # of earlier measurements
 
     def of(self, cells: Iterable[Cell]) -> list[Record]:
         return [self.records[cell.name] for cell in cells if cell.name in self.records]
@@ -69,7 +89,10 @@ class Gathered:
         return reasons[0] if reasons else "left to another shard, or not finished yet"
 
 
-def frame_sheet(gathered: Gathered) -> Result:
+def frame_sheet(gathered: Gathered, needs: str = "") -> Result:
+    """needs: what is missing where nothing was asked for."""
+    if not gathered.cells:
+        return Result(None, note=f"{NOT_RUN}: {needs}")
     assert gathered.load is not None
     found = [(record["request"], record["shown"], gathered.load(record)) for record in gathered.of(gathered.cells)]
     if not found:
@@ -196,8 +219,8 @@ def _what_was_measured(calls: list[dict[str, Any]]) -> str:
 
 
 QUALITY = (
-    Column("runs"), Column("PSNR", 2), Column("±", 2), Column("SSIM", 4), Column("LPIPS", 4), Column("density", 3),
-    Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2), Column("note"),
+    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(name.upper(), 4) for name in PER_FRAME if name != "psnr"),
+    Column("density", 3), Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2), Column("note"),
 )  # fmt: skip
 
 DENSITIES = ("density", "density_all_steps")
@@ -211,14 +234,12 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
         if not found:
             rows.append((*name, 0, *(None,) * (len(QUALITY) - 2), f"{NOT_RUN}: {gathered.why_not(cells)}"))
             continue
-        lpips, recall = ([row[part] for row in found if row[part] is not None] for part in ("lpips", "recall"))
-        psnr = [row["psnr"] for row in found]
+        psnr, others = [row["psnr"] for row in found], [name for name in PER_FRAME if name != "psnr"]
         seconds, dense = (statistics.fmean(row[part] for row in found) for part in ("seconds", "dense_seconds"))
         note = "" if len(found) == len(cells) else f"{len(cells) - len(found)} of {len(cells)} {NOT_RUN}"
         rows.append((
-            *name, len(found), statistics.fmean(psnr), interval(psnr), statistics.fmean(row["ssim"] for row in found),
-            statistics.fmean(lpips) if lpips else None, *(statistics.fmean(row[part] for row in found) for part in DENSITIES),
-            statistics.fmean(recall) if recall else None, seconds, dense / seconds, note,
+            *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in (*others, *DENSITIES, "recall")),
+            seconds, dense / seconds, note,
         ))  # fmt: skip
     columns = (*map(Column, heads), *QUALITY)
     # a column that nothing was measured for says nothing
@@ -247,19 +268,46 @@ def psnr_finding(
     return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
 
 
-def trade_off(gathered: Gathered, label: Callable[[Mapping[str, Any]], Label]) -> Curve:
-    points = []
-    for name, cells in _labelled(gathered.cells, label).items():
-        found = [record["row"] for record in gathered.of(cells)]
-        if found and name[0] != FLOOR:
-            points.append(
-                (
-                    statistics.fmean(row["seconds"] for row in found),
-                    statistics.fmean(row["psnr"] for row in found),
-                    " ".join(name),
-                )
-            )
-    return Curve("seconds", "PSNR against dense, dB", tuple(points))
+MEASURES = {"psnr": "PSNR against dense, dB", "error": "relative error of frames"}
+AXES = {"cost": "attention, share of all-dense", "seconds": "seconds of a video"}
+Runs = Mapping[Label, Sequence[Mapping[str, Any]]]  # (guidance, series, label): rows
+
+
+def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
+    """A row of panels for each guidance: every measure against the cost of attention and against seconds."""
+    rows = []
+    for scale in dict.fromkeys(guidance for guidance, _, _ in runs):
+        here = {name: found for name, found in runs.items() if name[0] == scale and found}
+        panels = []
+        for measure in measures:
+            if any(row.get(measure) is None for found in here.values() for row in found):
+                continue
+            for axis, title in AXES.items():
+                series = [
+                    Series(name, tuple(sorted(_point(found, axis, measure, label) for (_, of, label), found in here.items() if of == name)))
+                    for name in dict.fromkeys(of for _, of, _ in here)
+                ]
+                panels.append(Panel(title, MEASURES[measure], tuple(series), f"guidance {scale}" if scale else ""))
+        if panels:
+            rows.append(tuple(panels))
+    return Plot(tuple(rows)) if rows else None
+
+
+def runs_by(gathered: Gathered, label: Callable[[Mapping[str, Any]], Label]) -> Runs:
+    """Rows of what was run, without the floor, which has no place on a trade-off."""
+    cells = [cell for cell in gathered.cells if cell.request["method"] != FLOOR]
+    names = dict.fromkeys(label(cell.request) for cell in cells)
+    return {name: [record["row"] for record in gathered.of(c for c in cells if label(c.request) == name)] for name in names}
+
+
+def _point(found: Sequence[Mapping[str, Any]], axis: str, measure: str, label: str) -> tuple[float, float, float | None, str]:
+    values = [row[measure] for row in found]
+    return statistics.fmean(row[axis] for row in found), statistics.fmean(values), interval(values), label
+
+
+def _mean_of(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
+    values = [row[part] for row in found if row.get(part) is not None]
+    return statistics.fmean(values) if values else None
 
 
 def _place(request: Mapping[str, Any]) -> tuple[Any, ...]:

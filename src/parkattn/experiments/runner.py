@@ -1,13 +1,15 @@
-"""The runner: cells of five kinds, each with a content hash, made once by whichever process comes to it first.
+"""The runner: cells of six kinds, each with a content hash, made once by whichever process comes to it first.
 
 reference  a prompt and a seed with dense attention: raw frames, the video that every other one is compared with
 capture    queries and keys of a dense run
 retrieval  what compressing queries and keys costs, on a capture
-quality    a prompt, a seed and a method: PSNR and SSIM against the reference, density, recall, seconds
+quality    a prompt, a seed and a method: how far it is from the reference, density, recall, cost, seconds
 frames     a few frames of one video, for people
+bench      lines of park bench, of kernels alone
 
 A density that is asked for is reached by a budget, found once per method on the capture of a prompt that is in no table
-(`budget`). What a cell needs is made when the cell is: a finished cell needs nothing.
+(`budget`). What a cell needs is made when the cell is: a finished cell needs nothing. With keep="records" references and
+captures, which are large, are held in memory while cells need them, and never written.
 """
 
 from __future__ import annotations
@@ -21,21 +23,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
-from parkattn.experiments.evaluation import FLOOR, FORMATS, Evaluation, file_hash, named_cell
+from parkattn.experiments.bench_lines import measure_benchmark, read_lines
+from parkattn.experiments.captures import Captured, Selection, capture_calls, layer_count, read_captures, write_captures
+from parkattn.experiments.evaluation import (
+    FLOOR,
+    FORMATS,
+    CellError,
+    Evaluation,
+    Filled,
+    UnreachableDensityError,
+    file_hash,
+    named_cell,
+)  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
-from parkattn.hosts.diffusers.session import transformers_of
+from parkattn.experiments.quality import measure_frames, whole_run_cost
 from parkattn.methods import make_method, method_entry
-from parkattn.metrics import fidelity
 from parkattn.metrics.budget import solve_budget
-from parkattn.models import row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
 from parkattn.settings import MethodConfig
-from parkattn.store import Cell, Making, Record, Say, Store
+from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash, read_record
 from parkattn.studio import checkpoints
 from parkattn.studio.compare import warm_up
 from parkattn.studio.generate import (
@@ -54,12 +65,6 @@ SHOWN = 5  # frames of a video
 MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
-class CellError(Exception):
-    def __init__(self, cell: Cell, reason: str) -> None:
-        super().__init__(reason)
-        self.cell, self.reason = cell, reason
-
-
 class Lab:
     """Cells of one evaluation in one folder; the pipeline is loaded when the first cell needs it."""
 
@@ -68,26 +73,38 @@ class Lab:
         self.store = Store(out / "cells", say)
         wanted = ("steps", "frames", "height", "width", "model", "device", "dtype", "offload")
         base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
-        self.base, self.folder = prepare(base)
+        # records of another machine's device can be drawn on any
+        self.base, self.folder = prepare(dataclasses.replace(base, device="cpu") if evaluation.draw else base)
+        if evaluation.draw and base.device != "auto":
+            self.base = dataclasses.replace(self.base, device=base.device, dtype=checkpoints.choose_dtype(base.dtype, base.device))
         self.made: list[str] = []
-        self._held: dict[str, Any] = {}  # the last reference and the last captures read
+        self.lines = read_lines(evaluation.records)
+        self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
+        self._warm: set[str] = set()
 
     # what can be asked for
 
-    def quality_cell(self, request: Request, method: str, *, density: float | None = None, **changes: Any) -> Cell:
-        """density: of the sparse steps, reached by the method's budget; None: by its own settings."""
-        asked = self._asked(request) | {
-            "method": method,
-            "changes": self.evaluation.changes | changes,
-            "density": density,
-        }
-        label = f"{method.replace(' ', '-')}" if density is None else f"{method.replace(' ', '-')}-at-{density:g}"
+    def quality_cell(
+        self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
+    ) -> Cell:
+        """density: of the sparse steps, reached by the method's budget; None: by its own settings, or by those of a profile."""
+        asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes | changes, "density": density}
+        if profile is not None:
+            asked["profile"] = profile
+        label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")
         # a group shares its reference
         return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
     def frames_cell(self, request: Request, method: str) -> Cell:
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
         return named_cell("frames", method, asked, ending=".npy")
+
+    def bench_cells(self, benchmark: str) -> list[Cell]:
+        """Of this machine's GPU; where nothing is made, of every GPU that is there."""
+        if self.evaluation.draw:
+            found = [read_record(path) for path in sorted(self.store.folder.glob(f"bench-{benchmark}-*.json"))]
+            return [named_cell("bench", benchmark, record["request"]) for record in found if record is not None]
+        return [named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})]
 
     def load_frames(self, record: Record) -> Frames:
         return _as_frames(self.store.load(record, next(iter(record["files"]))))
@@ -108,9 +125,10 @@ class Lab:
 
     # how it is made
 
-    def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> tuple[dict[str, Record], dict[str, str]]:
-        """Records by cell name, and why others could not be made: one that fails leaves the others alone."""
+    def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> Filled:
+        """One that fails leaves the others alone."""
         failures: dict[str, str] = {}
+        left_out: dict[str, str] = {}
         done: set[str] = set()
         rest = list({cell.name: cell for cell in cells}.values())
 
@@ -119,26 +137,51 @@ class Lab:
                 done.add(cell.name)
                 advance()
 
+        def give_up(cell: Cell, reason: str, *, unreachable: bool = False) -> None:
+            nonlocal rest
+            (left_out if unreachable else failures)[cell.name] = reason
+            finished(cell)
+            self.say(f"{cell.name}: {reason}")
+            rest = [other for other in rest if other.name != cell.name]
+
         def make(making: Making) -> None:
+            if making.cell.format != FORMATS["bench"] and "file" not in making.cell.request:
+                _ = self.pipe  # a model that cannot be loaded ends the run: no cell could be made
             try:
                 self._make(making)
-            except (ValueError, NotImplementedError, RuntimeError) as error:
-                raise CellError(making.cell, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            except (ValueError, NotImplementedError, RuntimeError, ImportError) as error:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise CellError(making.cell, reason, unreachable=isinstance(error, UnreachableDensityError)) from error
             finished(making.cell)
 
+        known = self.unreachable(rest)
+        for cell in list(rest):
+            if cell.name in known:
+                give_up(cell, known[cell.name], unreachable=True)
+            elif (found := self.store.look(cell)).state == OTHER:
+                path = self.store.folder / f"{cell.name}.json"
+                give_up(cell, f"out: expected {path} to answer its name, got one {found.reason}; remove it, or pass another --out.")
         while True:
             try:
-                return self.store.fill(rest, make, kept=finished), failures
+                return Filled(self.store.fill(rest, make, kept=finished), failures, left_out)
             except CellError as failure:
-                failures[failure.cell.name] = failure.reason
-                finished(failure.cell)
-                self.say(f"{failure.cell.name}: {failure.reason}")
-                rest = [cell for cell in rest if cell.name not in failures]
+                give_up(failure.cell, failure.reason, unreachable=failure.unreachable)
 
     def finished(self, cells: Sequence[Cell]) -> dict[str, Record]:
         """What is there already, by cell name."""
-        found = {cell.name: self.store.find(cell) for cell in cells}
-        return {name: record for name, record in found.items() if record is not None}
+        found = {cell.name: self.store.look(cell) for cell in cells}
+        return {name: each.record for name, each in found.items() if each.state == FINISHED and each.record is not None}
+
+    def unreachable(self, cells: Sequence[Cell]) -> dict[str, str]:
+        """Why cells were left out, as far as budgets that are there tell."""
+        found = {}
+        for cell in cells:
+            name, density = cell.request.get("method"), cell.request.get("density")
+            if name is not None and density is not None:
+                record = self.store.look(self._budget_cell(name, density, dict(cell.request["changes"]))).record
+                if record is not None and (reason := _too_far(record["budget"], name, density)):
+                    found[cell.name] = reason
+        return found
 
     @functools.cached_property
     def pipe(self) -> Any:
@@ -148,6 +191,7 @@ class Lab:
         makers = {
             "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
             "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
+            "bench": lambda making: {"lines": measure_benchmark(making.cell.request["benchmark"])},
         }  # fmt: skip
         kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
         found = kinds[making.cell.format](making)
@@ -155,12 +199,22 @@ class Lab:
         self.made.append(making.cell.name)
 
     def _make_reference(self, making: Making) -> Record:
-        request = self._fitted(making.cell)
-        if request.device.startswith("cuda"):
-            warm_up(self.pipe, request, MethodConfig())
+        frames, found = self._dense_video(making.cell)
+        making.write(making.cell.files[0], _as_npy(frames))
+        return found
+
+    def _dense_video(self, cell: Cell) -> tuple[Frames, Record]:
+        request = self._fitted(cell)
+        self._warm_up(request, MethodConfig())
         made = generate_frames(self.pipe, request, MethodConfig(), recall_rows=0)
-        making.write(making.cell.files[0], _as_npy(made.frames))
-        return {"seconds": made.measured["seconds"]}
+        return made.frames, {"seconds": made.measured["seconds"]}
+
+    def _warm_up(self, request: Request, config: MethodConfig) -> None:
+        """Once for a method and its settings: what its kernels need is compiled for every prompt, seed and density."""
+        what = content_hash([request.method, request.preset, request.changes, request.guidance])
+        if request.device.startswith("cuda") and what not in self._warm:
+            warm_up(self.pipe, request, config)
+            self._warm.add(what)
 
     def _make_frames(self, making: Making) -> Record:
         asked = making.cell.request
@@ -177,19 +231,16 @@ class Lab:
         # first, so that a density that cannot be reached costs nothing
         budget = None if density is None else self._matched_budget(name, density, changes)
         reference, dense = self._reference(making.cell)
-        request = dataclasses.replace(self._fitted(making.cell), changes=changes)
+        request = dataclasses.replace(self._fitted(making.cell), changes=changes, preset=making.cell.request.get("profile"))
         request = for_method(request, "dense" if name == FLOOR else name)
         config = config_for(request, self.pipe)
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
-        if request.device.startswith("cuda"):
-            warm_up(self.pipe, request, config)
+        self._warm_up(request, config)
         made = generate_frames(self.pipe, request, config)
-        found, lpips = made.measured, fidelity.lpips_per_frame(made.frames, reference)
-        row = {
-            "psnr": statistics.fmean(fidelity.psnr_per_frame(made.frames, reference)),
-            "ssim": statistics.fmean(fidelity.ssim_per_frame(made.frames, reference)),
-            "lpips": None if lpips is None else statistics.fmean(lpips),
+        found = made.measured
+        video, by_frame = measure_frames(made.frames, reference, request.device)
+        row = video | whole_run_cost(found) | {
             "density": 1.0 if found["density_sparse_steps"] is None else found["density_sparse_steps"],
             "density_all_steps": found["density"],
             "recall": found["recall"]["mean"] if found["recall"] else None,
@@ -197,24 +248,27 @@ class Lab:
             "dense_seconds": dense["seconds"]["total"],
             "denoise_seconds": found["seconds"]["denoise"],
             "dense_denoise_seconds": dense["seconds"]["denoise"],
-        }
+            "attention_seconds": found["seconds"]["attention"],
+            "dense_attention_seconds": dense["seconds"]["attention"],
+        }  # fmt: skip
         return {
             "row": row,
+            "by_frame": by_frame,
             "budget": budget,
             "config": config.to_dict(),
             "resolved": request.to_dict() | {"model": None},
         }
 
     def _make_capture(self, making: Making) -> Record:
-        request, asked = self._fitted(making.cell), making.cell.request["capture"]
-        selection = Selection(
-            **{name: value for name, value in asked.items() if name != "steps"},
-            steps=self._captured_steps(request, asked["steps"]),
-        )
-        calls = capture_calls(self.pipe, request, selection)
+        calls = self._capture(making.cell)
         about = {name: value for name, value in making.cell.request.items() if name != "capture"}
         making.write(making.cell.files[0], lambda path: write_captures(path, calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
+
+    def _capture(self, cell: Cell) -> list[Captured]:
+        request, asked = self._fitted(cell), cell.request["capture"]
+        rest = {name: value for name, value in asked.items() if name != "steps"}
+        return capture_calls(self.pipe, request, Selection(**rest, steps=self._captured_steps(request, asked["steps"])))
 
     def _make_retrieval(self, making: Making) -> Record:
         config = ParkConfig.from_dict(making.cell.request["config"])
@@ -243,13 +297,10 @@ class Lab:
     # what cells need of each other
 
     def _reference(self, cell: Cell) -> tuple[Frames, Record]:
-        asked = {name: value for name, value in cell.request.items() if name not in ("changes", "density")} | {"method": "dense"}
+        asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {"method": "dense"}
         wanted = named_cell("reference", "dense", asked, ending=".npy")
-        if wanted.name not in self._held:
-            self._held.clear()
-            record = self._need(wanted)
-            self._held[wanted.name] = self.load_frames(record), record
-        return self._held[wanted.name]
+        found: tuple[Frames, Record] = self._hold(wanted, self._dense_video, lambda record: (self.load_frames(record), record))
+        return found
 
     def _captured(self, cell: Cell) -> list[Captured]:
         if "file" in cell.request:
@@ -266,22 +317,25 @@ class Lab:
             capture["layers"] = self._spread_layers()
         asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)}
         wanted = named_cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
-        if wanted.name not in self._held:
-            self._held.clear()
-            self._need(wanted)
-            self._held[wanted.name] = read_captures(self.store.folder / wanted.files[0])[0]
-        return self._held[wanted.name]
+        read = lambda record: read_captures(self.store.folder / wanted.files[0])[0]  # noqa: E731
+        found: list[Captured] = self._hold(wanted, self._capture, read)
+        return found
+
+    def _hold(self, cell: Cell, make: Callable[[Cell], Any], read: Callable[[Record], Any]) -> Any:
+        """The content of a large cell: what was last asked of its format, from the store, or made, and kept there if things are."""
+        if self._held.get(cell.format, ("", None))[0] != cell.name:
+            self._held.pop(cell.format, None)
+            record = self.store.find(cell) if self.evaluation.keep == "records" else self._need(cell)
+            self._held[cell.format] = cell.name, make(cell) if record is None else read(record)
+        return self._held[cell.format][1]
 
     def _need(self, cell: Cell) -> Record:
         return self.store.fill([cell], self._make)[cell.name]
 
     def _matched_budget(self, method: str, density: float, changes: dict[str, Any]) -> dict[str, Any]:
         budget: dict[str, Any] = self._need(self._budget_cell(method, density, changes))["budget"]
-        if abs(budget["density"] - density) > MATCHED:
-            raise ValueError(
-                f"density: expected a {budget['field']} of {method} that gives {density:g} at this size, got {budget['density']:.2f} "
-                "at best; compare it at its own settings."
-            )
+        if reason := _too_far(budget, method, density):
+            raise UnreachableDensityError(reason)
         return budget
 
     def _budget_cell(self, method: str, density: float, changes: dict[str, Any]) -> Cell:
@@ -318,16 +372,12 @@ class Lab:
         return [round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)]
 
 
-def layer_count(pipe: Any) -> int:
-    return max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(pipe).values())
-
-
-def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
-    """The chosen calls of a dense run of a request that fits the pipeline."""
-    assert request.steps
-    capture = Capture(selection, layer_count(pipe), request.steps)
-    generate_frames(pipe, request, MethodConfig(), method=capture, recall_rows=0, decode=False)
-    return list(capture.kept.values())
+def _too_far(budget: Record, method: str, density: float) -> str:
+    """Empty where the density is the one asked for."""
+    if abs(budget["density"] - density) <= MATCHED:
+        return ""
+    wanted = f"density: expected a {budget['field']} of {method} that gives {density:g} at this size"
+    return f"{wanted}, got {budget['density']:.2f} at best; compare it at its own settings."
 
 
 def _as_npy(frames: Frames) -> bytes:

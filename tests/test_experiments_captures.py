@@ -1,0 +1,104 @@
+"""`park capture`: which calls are kept, in which file, and what is measured on them."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from parkattn.experiments import mismatches
+from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
+from parkattn.experiments.mismatches import measure_call
+from parkattn.metrics.retrieval import attention_recall
+from parkattn.park import ParkConfig
+from parkattn.plan import Plan, arrange
+from parkattn.retrieval import pama, select_top_p
+from parkattn.site import CallSite
+
+
+def test_a_long_call_is_measured_on_a_sample_of_its_queries_for_the_log_mass_alone(monkeypatch):
+    q, k = (2 * x for x in _problem(heads=1, tokens=256)[:2])
+    config = ParkConfig(query_clusters=4, key_clusters=16)
+    whole = measure_call(Captured(q, k, CallSite()), config)
+    monkeypatch.setattr(mismatches, "LOG_MASS_QUERIES", 64)
+    part = measure_call(Captured(q, k, CallSite()), config)
+    for metric in ("euclidean", "query-response"):
+        sample, all_of_it = part["keys"][metric].pop("log_mass")[0], whole["keys"][metric].pop("log_mass")[0]
+        # 64 of 256 rows, each within a factor of 3 of the mean: half the mean is six standard errors
+        assert sample != all_of_it and abs(sample - all_of_it) < 0.5 * all_of_it
+    assert part == whole
+
+
+def _problem(heads=4, tokens=48):
+    torch.manual_seed(0)
+    return [torch.randn(1, heads, tokens, 16) for _ in range(3)]
+
+
+def _captured(selection, **site):
+    capture = Capture(selection, layers=2, steps=3)
+    q, k, v = _problem()
+    for step in range(3):
+        for branch in ("cond", "uncond"):
+            for layer in range(2):
+                capture(
+                    q + step,
+                    k + layer,
+                    v,
+                    CallSite(layer=layer, step=step, branch=branch, grid=(3, 4, 4), total_steps=3, **site),
+                )
+    return capture
+
+
+def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path):
+    chosen = Selection(layers=(1,), heads=(0, 3), steps=(0, 2), first_branch=True, values=True)
+    valid = torch.arange(48).lt(40).unsqueeze(0)
+    calls = list(_captured(chosen, text=slice(0, 4), key_valid=valid, noise_levels=(1.0, 0.5, 0.1)).kept.values())
+    assert [call.name for call in calls] == ["transformer/1/0/cond", "transformer/1/2/cond"]
+    q, k, v = _problem()
+    assert torch.equal(calls[1].q, (q + 2)[:, [0, 3]]) and torch.equal(calls[1].k, (k + 1)[:, [0, 3]])
+    for again in ("c", "d", "e", "f"):
+        write_captures(tmp_path / f"{again}.safetensors", calls, {"prompt": "p"})
+        assert (tmp_path / f"{again}.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+    back, about = read_captures(tmp_path / "c.safetensors")
+    assert about == {"prompt": "p"}
+    for call, same in zip(calls, back, strict=True):
+        assert torch.equal(call.q, same.q) and torch.equal(call.k, same.k) and torch.equal(v[:, [0, 3]], same.site.values)
+        assert torch.equal(same.site.key_valid, valid)
+        plain = [dataclasses.replace(c.site, values=None, key_valid=None) for c in (call, same)]
+        assert plain[0] == plain[1]
+    assert [x.shape[2] for x in back[0].video_tokens()] == [36, 36], "text and padding are no video tokens"
+
+
+def test_a_capture_beyond_its_limit_is_refused_at_the_first_call_or_has_fewer_heads():
+    one_head = 2 * 3 * 2 * 48 * 16 * 4  # layers, steps, q and k, tokens, features, bytes
+    with pytest.raises(ValueError, match=r"^limit: expected captures of at most .*; choose fewer layers, heads or steps\.$"):
+        _captured(Selection(first_branch=True, limit=4 * one_head - 1))
+    thinned = _captured(Selection(first_branch=True, limit=2 * one_head, thin_heads=True))
+    assert thinned.bytes == 2 * one_head and all(
+        torch.equal(call.q[0, 1], _problem()[0][0, 2] + call.site.step) for call in thinned.kept.values()
+    )
+
+
+def test_files_that_are_no_capture_are_refused_in_one_line(tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "text").write_text("no tensors")
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "other"))
+    for name in ("absent", "text", "other"):
+        with pytest.raises(ValueError, match=r"^captures: expected a file written by park capture, got [^\n]*\.$"):
+            read_captures(Path(tmp_path / name))
+
+
+def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_error():
+    q, k = (2 * x for x in _problem(heads=2, tokens=256)[:2])
+    config = ParkConfig(query_clusters=4, key_clusters=16)
+    found = measure_call(Captured(q, k, CallSite()), config)
+    assert found["tv"]["exact"] == [0.0] * q.shape[1]
+    assert min(found["recall"]["Clustered"]["top_p"]["exact"]) >= 0.9 - 1e-6
+    labels = torch.arange(q.shape[2]).div(q.shape[2] // 4, rounding_mode="floor").int().expand(q.shape[:3])
+    keys = torch.arange(k.shape[2]).div(k.shape[2] // 16, rounding_mode="floor").int().expand(k.shape[:3])
+    mask = select_top_p(pama(q, k, labels, 4, keys, 16), 0.9)
+    plan = Plan(arrange(labels, 4), arrange(keys, 16), mask, 4, 16)
+    assert found["recall"]["Original"]["top_p"]["pama"] == pytest.approx(attention_recall(q, k, plan).flatten().tolist(), abs=1e-5)
