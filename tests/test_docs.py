@@ -36,7 +36,11 @@ NOT_RUN = re.compile(r"<!-- not run: (.+) -->\n$")
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)\n(?P<body>.*?)^(?P=fence)\n", flags=re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)(?:(?: {4}.*)?\n)*(?=\n|\Z|\S)")
 # blocks of code that no test runs, each with the reason that its page gives
-UNTESTED = {"docs/integrate.md": ["it needs one process per GPU; tests run the same calls of examples/multi_gpu.py"]}
+UNTESTED = {
+    "docs/integrate.md": ["it needs one process per GPU; tests run the same calls of examples/multi_gpu.py"],
+    "docs/quantised.md": ["it needs a GPU and the model's weights; tests load tiny models the same way"] * 4,
+    "docs/metrics.md": ["it converts weights that have to be downloaded first"],
+}
 
 
 def name_of(path: Path) -> str:
