@@ -18,7 +18,7 @@ from parkattn.bench import commands as bench
 from parkattn.checks import did_you_mean, expect_count, shown
 from parkattn.experiments import commands as experiments
 from parkattn.files import explained, make_folder
-from parkattn.methods import METHODS, register_installed
+from parkattn.methods import METHODS
 from parkattn.settings import LARGEST_SEED
 from parkattn.studio import commands as studio
 
@@ -61,7 +61,6 @@ def scene(
 @app.command()
 def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings and presets, for programs.")] = False) -> None:
     """Every method: PARK, what it is compared with, and what installed packages bring along."""
-    register_installed()
     if as_json:
         known = {
             name: {
