@@ -230,7 +230,7 @@ def ablation(
     overwrite: Overwrite = False,
 ) -> None:
     """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
-    from parkattn.studio.ablation import BLOCKS, METHODS, AblationSettings, run_ablation, to_markdown
+    from parkattn.studio.ablation import BLOCKS, AblationSettings, budgeted_methods, run_ablation, to_markdown
     from parkattn.studio.generate import Request
 
     try:
@@ -238,8 +238,7 @@ def ablation(
     except ValueError:
         raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
 
-    names = tuple(methods.split(",")) if methods else METHODS
-    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
+    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=budgeted_methods(methods), density=density, budget=budget)
     request = Request(
         prompt="held out", changes=BLOCKS | _changes(settings), steps=steps, height=height, width=width, frames=frames,
         device=device, dtype=dtype,
