@@ -69,7 +69,7 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
     floor: float = 0.1
     refresh_interval: int | None = 1
     density_profile: str | None = None
-    """File of a density profile (DensityProfile.save); None: `floor` for every head."""
+    """File of a density profile (park profile), or sprites: that of the model in the box. None: `floor` for every head."""
     floor_clip: tuple[float, float] = (0.15, 0.20)
     """Least and largest floor that a profile may ask for."""
     recluster_interval: int = 40
@@ -157,7 +157,7 @@ class SvooPlanner:
         if len(needed) != q.shape[1]:
             raise ValueError(
                 f"profile: expected one density per head, {q.shape[1]} of them, got {len(needed)}; "
-                "measure the profile with this model, or pass density_profile=None where heads are spread over devices."
+                "measure the profile with this model, or pass density_profile=None where heads are spread over GPUs."
             )
         # one head without an entry, and the whole layer takes the fallback
         return torch.where(needed.isnan().any(), self.config.floor, needed.clamp(*self.config.floor_clip))
