@@ -1,7 +1,8 @@
-"""Every method in real pipelines: Wan, HunyuanVideo with text and padding, compiled, and on two gloo ranks (this file is the worker)."""
+"""Every method in real pipelines: Wan, HunyuanVideo with text and padding, compiled, the shipped model, two gloo ranks (this file works)."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -14,8 +15,15 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from parkattn.baselines.density_profile import DensityProfile
 from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS, MODULES
+from parkattn.sprites import grammar
+from parkattn.studio import checkpoints
+from parkattn.studio.ablation import budgeted_methods
+from parkattn.studio.compare import choose_methods
+from parkattn.studio.density import measure_profile
+from parkattn.studio.generate import Request, config_for, generate_frames
 from small_methods import SMALL
 
 pytestmark = [
@@ -77,22 +85,45 @@ def test_a_method_in_compiled_blocks_gives_the_latents_of_eager_ones(compiled, n
     assert report.calls == said.calls
 
 
-def test_all_methods_are_compared_at_their_defaults_with_the_shipped_model(tmp_path):
-    from parkattn.studio.compare import choose_methods, compare
-    from parkattn.studio.generate import Request
+SHIPPED = Request(prompt=grammar.EXAMPLE, height=64, width=96, frames=9, steps=2, guidance=1.0, device="cpu", dtype="float32")
 
-    names = choose_methods("all")
-    assert set(names) == set(NAMES)
-    request = Request(prompt="a red circle moves right over blue waves", height=64, width=96, frames=9, steps=2, device="cpu")
-    rows = {row["method"]: row for row in compare(request, names, tmp_path, recall_rows=0)["methods"]}
-    # 4 x 6 cells of a frame are fewer than a window of 3 tiles of 8 x 8
-    whole = {"dense", "sta"}
-    assert {name for name, row in rows.items() if row["density_sparse_steps"] in (None, 1.0)} == whole
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The trained model in the box."""
+    return checkpoints.load_pipeline(checkpoints.find_model(None))
+
+
+@every_method
+def test_a_method_runs_at_its_defaults_with_the_shipped_model(shipped, name):
+    asked = dataclasses.replace(SHIPPED, method=name)
+    made = generate_frames(shipped, asked, config_for(asked, shipped), recall_rows=0, decode=False).measured
+    # 4 x 6 cells of a frame are fewer than STA's window of 3 tiles of 8 x 8
+    assert (made["density_sparse_steps"] in (None, 1.0)) == (name in ("dense", "sta"))
+
+
+def test_svoo_takes_the_profile_of_the_model_in_the_box_unless_told_otherwise(shipped):
+    asked = dataclasses.replace(SHIPPED, method="svoo")
+    assert config_for(asked, shipped).density_profile == "sprites"
+    assert config_for(dataclasses.replace(asked, changes={"density_profile": None}), shipped).density_profile is None
+    assert config_for(dataclasses.replace(asked, model="another"), shipped).density_profile is None
+
+
+def test_park_profile_writes_what_the_heads_of_a_model_need(shipped, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: shipped)
+    prompts, out = [grammar.EXAMPLE, "a cyan star moves down over grey checks"], tmp_path / "new" / "density.safetensors"
+    made = measure_profile(SHIPPED, prompts, out, samples=8)
+    assert made.densities.shape == (2, 6, 3) and not made.densities.isnan().any()
+    assert torch.equal(DensityProfile.load(out).densities, made.densities)
+    with pytest.raises(ValueError, match=r"^out: expected a file that is not there yet"):
+        measure_profile(SHIPPED, prompts, out)
+
+
+def test_a_comparison_of_all_methods_takes_every_one():
+    assert choose_methods("all") == NAMES
 
 
 def test_an_ablation_of_all_methods_takes_those_whose_density_can_be_set():
-    from parkattn.studio.ablation import budgeted_methods
-
     assert set(NAMES) - set(budgeted_methods("all")) == {"dense", "sta"}
     assert budgeted_methods("park,sol") == ("park", "sol")
 

@@ -9,6 +9,7 @@ A package offers methods by an entry point whose value is a `MethodEntry` or a s
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import warnings
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +94,19 @@ def register_installed() -> None:
         except Exception as failure:  # whatever another package does at import: the others stay usable
             said = f"{type(failure).__name__}: {failure}"
             warnings.warn(f"plug-in {point.value}: expected a MethodEntry, got {said}; correct or uninstall that package.", stacklevel=2)
+
+
+def register_from(where: str) -> MethodEntry:
+    """The entry at "module:ENTRY", registered. Importing the module runs its code, which the user named."""
+    module, colon, name = where.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name) if module and colon and name else None
+    except (ImportError, AttributeError) as failure:
+        said = f"{type(failure).__name__}: {failure}"
+        raise ValueError(f"method: expected module:ENTRY on the import path, got {shown(where)} ({said}); set PYTHONPATH.") from None
+    if found is None:
+        raise ValueError(f"method: expected module:ENTRY, got {shown(where)}; write for example my_package.window:ENTRY.")
+    return register(found)
 
 
 def configured_method(

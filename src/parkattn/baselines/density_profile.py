@@ -28,7 +28,7 @@ from parkattn.site import AttentionOutput, AttentionStats, CallSite
 MASS = 0.95
 QUERIES_AT_ONCE = 512  # bounds the sorted [queries, keys] probabilities
 _FORMAT = "parkattn.density-profile.1"
-# made by: park profile --samples 256 --out FILE, with eight prompts of the grammar that are not held out
+# park profile --samples 256 --height 128 --width 192 --frames 17, with four prompts of the grammar that are not held out
 IN_THE_BOX = {"sprites": Path(__file__).with_name("sprites_density.safetensors")}
 
 
