@@ -15,6 +15,9 @@ centroids are the old ones, and the map is made again from them: only the floor 
 Defaults are those of the authors' scripts for Wan2.1-14B: 256 and 1024 clusters, 2 iterations, top_p 0.90, floor_clip
 (0.15, 0.20), floor 0.10, 20 % dense steps; the presets have the other models'.
 
+A profile has one density per head of the model. Where heads are spread over GPUs (Ulysses) a call shows some of them without
+saying which, and is refused with a profile; without one every head's plan is its own, as in every other method here.
+
 The paper describes another rule (the quantile of a Gaussian fit over calibration inputs, and a minimum or maximum of recall and
 sparsity); the authors' code is followed here.
 

@@ -15,7 +15,7 @@ from parkattn.bench.problems import Case, Shape, mixture, verdict
 from parkattn.bench.timing import extra_mb, free_memory, median_ms
 from parkattn.methods import METHODS, make_method
 from parkattn.planned import PlannedMethod, make_plan
-from parkattn.settings import PlannedConfig
+from parkattn.settings import Clusters, PlannedConfig
 from parkattn.site import AttentionMethod, CallSite
 
 SIZES = {"wan-14b": (40, (21, 45, 80), 0), "hunyuan": (24, (32, 45, 80), 256)}  # heads, grid, text tokens
@@ -50,9 +50,12 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, r
 
 
 def _method(name: str, rehearse: bool) -> AttentionMethod:
-    """At its defaults; a rehearsal runs the kernels in the interpreter, where "auto" would take the definitions."""
-    planned = issubclass(METHODS[name].config, PlannedConfig)
-    return make_method(name, {"backend": "triton"} if rehearse and planned else None)
+    """At its defaults; a rehearsal runs the kernels in the interpreter, where "auto" would take the definitions, and few iterations."""
+    if not rehearse:
+        return make_method(name)
+    config = METHODS[name].config
+    few = {"kmeans_iterations": 2, "warm_iterations": 1} if issubclass(config, Clusters) else {}
+    return make_method(name, few | ({"backend": "triton"} if issubclass(config, PlannedConfig) else {}))
 
 
 def _costs(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite, repeats: int) -> dict[str, float]:

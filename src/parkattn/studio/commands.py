@@ -217,7 +217,9 @@ def ablation(
     out: Annotated[Path, typer.Option(help="Folder for results and the table.")] = Path("out/ablation"),
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
     seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
-    methods: Annotated[str | None, typer.Option(help="Names separated by commas; PARK and its ablations when not given.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given.")
+    ] = None,
     density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
     budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
     settings: Settings = None,
