@@ -1,4 +1,4 @@
-"""Settings of every method for a few dozen tokens: some blocks are skipped, and plans are made more than once in a run of four steps."""
+"""Settings of every method for a few dozen tokens: some blocks are skipped, and three of four steps are sparse."""
 
 from __future__ import annotations
 

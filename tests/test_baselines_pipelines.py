@@ -1,4 +1,7 @@
-"""Every method in real pipelines: Wan, HunyuanVideo with text and padding, compiled, the shipped model, two gloo ranks (this file works)."""
+"""Every method in real pipelines: tiny Wan and HunyuanVideo, compiled, the shipped model, two gloo ranks.
+
+Run by torchrun, this file is the worker.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,8 @@ def test_a_method_in_compiled_blocks_gives_the_latents_of_eager_ones(compiled, n
     assert report.calls == said.calls
 
 
-SHIPPED = Request(prompt=grammar.EXAMPLE, height=64, width=96, frames=9, steps=2, guidance=1.0, device="cpu", dtype="float32")
+SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 2}
+SHIPPED = Request(prompt=grammar.EXAMPLE, guidance=1.0, device="cpu", dtype="float32", **SIZE)
 
 
 @pytest.fixture(scope="module")

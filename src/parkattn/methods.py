@@ -28,7 +28,7 @@ MODULES = (dense, park, sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, 
 
 
 class MethodTable(UserDict[str, MethodEntry]):
-    """Entries by name. Installed packages are asked for theirs once: when the table is listed, or has not the name that is wanted."""
+    """Entries by name. Installed packages are asked for theirs once: when it is listed, or lacks the name that is wanted."""
 
     complete = False
 
@@ -103,7 +103,8 @@ def register_from(where: str) -> MethodEntry:
         found = getattr(importlib.import_module(module), name) if module and colon and name else None
     except (ImportError, AttributeError) as failure:
         said = f"{type(failure).__name__}: {failure}"
-        raise ValueError(f"method: expected module:ENTRY on the import path, got {shown(where)} ({said}); set PYTHONPATH.") from None
+        advice = "set PYTHONPATH."
+        raise ValueError(f"method: expected module:ENTRY on the import path, got {shown(where)} ({said}); {advice}") from None
     if found is None:
         raise ValueError(f"method: expected module:ENTRY, got {shown(where)}; write for example my_package.window:ENTRY.")
     return register(found)
@@ -149,7 +150,8 @@ def _made(entry: MethodEntry, config: MethodConfig) -> AttentionMethod:
     """Tables and summaries name a run by its method: it must be the name that was asked for."""
     made = entry.make(config)
     if made.name != entry.name:
-        raise ValueError(f"make: expected a method named {entry.name!r} as its entry is, got {shown(made.name)}; give both one name.")
+        got = f"{shown(made.name)}; give both one name."
+        raise ValueError(f"make: expected a method named {entry.name!r} as its entry is, got {got}")
     return made
 
 

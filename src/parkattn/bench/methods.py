@@ -50,7 +50,7 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, r
 
 
 def _method(name: str, rehearse: bool) -> AttentionMethod:
-    """At its defaults; a rehearsal runs the kernels in the interpreter, where "auto" would take the definitions, and few iterations."""
+    """At its defaults; a rehearsal runs the kernels in the interpreter, where "auto" would not, and few iterations."""
     if not rehearse:
         return make_method(name)
     config = METHODS[name].config

@@ -1,11 +1,11 @@
-"""The authors' own kernels beside ours on the same tensors, for time only: what a user gets who installs their package instead.
+"""The authors' own kernels beside ours on the same tensors, for time only: what a user gets from their package instead.
 
-| package          | kernel                            | ours beside it                    | needs                                  |
-|------------------|-----------------------------------|-----------------------------------|----------------------------------------|
-| flashinfer       | variable-block attention, bf16    | attention over the same plan      | compiles at first use                  |
-| comfy-kitchen    | Sol-Attn, INT8, with its choice   | Sol-Attn's attention, and plan    | head dim 128                           |
-| sageattention    | dense, INT8 scores                | dense attention                   | 1.0.6 is Triton; later: from source    |
-| fastvideo-kernel | STA of 3 x 3 x 3 tiles, bf16      | STA's attention                   | sm_90, grids that its kernel knows     |
+| package          | kernel                          | ours beside it               | needs                               |
+|------------------|---------------------------------|------------------------------|-------------------------------------|
+| flashinfer       | variable-block attention, bf16  | attention over the same plan | compiles at first use               |
+| comfy-kitchen    | Sol-Attn, INT8, with its choice | Sol-Attn: attention, plan    | head dim 128                        |
+| sageattention    | dense, INT8 scores              | dense attention              | 1.0.6 is Triton; later: from source |
+| fastvideo-kernel | STA of 3 x 3 x 3 tiles, bf16    | STA: attention, plan         | sm_90, grids that its kernel knows  |
 
 Theirs get tokens in the order they want; ours in the model's, so that gathering is in our time and not in theirs.
 """
@@ -34,6 +34,8 @@ from parkattn.site import CallSite
 STA_GRID, STA_TILE, STA_WINDOW = (18, 48, 80), (6, 8, 8), (3, 3, 3)  # of their kernel
 DENSITY = 0.25
 INT8_ERROR = 0.1  # of the norm: scores of INT8 queries and keys, as their papers have them
+BF16_ERROR = 2.0**-6  # of the norm: weights and output of both sides are rounded to 8 bits
+FASTVIDEO = "pip install fastvideo-kernel==0.3.2"  # later ones want one version of torch
 
 
 class Call(NamedTuple):
@@ -78,7 +80,8 @@ def with_comfy_kitchen(q: Tensor, k: Tensor, v: Tensor) -> Call:
 def with_sageattention(q: Tensor, k: Tensor, v: Tensor) -> Call:
     sageattn: Any = importlib.import_module("sageattention").sageattn
     by_head = [x.contiguous() for x in (q, k, v)]
-    return Call(lambda: sageattn(*by_head, tensor_layout="HND"), partial(attend_every_key, q, k, v, resolve_for(q, "auto")))
+    ours = partial(attend_every_key, q, k, v, resolve_for(q, "auto"))
+    return Call(lambda: sageattn(*by_head, tensor_layout="HND"), ours)
 
 
 def with_fastvideo(q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -86,7 +89,8 @@ def with_fastvideo(q: Tensor, k: Tensor, v: Tensor) -> Call:
     order = tile_of_cell(STA_GRID, STA_TILE, q.device).argsort(stable=True)
     by_tile = [x[:, :, order].contiguous() for x in (q, k, v)]
     windows, name = [list(STA_WINDOW)] * q.shape[1], "x".join(map(str, STA_GRID))
-    attend, plan = _planned("sta", {"tile": STA_TILE, "window": STA_WINDOW}, q, k, v, CallSite(step=30, total_steps=50, grid=STA_GRID))
+    site = CallSite(step=30, total_steps=50, grid=STA_GRID)
+    attend, plan = _planned("sta", {"tile": STA_TILE, "window": STA_WINDOW}, q, k, v, site)
     return Call(partial(attention, *by_tile, windows, 0, False, name), attend, plan, order.expand(q.shape[:3]))
 
 
@@ -97,19 +101,20 @@ def _planned(
     method = make_method(name, settings)
     assert isinstance(method, PlannedMethod)
     make = partial(make_plan, q, k, method.planner, site, None)
-    return partial(attend_planned, q, k, v, make(), resolve_for(q, "auto"), compensate=method.config.compensate), make
+    backend, compensate = resolve_for(q, "auto"), method.config.compensate
+    return partial(attend_planned, q, k, v, make(), backend, compensate=compensate), make
 
 
 PACKAGES = {
-    "flashinfer-python": Package("flashinfer", "any blocks", "pip install 'parkattn[flashinfer]'", with_flashinfer, 2.0**-6),
+    "flashinfer-python": Package("flashinfer", "any blocks", "pip install 'parkattn[flashinfer]'", with_flashinfer, BF16_ERROR),
     "comfy-kitchen": Package("comfy_kitchen", "sol", "pip install comfy-kitchen", with_comfy_kitchen, INT8_ERROR),
     "sageattention": Package("sageattention", "dense", "pip install sageattention", with_sageattention, INT8_ERROR),
-    "fastvideo-kernel": Package("fastvideo_kernel", "sta", "pip install fastvideo-kernel==0.3.2", with_fastvideo, 2.0**-6, STA_GRID),
+    "fastvideo-kernel": Package("fastvideo_kernel", "sta", FASTVIDEO, with_fastvideo, BF16_ERROR, STA_GRID),
 }
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    """Where both compute the same they agree: all but Sol-Attn, whose kernel weighs what it skips by the mean query of a block."""
+    """Where both compute the same they agree: all but Sol-Attn, whose kernel weighs what it skips by a block's mean query."""
     for name, package in PACKAGES.items():
         if package.absence(device) is None and name != "comfy-kitchen":
             call = package.make(*_tensors(package, Shape(2, 4096, 16, 32), device))

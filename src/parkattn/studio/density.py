@@ -33,7 +33,8 @@ def measure_profile(
     first, folder = asked[0]
     pipe = checkpoints.load_pipeline(folder, device=first.device, dtype=first.dtype, offload=first.offload)
     for number, (one, _) in enumerate(asked, 1):
-        generate_frames(pipe, fit_to_pipeline(one, pipe), MethodConfig(), method=profiler, recall_rows=0, decode=False)
+        fitted = fit_to_pipeline(one, pipe)
+        generate_frames(pipe, fitted, MethodConfig(), method=profiler, recall_rows=0, decode=False)
         say(f"{number}/{len(asked)} {one.prompt}")
     profile = profiler.profile()
     profile.save(out)
