@@ -217,3 +217,10 @@ def test_a_profile_of_other_heads_or_no_profile_at_all_is_refused(tmp_path):
     (tmp_path / "other").write_bytes(b"no safetensors")
     with pytest.raises(ValueError, match="expected a density profile"):
         DensityProfile.load(tmp_path / "other")
+
+
+def test_the_profile_of_the_model_in_the_box_is_known_by_name():
+    found = DensityProfile.load("sprites").densities
+    # steps of its default run, layers, heads
+    assert found.shape == (16, 6, 3) and not found.isnan().any()
+    assert svoo.SvooConfig(density_profile="sprites").replace(top_p=0.5).density_profile == "sprites"

@@ -1,16 +1,22 @@
-"""The clustering baselines beyond the definitions: on the Triton backend, interpreted, and without waiting for a GPU."""
+"""Methods beyond the definitions: on the Triton backend, interpreted, without waiting for a GPU, and in how much of its memory."""
 
 import dataclasses
 import os
+import weakref
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from interpreted import run_interpreted
+from parkattn import backend
 from parkattn.backend import ReferenceBackend, resolve_for
-from parkattn.baselines import sparsepr, svg2, svg_ear, svoo
+from parkattn.baselines import radial, sparsepr, svg2, svg_ear, svoo
 from parkattn.cluster import Clustering, lloyd
+from parkattn.methods import MODULES, make_method
+from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parkattn.site import CallSite
 from strategies import clustered, normal
@@ -23,7 +29,7 @@ pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
 outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
 METHODS = {module.ENTRIES[0].name: module for module in (svg2, svoo, svg_ear, sparsepr)}
-PLANNERS = {"svg2": svg2.Svg2Planner, "svoo": svoo.SvooPlanner, "svg-ear": svg_ear.SvgEarPlanner, "sparsepr": sparsepr.SparsePrPlanner}
+PLANNED = [entry.name for module in MODULES for entry in module.ENTRIES if entry.name != "dense"]
 
 
 @outside
@@ -36,9 +42,11 @@ class ShapesOnly(ReferenceBackend):
     """Stands for kernels that fake tensors cannot run; what planners do around them is theirs."""
 
     def kmeans(self, x, clusters, **_):
-        b, h, n, d = x.shape
-        zeros = x.new_zeros
-        return Clustering(zeros(b, h, n, dtype=torch.int32), zeros(b, h, clusters, d).float(), zeros(b, h, clusters, dtype=torch.int32))
+        (b, h, n, d), count, zeros = x.shape, min(clusters, x.shape[2]), x.new_zeros
+        return Clustering(zeros(b, h, n, dtype=torch.int32), zeros(b, h, count, d).float(), zeros(b, h, count, dtype=torch.int32))
+
+    def cluster_keys(self, k, q, clusters, metric, **_):
+        return self.kmeans(k, clusters)
 
     def first_centroids(self, x, clusters, **_):
         return self.kmeans(x, clusters).centroids
@@ -46,22 +54,83 @@ class ShapesOnly(ReferenceBackend):
     def lloyd(self, x, centroids, **_):
         return self.kmeans(x, centroids.shape[2])
 
+    def round_borders(self, x, found, multiple):
+        return found
+
+    def importance(self, kind, q, k, query_blocks, queries, keys, *, scale):
+        return q.new_zeros(*q.shape[:2], queries.clusters, keys.clusters).float()
+
+    def attend(self, q, k, v, plan, *, scale, compensate):
+        return torch.empty_like(q)
+
+
+@pytest.fixture
+def no_values(monkeypatch):
+    """A GPU whose tensors have no values: .item(), nonzero, unique, masked_select and boolean indexing of one are errors."""
+    monkeypatch.setattr(backend, "resolve", lambda *_: ShapesOnly("fake"))
+    monkeypatch.setattr(FakeTensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    radial.kept_blocks.cache_clear()
+    with FakeTensorMode():
+        yield
+    radial.kept_blocks.cache_clear()
+
+
+def fake_call(heads, grid, words):
+    n = grid[0] * grid[1] * grid[2] + words
+    q, k, v = (torch.empty(1, n, heads, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    valid = torch.empty(1, n, dtype=torch.bool) if words else None
+    text = slice(n - words, n) if words else None
+    return q, k, v, CallSite(step=30, total_steps=50, grid=grid, text=text, key_valid=valid, values=v)
+
 
 @outside
-@pytest.mark.parametrize("name", METHODS)
-def test_planning_asks_the_gpu_nothing(monkeypatch, name):
-    """A fake tensor has no values: .item(), nonzero and boolean indexing of one are errors."""
-    module, config = METHODS[name], METHODS[name].ENTRIES[0].config(query_clusters=6, key_clusters=11)
-    monkeypatch.setattr(module, "resolve_for", lambda q, backend: ShapesOnly("fake"))
-    monkeypatch.setattr(FakeTensor, "is_cuda", True)
-    with FakeTensorMode():
-        q, k, v = (torch.empty(1, 2, 300, 64, dtype=torch.bfloat16) for _ in range(3))
-        planner, site = PLANNERS[name](config), CallSite(step=10, total_steps=50, text=slice(290, 300), values=v)
-        first = planner.plan(q, k, site, None)
-        later = planner.plan(q, k, dataclasses.replace(site, step=11), first)
-        assert later.mask.shape == (1, 2, 7, 12)
-        if name == "sparsepr":
-            assert sparsepr.ProbeRepair(config).repair(q, k, v, later, q.clone(), site).shape == q.shape
+@pytest.mark.parametrize("words", [0, 20])
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans_and_their_reuse_ask_the_gpu_nothing(no_values, name, words):
+    q, k, v, site = fake_call(2, (3, 8, 8), words)
+    every, seldom = (make_method(name, {"dense_layers": (), "refresh_interval": interval}) for interval in (1, 50))
+    for method, later in ((every, "refresh"), (seldom, "reuse")):
+        phases = [method(q, k, v, dataclasses.replace(site, step=step)).stats.phase for step in (30, 31)]
+        assert phases == ["refresh", later]
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of the tensors that exist at once, beyond those given."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.known, self.now, self.most = {x.untyped_storage()._cdata for x in given}, 0, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def freed(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+@outside
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_for_wan_14b_at_720p_holds_less_than_3_gb_beside_the_inputs(no_values, name):
+    """From 8 heads on, the most that a planner takes at once, each further head adds as much as the one before."""
+
+    def most(heads):
+        q, k, v, site = fake_call(heads, (21, 45, 80), 0)
+        with Memory(q, k, v) as memory:
+            make_plan(q, k, make_method(name).planner, site, None)
+        return memory.most
+
+    few, more = most(8), most(9)
+    assert few > 0 and few + 32 * max(0, more - few) < 3e9
 
 
 def problem(batch, tokens, *, padded, text=0):

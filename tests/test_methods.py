@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ import torch
 
 import parkattn
 import tiny_pipelines
-from parkattn import CallSite, MethodEntry, ParkConfig, make_method
+from parkattn import CallSite, MethodEntry, ParkConfig, make_method, methods
 from parkattn.attend import dense_attention
-from parkattn.methods import METHODS, configured_method, method_entry, register
+from parkattn.methods import METHODS, configured_method, method_entry, register, register_from
+from parkattn.planned import make_plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "methods"
 PARK = Path(parkattn.__file__).parent
@@ -93,6 +96,56 @@ def test_a_method_of_an_installed_package_is_found_by_name(tmp_path):
     path = f"{tmp_path}:{PARK.parent}"
     run = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True)
     assert run.stdout.split() == ["plugin-window", "True"], run.stderr
+
+
+def test_listing_the_methods_lists_those_of_installed_packages(monkeypatch):
+    """Loading one may list the table itself."""
+    entry = MethodEntry("listed", lambda config: None, "one of another package")
+    monkeypatch.setattr(methods, "METHODS", methods.MethodTable(METHODS.data))
+    point = SimpleNamespace(value="elsewhere:ENTRY", load=lambda: [entry] if len(methods.METHODS) else [])
+    monkeypatch.setattr(methods, "entry_points", lambda group: [point])
+    assert "listed" in list(methods.METHODS) and methods.METHODS["listed"] is entry
+    assert "listed" not in METHODS.data
+
+
+def test_a_method_of_another_name_than_its_entry_is_refused(outside):
+    entry = outside["window"]
+    try:
+        register(dataclasses.replace(entry, name="panes"))
+        with pytest.raises(
+            ValueError, match=r"^make: expected a method named 'panes' as its entry is, got 'window'; give both one name\.$"
+        ):
+            make_method("panes")
+    finally:
+        METHODS.pop("panes")
+
+
+def test_an_entry_is_registered_by_module_and_name(outside):
+    METHODS.pop("window")
+    assert register_from("window:ENTRY").name == "window" and "window" in METHODS
+    for where in ("window", "window:", ":ENTRY", "window:NOTHING", "no_such_module:ENTRY"):
+        with pytest.raises(ValueError, match=r"^method: expected module:ENTRY"):
+            register_from(where)
+
+
+def test_labels_that_kernels_cannot_read_are_refused_on_every_device(outside):
+    class Wide:
+        def plan(self, q, k, site, earlier):
+            plan = make_method("tile-top-k", {"tile": 16}).planner.plan(q, k, site, earlier)
+            return dataclasses.replace(plan, keys=dataclasses.replace(plan.keys, labels=plan.keys.labels.long()))
+
+    q, k, _, site = problem()
+    with pytest.raises(ValueError, match=r"expected int32 labels .* got numbers of torch.int64; make blocks with arrange"):
+        make_plan(q, k, Wide(), site, None)
+
+
+def test_a_static_plan_is_made_anew_for_another_grid_of_as_many_tokens(outside):
+    method = make_method("window", {"dense_steps": 0, "tile": (1, 5, 6)})
+    q, k, v, _ = problem()
+    calls = [(0, (3, 5, 6)), (1, (3, 5, 6)), (2, (3, 6, 5)), (3, (3, 6, 5))]
+    made = [method(q, k, v, CallSite(step=step, total_steps=60, grid=grid)).stats for step, grid in calls]
+    assert [stats.phase for stats in made] == ["refresh", "reuse", "refresh", "reuse"]
+    assert "grid" in made[2].reason and not torch.equal(made[2].plan.mask, made[1].plan.mask)
 
 
 def test_an_unknown_method_names_the_near_one():

@@ -18,7 +18,7 @@ from parkattn.bench import commands as bench
 from parkattn.checks import did_you_mean, expect_choice, expect_count, shown
 from parkattn.experiments import commands as experiments
 from parkattn.files import explained, make_folder
-from parkattn.methods import METHODS, register_installed
+from parkattn.methods import METHODS
 from parkattn.record import environment
 from parkattn.settings import LARGEST_SEED
 from parkattn.store import Cell, Store, read_record
@@ -63,7 +63,6 @@ def scene(
 @app.command()
 def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings and presets, for programs.")] = False) -> None:
     """Every method: PARK, what it is compared with, and what installed packages bring along."""
-    register_installed()
     if as_json:
         known = {
             name: {
@@ -81,6 +80,40 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings a
     for name, entry in METHODS.items():
         table.add_row(name, entry.line, ", ".join(entry.budgets), entry.paper)
     console.print(table)
+
+
+@app.command("profile")
+def density_profile(
+    out: Annotated[Path, typer.Option(help="The safetensors file.")] = Path("out/density.safetensors"),
+    model: studio.Model = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to show; repeatable: the most that any of them needs counts.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Queries of a head that are looked at; all when not given.")] = None,
+    seed: studio.Seed = 0,
+    steps: studio.Steps = None,
+    height: studio.Height = None,
+    width: studio.Width = None,
+    frames: studio.Frames = None,
+    guidance: studio.Guidance = None,
+    device: studio.Device = "auto",
+    dtype: studio.Dtype = "auto",
+    offload: studio.Offload = "none",
+    overwrite: studio.Overwrite = False,
+) -> None:
+    """How many keys each head of a model needs, from dense runs: the file that SVOO's density_profile takes."""
+    from parkattn.studio.compare import DEFAULT_PROMPT
+    from parkattn.studio.density import measure_profile
+    from parkattn.studio.generate import Request
+
+    request = Request(
+        prompt="", model=model, seed=seed, steps=steps, height=height, width=width, frames=frames, guidance=guidance, device=device,
+        dtype=dtype, offload=offload,
+    )  # fmt: skip
+    found = measure_profile(request, prompt or [DEFAULT_PROMPT], out, samples=samples, overwrite=overwrite, say=console.print).densities
+    needed, (steps_in, layers, heads) = found[~found.isnan()], found.shape
+    console.print(
+        f"{steps_in} steps, {layers} layers, {heads} heads need {needed.min():.1%} to {needed.max():.1%} of the keys, {needed.mean():.1%} on average"
+    )
+    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -9,8 +9,10 @@ A package offers methods by an entry point whose value is a `MethodEntry` or a s
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -23,7 +25,37 @@ from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
 MODULES = (dense, park, sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, sol, sta, radial)
-METHODS: dict[str, MethodEntry] = {entry.name: entry for module in MODULES for entry in module.ENTRIES}
+
+
+class MethodTable(UserDict[str, MethodEntry]):
+    """Entries by name. Installed packages are asked for theirs once: when it is listed, or lacks the name that is wanted."""
+
+    complete = False
+
+    def ask_packages(self) -> None:
+        if not self.complete:
+            self.complete = True  # before: loading a package may list the table
+            register_installed()
+
+    def __iter__(self) -> Iterator[str]:
+        self.ask_packages()
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        self.ask_packages()
+        return len(self.data)
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self.data:
+            self.ask_packages()
+        return name in self.data
+
+    def __missing__(self, name: str) -> MethodEntry:
+        self.ask_packages()
+        return self.data[name]
+
+
+METHODS = MethodTable({entry.name: entry for module in MODULES for entry in module.ENTRIES})
 
 
 def register(entry: MethodEntry) -> MethodEntry:
@@ -31,7 +63,7 @@ def register(entry: MethodEntry) -> MethodEntry:
     if not isinstance(entry, MethodEntry):
         raise TypeError(f"entry: expected a MethodEntry, got {type(entry).__name__}; write MethodEntry(name, make, line, config).")
     expect_string("name", entry.name)
-    known = METHODS.get(entry.name)
+    known = METHODS.data.get(entry.name)
     if known is not None and known != entry:
         raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
     if not isinstance(entry.config, type) or not issubclass(entry.config, MethodConfig):
@@ -48,8 +80,6 @@ def register(entry: MethodEntry) -> MethodEntry:
 def method_entry(name: str) -> MethodEntry:
     """The entry of a method, of another package's too."""
     expect_string("method", name)
-    if name not in METHODS:
-        register_installed()
     expect_choice("method", name, METHODS)
     return METHODS[name]
 
@@ -64,6 +94,20 @@ def register_installed() -> None:
         except Exception as failure:  # whatever another package does at import: the others stay usable
             said = f"{type(failure).__name__}: {failure}"
             warnings.warn(f"plug-in {point.value}: expected a MethodEntry, got {said}; correct or uninstall that package.", stacklevel=2)
+
+
+def register_from(where: str) -> MethodEntry:
+    """The entry at "module:ENTRY", registered. Importing the module runs its code, which the user named."""
+    module, colon, name = where.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name) if module and colon and name else None
+    except (ImportError, AttributeError) as failure:
+        said = f"{type(failure).__name__}: {failure}"
+        advice = "set PYTHONPATH."
+        raise ValueError(f"method: expected module:ENTRY on the import path, got {shown(where)} ({said}); {advice}") from None
+    if found is None:
+        raise ValueError(f"method: expected module:ENTRY, got {shown(where)}; write for example my_package.window:ENTRY.")
+    return register(found)
 
 
 def configured_method(
@@ -87,19 +131,28 @@ def configured_method(
         return method
     entry = method_entry(method)
     if config is None:
-        return entry.make(entry.config.for_model(model, **changes))
+        return _made(entry, entry.config.for_model(model, **changes))
     if isinstance(config, str):
-        return entry.make(entry.config.named(config, model=model, **changes))
+        return _made(entry, entry.config.named(config, model=model, **changes))
     if isinstance(config, Mapping):
-        return entry.make(entry.config.from_dict({**config, **changes}))
+        return _made(entry, entry.config.from_dict({**config, **changes}))
     if entry.config is MethodConfig and isinstance(config, MethodConfig):  # a method without settings takes any
-        return entry.make(entry.config())
+        return _made(entry, entry.config())
     if not isinstance(config, entry.config):
         raise TypeError(
             f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the method {method!r}, "
             f"got {shown(config)}; pass one of these."
         )
-    return entry.make(config.replace(**changes))
+    return _made(entry, config.replace(**changes))
+
+
+def _made(entry: MethodEntry, config: MethodConfig) -> AttentionMethod:
+    """Tables and summaries name a run by its method: it must be the name that was asked for."""
+    made = entry.make(config)
+    if made.name != entry.name:
+        got = f"{shown(made.name)}; give both one name."
+        raise ValueError(f"make: expected a method named {entry.name!r} as its entry is, got {got}")
+    return made
 
 
 def make_method(name: str, config: MethodConfig | Mapping[str, Any] | None = None) -> AttentionMethod:

@@ -185,20 +185,29 @@ def expect_whole_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
     wrong = None
     if not plan.fits(q, k):
         wrong = f"labels {list(plan.queries.labels.shape)} and {list(plan.keys.labels.shape)}"
+    elif other := [x.dtype for x in _numbers(plan) if x.dtype != torch.int32]:
+        wrong = f"numbers of {other[0]}"
     elif plan.mask.dtype != torch.bool:
         wrong = f"a mask of {plan.mask.dtype}"
     elif tuple(plan.mask.shape) != (*q.shape[:2], plan.queries.count, plan.keys.count):
         wrong = f"a mask {list(plan.mask.shape)} for {plan.queries.count} query blocks and {plan.keys.count} key blocks"
     if wrong is not None:
         raise ValueError(
-            f"plan: expected labels of every token and a bool mask [batch, heads, query blocks, key blocks] for q {list(q.shape)} and "
-            f"k {list(k.shape)}, got {wrong}; pass the mask through Roles.extend, and expand it to all heads."
+            f"plan: expected int32 labels of every token and a bool mask [batch, heads, query blocks, key blocks] for q {list(q.shape)} and "
+            f"k {list(k.shape)}, got {wrong}; make blocks with arrange, and pass the mask, expanded to all heads, through Roles.extend."
         )
+
+
+def _numbers(plan: Plan) -> list[Tensor]:
+    """What kernels read as int32."""
+    return [x for side in (plan.queries, plan.keys) for x in (side.labels, side.order, side.offsets) if x is not None]
 
 
 def _inconsistency(plan: Plan) -> str | None:
     """What makes a plan out of a file impossible to compute with, or None."""
     b, h, query_blocks, key_blocks = plan.mask.shape
+    if any(x.dtype != torch.int32 for x in _numbers(plan)):
+        return "numbers that are not int32"
     for name, side, count, own in (
         ("queries", plan.queries, query_blocks, plan.query_clusters),
         ("keys", plan.keys, key_blocks, plan.key_clusters),
@@ -208,8 +217,6 @@ def _inconsistency(plan: Plan) -> str | None:
             return f"{name} of other shapes than its mask"
         if not 0 < own <= count:
             return f"{own} of {count} {name} blocks as the method's own"
-        if any(x is not None and x.dtype != torch.int32 for x in (side.labels, side.order, side.offsets)):
-            return f"{name} that are not int32"
         if not torch.equal(side.sizes, segment_sizes(side.labels, count)) or bool((side.labels >= count).any() or (side.labels < 0).any()):
             return f"{name} whose labels and offsets disagree"
         if not torch.equal(side.permutation().sort(-1).values.long(), torch.arange(n, device=side.labels.device).expand(b, h, n)):
@@ -274,8 +281,8 @@ def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | N
         queries[:, text] = False
         keys[:, text] = False
     for name, clustered in (("q", queries), ("k", keys)):
-        # text alone always leaves a token to cluster; asking the tensor would wait for the GPU
-        if key_valid is not None and not bool(clustered.any(dim=1).all()):
+        # text alone always leaves a token to cluster; reading values would wait for the GPU
+        if key_valid is not None and not key_valid.is_cuda and not bool(clustered.any(dim=1).all()):
             raise ValueError(
                 f"key_valid, text: expected at least one valid token of {name} outside the text, got none; use dense attention for this call."
             )

@@ -7,6 +7,7 @@ plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  �
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,7 @@ class PlannedMethod:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
         expect_call_site(site)
+        site = dataclasses.replace(site, values=v)
         # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
         backend = resolve_for(q, self.config.backend)
         phase = self.schedule.phase(site, History(self.plans.refreshed_at(plan_key(site))))
@@ -92,7 +94,7 @@ class PlannedMethod:
         residual = None
         if phase.name == "refresh" or held is None:
             plan = self._plan(q, k, site, backend, held, self.between if self.config.anchors is not None else self.planner)
-            self.plans.put(plan_key(site), plan, site.step, site.text)
+            self.plans.put(plan_key(site), plan, site.step, site.text, grid=site.grid)
         else:
             plan, residual = held.plan, held.residual
         out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
@@ -121,7 +123,7 @@ class PlannedMethod:
                 kept = backend.factor(residual.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
-        self.plans.put(plan_key(site), plan, site.step, site.text, kept)
+        self.plans.put(plan_key(site), plan, site.step, site.text, kept, site.grid)
         return AttentionOutput(out, stats)
 
     def _dense(self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend) -> AttentionOutput:
@@ -138,7 +140,7 @@ class PlannedMethod:
         if self.config.share_branches:
             sibling = self.plans.sibling(plan_key(site), site.step)
             other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
-            usable = other is not None and other.plan.fits(q, k) and other.text == site.text
+            usable = other is not None and other.plan.fits(q, k) and (other.text, other.grid) == (site.text, site.grid)
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
                 return other.plan
         return make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite)
@@ -160,6 +162,8 @@ class PlannedMethod:
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
             phase, held = Phase("refresh", "text or padding changed"), None
+        if held is not None and held.grid != site.grid:
+            phase, held = Phase("refresh", "the video's grid changed"), None
         if phase.name == "refresh" and self.config.rank_for(q.shape[2]) and (held is None or self.config.anchors is None):
             phase = Phase("anchor", phase.reason)
         return phase, held
@@ -171,6 +175,14 @@ def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: P
         plan = planner.plan(q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None)
     expect_whole_plan(plan, q, k)
     return plan
+
+
+def values_of(q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    """v [b h m d], for a planner that reads values too."""
+    if site.values is None:
+        raise ValueError("site.values: expected the values [b, h, m, d] that this planner reads, got None; set CallSite.values.")
+    expect_attention_inputs(q, k, site.values)
+    return site.values
 
 
 def sampled_error(

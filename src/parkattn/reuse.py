@@ -277,12 +277,15 @@ class HeldPlan(NamedTuple):
     plan: Plan
     step: int
     text: slice | None  # the span it was built with
+    grid: tuple[int, int, int] | None = None  # and the video's
     residual: LowRank | None = None  # what this plan's sparse output missed at that step
 
 
 class _Entry(NamedTuple):
     packed: _PackedPlan
     step: int
+    text: slice | None
+    grid: tuple[int, int, int] | None
     residual: LowRank | None
 
 
@@ -300,13 +303,22 @@ class PlanStore:
         """arrange: the backend's sort of labels into blocks; key_valid [b m]: padding as it is now (`repadded`)."""
         if key not in self._held:
             return None
-        packed, step, residual = self._held[key]
+        held = self._held[key]
+        packed = held.packed
         if packed.padding and key_valid is not None and key_valid.shape == packed.keys.labels.shape[::2]:
             packed = packed.repadded(key_valid)
-        return HeldPlan(packed.unpack(arrange), step, packed.text, residual)
+        return HeldPlan(packed.unpack(arrange), held.step, held.text, held.grid, held.residual)
 
-    def put(self, key: SiteKey, plan: Plan, step: int, text: slice | None = None, residual: LowRank | None = None) -> None:
-        self._held[key] = _Entry(_PackedPlan.pack(plan, text), step, residual)
+    def put(
+        self,
+        key: SiteKey,
+        plan: Plan,
+        step: int,
+        text: slice | None = None,
+        residual: LowRank | None = None,
+        grid: tuple[int, int, int] | None = None,
+    ) -> None:
+        self._held[key] = _Entry(_PackedPlan.pack(plan), step, text, grid, residual)
 
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
@@ -324,7 +336,7 @@ class PlanStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(packed.nbytes + (0 if residual is None else residual.nbytes) for packed, _, residual in self._held.values())
+        return sum(held.packed.nbytes + (0 if held.residual is None else held.residual.nbytes) for held in self._held.values())
 
 
 class _PackedSide(NamedTuple):
@@ -356,15 +368,12 @@ class _PackedPlan(NamedTuple):
     estimated_mass: Tensor | None
     bias: Tensor | None
     memory: Mapping[str, Tensor]
-    text: slice | None
 
     @classmethod
-    def pack(cls, plan: Plan, text: slice | None) -> _PackedPlan:
+    def pack(cls, plan: Plan) -> _PackedPlan:
         sides = _PackedSide.pack(plan.queries), _PackedSide.pack(plan.keys)
         bits, shape = pack_bits(plan.mask), plan.mask.shape
-        return cls(
-            *sides, bits, shape, plan.query_clusters, plan.key_clusters, plan.padding, plan.estimated_mass, plan.bias, plan.memory, text
-        )
+        return cls(*sides, bits, shape, plan.query_clusters, plan.key_clusters, plan.padding, plan.estimated_mass, plan.bias, plan.memory)
 
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
         mask = unpack_bits(self.bits, self.mask_shape)

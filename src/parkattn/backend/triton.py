@@ -80,16 +80,9 @@ class TritonBackend:
         at = centroids.float().reshape(b * h, count, d)
         absent = at[..., 0].isnan()
         at = at.masked_fill(absent.unsqueeze(-1), 0.0)
-        # centroids are rounded to x's dtype about their mean, see kernels/cluster.py
         mu = at.sum(1) / (~absent).sum(-1, keepdim=True).clamp(min=1)
-        centred = (at - mu[:, None]).to(x.dtype)
-        half = (centred.float() * (0.5 * centred.float() + mu[:, None])).sum(-1)
-        for _ in range(iterations):
-            # infinitely far: no token goes to a cluster that does not exist
-            labels = cluster.assign(x, centred, half.masked_fill(absent, torch.inf), valid)
-            order, offsets = cluster.sort_labels(labels, count)
-            at, centred, half = cluster.segment_mean(x, order, offsets, old=at, mu=mu)
-        moved = at.masked_fill(absent.unsqueeze(-1), torch.nan)
+        labels, order, offsets, at = cluster.lloyd(x, at, mu, iterations=iterations, valid=valid, absent=absent)
+        moved = cluster.segment_mean(x, order, offsets, old=at).masked_fill(absent.unsqueeze(-1), torch.nan)
         return Clustering(labels, moved.view(b, h, count, d), offsets.diff(dim=-1))
 
     @on_its_gpu

@@ -88,6 +88,8 @@ class RadialPlanner:
             of_cell = (torch.arange(frames * height * width, device=q.device) // config.block).view(1, 1, -1)
             queries = arrange_queries(of_cell, count, q, site, roles, verbs)
             keys = arrange_keys(of_cell, count, k, site, roles, verbs)
+        if q.is_cuda:
+            kept = kept.pin_memory()  # a copy from pageable memory would wait for the GPU
         mask = roles.extend(kept.to(q.device, non_blocking=True).expand(b, h, count, count))
         return Plan(queries, keys, mask, count, count, padding=site.key_valid is not None)
 

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
-from parkattn.baselines.video import Runs, cut_runs, keep_best
+from parkattn.baselines.video import Runs, cut_both_sides, keep_best
 from parkattn.checks import expect_choice, expect_count, expect_fraction, shown
-from parkattn.plan import Plan, assign_roles
+from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.settings import PlannedConfig
@@ -84,11 +84,9 @@ class SolPlanner:
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
-        scale = q.shape[-1] ** -0.5 if site.scale is None else site.scale
-        roles = assign_roles(q, k, site.text, site.key_valid)
-        queries = cut_runs(q, roles.clustered_queries, config.block, site)
-        keys = cut_runs(k, roles.clustered_keys, config.block, site)
-        pooled_queries, pooled_keys = queries.means(q) * (scale * math.log2(math.e)), keys.means(k)
+        sides = cut_both_sides(q, k, site, config.block, config.block)
+        queries, keys = sides.queries, sides.keys
+        pooled_queries, pooled_keys = queries.means(q) * (sides.scale * math.log2(math.e)), keys.means(k)
         scores = pooled_queries @ pooled_keys.mT
         occupied = keys.sizes > 0  # [b 1 kb]
         if config.topk is None:
@@ -98,15 +96,7 @@ class SolPlanner:
             counts = (blocks * config.topk + 0.5).floor().clamp(min=1).minimum(blocks)
             mask = keep_best(scores, counts.unsqueeze(-1), occupied.unsqueeze(-2))
         mask |= neighbours(queries.count, keys.count, q.device) | in_sink(keys, config).unsqueeze(-2)
-        mask &= occupied.unsqueeze(-2)
-        return Plan(
-            queries.query_blocks(q, roles, verbs),
-            keys.key_blocks(k, roles, verbs),
-            roles.extend(mask),
-            queries.count,
-            keys.count,
-            padding=site.key_valid is not None,
-        )
+        return sides.plan(mask, verbs)
 
 
 def threshold(queries: Tensor, keys: Tensor, scores: Tensor, occupied: Tensor, config: SolConfig) -> Tensor:

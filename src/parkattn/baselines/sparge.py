@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
-from parkattn.baselines.video import HEADS_AT_ONCE, Runs, cut_runs, keep_best
+from parkattn.baselines.video import HEADS_AT_ONCE, Runs, cut_both_sides, keep_best
 from parkattn.checks import expect_count, expect_flag, expect_fraction, shown
-from parkattn.plan import Plan, assign_roles
+from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.retrieval import kept_mass, select_top_p
@@ -90,17 +90,15 @@ class SpargePlanner:
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
-        scale = q.shape[-1] ** -0.5 if site.scale is None else site.scale
-        roles = assign_roles(q, k, site.text, site.key_valid)
-        queries = cut_runs(q, roles.clustered_queries, config.block_q, site)
-        keys = cut_runs(k, roles.clustered_keys, config.block_k, site)
+        sides = cut_both_sides(q, k, site, config.block_q, config.block_k)
+        queries, keys = sides.queries, sides.keys
         pooled_queries, query_similarity = pool(q, queries, smooth=False)
         pooled_keys, key_similarity = pool(k, keys, smooth=config.smooth_k)
 
         occupied = keys.sizes > 0
         coherent_queries = query_similarity > config.coherence
         coherent_keys = (key_similarity > config.coherence) & occupied
-        logits = (pooled_queries @ pooled_keys.mT * scale).masked_fill(~coherent_keys.unsqueeze(-2), -torch.inf)
+        logits = (pooled_queries @ pooled_keys.mT * sides.scale).masked_fill(~coherent_keys.unsqueeze(-2), -torch.inf)
         unknown = ~coherent_keys.any(-1)  # [b h]: no key block has a score
         scores = torch.where(unknown[..., None, None], 0, logits.softmax(-1))
         if config.topk is None:
@@ -111,16 +109,7 @@ class SpargePlanner:
         mask |= ~coherent_queries.unsqueeze(-1) | ~coherent_keys.unsqueeze(-2)
         if config.attention_sink:
             mask[..., 0] = True
-        mask &= occupied.unsqueeze(-2)
-        return Plan(
-            queries.query_blocks(q, roles, verbs),
-            keys.key_blocks(k, roles, verbs),
-            roles.extend(mask),
-            queries.count,
-            keys.count,
-            padding=site.key_valid is not None,
-            estimated_mass=torch.where(unknown, 1.0, kept_mass(scores, mask, queries.sizes)),
-        )
+        return sides.plan(mask, verbs, torch.where(unknown, 1.0, kept_mass(scores, mask, queries.sizes)))
 
 
 def pool(x: Tensor, runs: Runs, *, smooth: bool) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,11 @@ from parkattn.attend import dense_attention
 from parkattn.backend import outside_autocast, resolve_for
 from parkattn.baselines.subspace import metric_factor, onto_leading
 from parkattn.baselines.svg2 import AuthorsClusters, centroid_weights, planned_blocks, with_borders
-from parkattn.baselines.svg_ear import ValuePlannedMethod, fill_blocks, reduce_blocks, replacement_error, values_of
+from parkattn.baselines.svg_ear import fill_blocks, reduce_blocks, replacement_error
 from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fraction, expect_positive
 from parkattn.cluster import Clustering
 from parkattn.plan import Blocks, Plan, Roles, assign_roles
+from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry
 from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 from parkattn.settings import PlannedConfig
@@ -295,14 +296,16 @@ def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: 
         spread = ((sparse - middle).square() * share).sum(-2, True).sqrt().clamp(min=1e-5)
         x, y, w = (sparse - middle) / spread, residual - shift, weight.unsqueeze(-1)
         normal = x.mT @ (w * x) + ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        # no check of errors, which would wait for the GPU: the ridge keeps it positive definite
-        fit = torch.cholesky_solve(x.mT @ (w * y), torch.linalg.cholesky_ex(normal).L)
+        # no check of errors and no cholesky_solve, which would wait for the GPU: the ridge keeps it positive definite
+        root = torch.linalg.cholesky_ex(normal).L
+        half = torch.linalg.solve_triangular(root, x.mT @ (w * y), upper=False)
+        fit = torch.linalg.solve_triangular(root.mT, half, upper=True)
         slope = onto_leading(fit, w.sqrt() * y, rank) / spread.mT
         return slope, shift - middle @ slope
 
 
-def _make(config: SparsePrConfig) -> ValuePlannedMethod:
-    return ValuePlannedMethod("sparsepr", SparsePrPlanner(config), config, repair=ProbeRepair(config) if config.repair else None)
+def _make(config: SparsePrConfig) -> PlannedMethod:
+    return PlannedMethod("sparsepr", SparsePrPlanner(config), config, repair=ProbeRepair(config) if config.repair else None)
 
 
 ENTRIES = (

@@ -6,7 +6,8 @@ so at the border the window moves inwards instead of shrinking. A tile is seen i
 computed: the plan depends on the grid alone and is kept for the whole run.
 
 Defaults: tile (6, 8, 8) of the authors' kernel and window (3, 3, 3) tiles of its documentation; 12 dense steps of 50 as
-in their script for Wan2.1. `window` is one triple, or one per head (they search one per layer and head; not here).
+in their script for Wan2.1. `window` is one triple, or one per head (they search one per layer and head; not here), which is refused where heads are
+spread over GPUs (Ulysses), because a call then shows some of them without saying which.
 
 Different from the authors' code, on purpose:
 - the last tile of an axis may be smaller (their kernel takes only grids that the tile divides);

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
-from parkattn.baselines.svg_ear import ValuePlannedMethod, values_of
 from parkattn.baselines.video import arrange_keys, arrange_queries, expect_grid, words_in
 from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.cluster import uniform
 from parkattn.plan import Plan, Roles, assign_roles
+from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.settings import LARGEST_SEED, LONG_VIDEO, PlannedConfig
@@ -247,7 +247,7 @@ def _tokens(cells: Tensor, site: CallSite) -> Tensor:
 ENTRIES = (
     MethodEntry(
         "svg",
-        lambda config: ValuePlannedMethod("svg", SvgPlanner(config), config),
+        lambda config: PlannedMethod("svg", SvgPlanner(config), config),
         "SVG: spatial and temporal heads, told apart on sampled rows, each a band in its own order",
         SvgConfig,
         budgets=("sparsity",),

@@ -28,7 +28,6 @@ Differences from the authors' code, besides those of svg2.py:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -46,14 +45,14 @@ from parkattn.baselines.svg2 import (
     planned_blocks,
     share_of,
 )
-from parkattn.checks import expect_attention_inputs, expect_positive
+from parkattn.checks import expect_positive
 from parkattn.cluster import Clustering
 from parkattn.plan import Blocks, Plan, assign_roles
-from parkattn.planned import PlannedMethod
+from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.settings import PlannedConfig, Selection
-from parkattn.site import AttentionOutput, CallSite
+from parkattn.site import CallSite
 
 LEAST_ERROR = 1e-8
 CENTROIDS_AT_ONCE = 128  # bounds the [keys, query centroids] terms of one head
@@ -157,24 +156,10 @@ def fill_blocks(score: Tensor, sizes: Tensor, budget: Tensor) -> Tensor:
     return torch.zeros_like(take).scatter_(-1, order, take)
 
 
-def values_of(q: Tensor, k: Tensor, site: CallSite) -> Tensor:
-    if site.values is None:
-        raise ValueError("site.values: expected the values [b, h, m, d] that this planner reads, got None; set CallSite.values.")
-    expect_attention_inputs(q, k, site.values)
-    return site.values
-
-
-class ValuePlannedMethod(PlannedMethod):
-    """A `PlannedMethod` whose planner reads values too."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
-        return super().__call__(q, k, v, dataclasses.replace(site, values=v))
-
-
 ENTRIES = (
     MethodEntry(
         "svg-ear",
-        lambda config: ValuePlannedMethod("svg-ear", SvgEarPlanner(config), config),
+        lambda config: PlannedMethod("svg-ear", SvgEarPlanner(config), config),
         "SVG2's clusters and budget, spent by the error of replacing a block by its centroid, which stands in for what is skipped",
         SvgEarConfig,
         budgets=("top_p", "top_k"),

@@ -15,6 +15,9 @@ centroids are the old ones, and the map is made again from them: only the floor 
 Defaults are those of the authors' scripts for Wan2.1-14B: 256 and 1024 clusters, 2 iterations, top_p 0.90, floor_clip
 (0.15, 0.20), floor 0.10, 20 % dense steps; the presets have the other models'.
 
+A profile has one density per head of the model. Where heads are spread over GPUs (Ulysses) a call shows some of them without
+saying which, and is refused with a profile; without one every head's plan is its own, as in every other method here.
+
 The paper describes another rule (the quantile of a Gaussian fit over calibration inputs, and a minimum or maximum of recall and
 sparsity); the authors' code is followed here.
 
@@ -69,7 +72,7 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
     floor: float = 0.1
     refresh_interval: int | None = 1
     density_profile: str | None = None
-    """File of a density profile (DensityProfile.save); None: `floor` for every head."""
+    """File of a density profile (park profile), or sprites: that of the model in the box. None: `floor` for every head."""
     floor_clip: tuple[float, float] = (0.15, 0.20)
     """Least and largest floor that a profile may ask for."""
     recluster_interval: int = 40
@@ -157,7 +160,7 @@ class SvooPlanner:
         if len(needed) != q.shape[1]:
             raise ValueError(
                 f"profile: expected one density per head, {q.shape[1]} of them, got {len(needed)}; "
-                "measure the profile with this model, or pass density_profile=None where heads are spread over devices."
+                "measure the profile with this model, or pass density_profile=None where heads are spread over GPUs."
             )
         # one head without an entry, and the whole layer takes the fallback
         return torch.where(needed.isnan().any(), self.config.floor, needed.clamp(*self.config.floor_clip))

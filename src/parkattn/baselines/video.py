@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import Backend
-from parkattn.plan import Blocks, Roles, tiles
+from parkattn.plan import Blocks, Plan, Roles, assign_roles, tiles
 from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
 
@@ -79,6 +79,37 @@ def cut_runs(x: Tensor, video: Tensor | None, size: int, site: CallSite) -> Runs
     count = -(-(n - words_in(site)) // size)
     labels = torch.where(video, (video.cumsum(-1) - 1) // size, count).to(torch.int32)
     return Runs(size, count, video.sum(-1), labels.unsqueeze(1), (~video).to(torch.uint8).argsort(dim=-1, stable=True))
+
+
+@dataclass(frozen=True)
+class TwoSides:
+    """A call whose queries and keys are in runs: what SpargeAttn, XAttention and Sol-Attn score."""
+
+    q: Tensor
+    k: Tensor
+    queries: Runs
+    keys: Runs
+    roles: Roles
+    scale: float
+
+    def plan(self, mask: Tensor, verbs: Backend, estimated_mass: Tensor | None = None) -> Plan:
+        """The plan of a mask [b h qb kb] over runs; key runs without a token are taken off."""
+        return Plan(
+            self.queries.query_blocks(self.q, self.roles, verbs),
+            self.keys.key_blocks(self.k, self.roles, verbs),
+            self.roles.extend(mask & (self.keys.sizes > 0).unsqueeze(-2)),
+            self.queries.count,
+            self.keys.count,
+            padding=self.roles.key_valid is not None,
+            estimated_mass=estimated_mass,
+        )
+
+
+def cut_both_sides(q: Tensor, k: Tensor, site: CallSite, query_size: int, key_size: int) -> TwoSides:
+    roles = assign_roles(q, k, site.text, site.key_valid)
+    queries = cut_runs(q, roles.clustered_queries, query_size, site)
+    keys = cut_runs(k, roles.clustered_keys, key_size, site)
+    return TwoSides(q, k, queries, keys, roles, q.shape[-1] ** -0.5 if site.scale is None else site.scale)
 
 
 def for_all_heads(blocks: Blocks, like: Tensor) -> Blocks:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
-from parkattn.baselines.video import Runs, cut_runs
+from parkattn.baselines.video import Runs, cut_both_sides
 from parkattn.checks import expect_count, expect_flag, expect_fraction, expect_positive
-from parkattn.plan import Plan, assign_roles
+from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.retrieval import kept_mass
@@ -78,27 +78,16 @@ class XAttentionPlanner:
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
-        scale = q.shape[-1] ** -0.5 if site.scale is None else site.scale
-        roles = assign_roles(q, k, site.text, site.key_valid)
-        queries = cut_runs(q, roles.clustered_queries, config.block, site)
-        keys = cut_runs(k, roles.clustered_keys, config.block, site)
-        factor = scale / (config.stride * config.norm)
+        sides = cut_both_sides(q, k, site, config.block, config.block)
+        queries, keys = sides.queries, sides.keys
+        factor = sides.scale / (config.stride * config.norm)
         importance = antidiagonal_importance(q, k, queries, keys, config.stride, factor)
         mask = reach_share(importance, config.threshold)
         if config.keep_sink:
             mask[..., 0] = True
         if config.keep_recent:
             mask |= torch.eye(queries.count, keys.count, dtype=torch.bool, device=q.device)
-        mask &= (keys.sizes > 0).unsqueeze(-2)
-        return Plan(
-            queries.query_blocks(q, roles, verbs),
-            keys.key_blocks(k, roles, verbs),
-            roles.extend(mask),
-            queries.count,
-            keys.count,
-            padding=site.key_valid is not None,
-            estimated_mass=kept_mass(importance, mask, queries.sizes),
-        )
+        return sides.plan(mask, verbs, kept_mass(importance, mask, queries.sizes))
 
 
 def antidiagonal_importance(q: Tensor, k: Tensor, queries: Runs, keys: Runs, stride: int, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""`park bench cpu | decisions | pama | kmeans | qrkc | attend | layer | scaling | flashinfer | sanitize | gpu`: gate, measure, table, record."""
+"""`park bench cpu | decisions | methods | official | pama | kmeans | qrkc | attend | layer | scaling | flashinfer | sanitize | gpu`: gate, measure, table, record."""
 
 from __future__ import annotations
 
@@ -83,9 +83,29 @@ def dense(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = Fals
 
 
 @app.command("methods")
-def methods(record: Record = None, repeats: Repeats = 3, rehearse: Rehearse = False) -> None:
+def methods(
+    record: Record = None,
+    repeats: Repeats = 3,
+    rehearse: Rehearse = False,
+    method: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE:ENTRY", help="A method of yours beside the others; repeatable.")
+    ] = None,
+) -> None:
     """What each method's plan and attention cost at the sizes of real videos, at its authors' settings."""
-    _run("methods", record, repeats, rehearse, ("shape", "method", "density", "plan_ms", "attend_ms", "plan_mb", "attend_mb"))
+    from parkattn.methods import register_from
+
+    for where in method or ():
+        register_from(where)
+    costs = ("density", "plan_ms", "later_plan_ms", "attend_ms", "repair_ms", "plan_mb", "attend_mb", "failure")
+    _run("methods", record, repeats, rehearse, ("shape", "method", *costs))
+
+
+@app.command("official")
+def official(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+    """The authors' own kernels beside ours, for time only: FlashInfer, comfy-kitchen, sageattention, fastvideo-kernel, where installed."""
+    _run(
+        "official", record, repeats, rehearse, ("kernel", "version", "method", "tokens", "official_ms", "ours_ms", "ours_plan_ms", "absent")
+    )
 
 
 @app.command("layer")

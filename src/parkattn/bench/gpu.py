@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from parkattn.bench import attend, dense, flashinfer, kmeans, layer, methods, pama, qrkc, sanitize, scaling
+from parkattn.bench import attend, dense, flashinfer, kmeans, layer, methods, official, pama, qrkc, sanitize, scaling
 from parkattn.bench.timing import bench_device, gpu_environment, roofline
 from parkattn.record import append_records
 
@@ -51,7 +51,8 @@ GATES |= {"gate-layer": layer.gate, "gate-large": attend.gate_large, "gate-large
 GATES |= {"gate-large-pama": pama.gate_large, "gate-flashinfer": flashinfer.gate}
 MEASURES = {"pama": pama.measure, "kmeans": kmeans.measure, "qrkc": qrkc.measure, "attend": attend.measure, "layer": layer.measure}
 MEASURES |= {"scaling": scaling.measure, "flashinfer": flashinfer.measure, "dense": dense.measure, "methods": methods.measure}
-GATES |= {"gate-dense": dense.gate, "gate-methods": methods.gate}
+MEASURES |= {"official": official.measure}
+GATES |= {"gate-dense": dense.gate, "gate-methods": methods.gate, "gate-official": official.gate}
 
 
 def run_all(out: Path, *, only: list[str] | None = None, budget_s: float = 570, rehearse: bool = False) -> dict[str, str]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parkattn.backend import attend_planned, resolve_for
 from parkattn.bench.problems import Case, Shape, mixture, verdict
 from parkattn.bench.timing import extra_mb, free_memory, median_ms
 from parkattn.methods import METHODS, make_method
 from parkattn.planned import PlannedMethod, make_plan
-from parkattn.site import CallSite
+from parkattn.settings import Clusters, PlannedConfig
+from parkattn.site import AttentionMethod, CallSite
 
 SIZES = {"wan-14b": (40, (21, 45, 80), 0), "hunyuan": (24, (32, 45, 80), 256)}  # heads, grid, text tokens
-TINY_SIZES = {"tiny": (1, (2, 4, 6), 0)}
+TINY_SIZES = {"tiny": (1, (2, 4, 6), 0), "tiny, text": (1, (2, 4, 6), 12)}
 PADDED = 100  # text tokens that are padding, where there is text
 CENTRES = (300, 700, 700)  # of the mixtures of q, k and v
 
@@ -24,34 +27,50 @@ CENTRES = (300, 700, 700)  # of the mixtures of q, k and v
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     """Every method gives finite output for text and padding."""
     for name in METHODS:
-        q, k, v, site = _problem(2, (2, 8, 8), 20, device, 64)
-        out = make_method(name)(q, k, v, site).out
+        q, k, v, site = _problem(*(TINY_SIZES["tiny, text"] if rehearse else (2, (2, 8, 8), 20)), device, 64)
+        out = _method(name, rehearse)(q, k, v, site).out
         yield verdict(f"{name}: finite", (~out.isfinite()).sum(), 0)
 
 
 def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, rehearse: bool = False) -> Iterator[dict[str, Any]]:
-    """One record per method and size."""
+    """One record per method and size; a method that fails says why in its record, and the others go on."""
     for label, (heads, grid, words) in (TINY_SIZES if rehearse else SIZES).items():
         q, k, v, site = _problem(heads, grid, words, device, 64 if rehearse else 128)
         for name in METHODS:
-            method = make_method(name)
+            method = _method(name, rehearse)
             if not isinstance(method, PlannedMethod):
                 continue
-            call = partial(make_plan, q, k, method.planner, site, None)
-            plan, backend = call(), resolve_for(q, method.config.backend)
-            attend = partial(attend_planned, q, k, v, plan, backend, scale=None, compensate=method.config.compensate)
-            yield {
-                "benchmark": "methods",
-                "shape": label,
-                "method": name,
-                "density": plan.density().mean().item(),
-                "plan_ms": median_ms(call, min(repeats, 3)),
-                "plan_mb": extra_mb(call),
-                "attend_ms": median_ms(attend, min(repeats, 3)),
-                "attend_mb": extra_mb(attend),
-            }
-            del plan, attend
+            record: dict[str, Any] = {"benchmark": "methods", "shape": label, "method": name}
+            try:
+                record |= _costs(method, q, k, v, site, min(repeats, 3))
+            except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
+                record |= {"ok": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[0]}"}
+            yield record
             free_memory()
+
+
+def _method(name: str, rehearse: bool) -> AttentionMethod:
+    """At its defaults; a rehearsal runs the kernels in the interpreter, where "auto" would not, and few iterations."""
+    if not rehearse:
+        return make_method(name)
+    config = METHODS[name].config
+    few = {"kmeans_iterations": 2, "warm_iterations": 1} if issubclass(config, Clusters) else {}
+    return make_method(name, few | ({"backend": "triton"} if issubclass(config, PlannedConfig) else {}))
+
+
+def _costs(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite, repeats: int) -> dict[str, float]:
+    """A run's first plan, a later one that may start from it, and attention over it."""
+    first = partial(make_plan, q, k, method.planner, site, None)
+    plan, backend = first(), resolve_for(q, method.config.backend)
+    later = partial(make_plan, q, k, method.planner, dataclasses.replace(site, step=site.step + 1), plan)
+    attend = partial(attend_planned, q, k, v, plan, backend, scale=None, compensate=method.config.compensate)
+    costs = {"density": plan.density().mean().item(), "plan_ms": median_ms(first, repeats), "plan_mb": extra_mb(first)}
+    costs["later_plan_ms"] = median_ms(later, repeats)
+    costs |= {"attend_ms": median_ms(attend, repeats), "attend_mb": extra_mb(attend)}
+    if method.repair is not None:
+        out = attend()
+        costs["repair_ms"] = median_ms(partial(method.repair.repair, q, k, v, plan, out, site), repeats)
+    return costs
 
 
 def _problem(heads: int, grid: tuple[int, int, int], words: int, device: torch.device, dim: int) -> tuple[Any, ...]:

@@ -275,17 +275,25 @@ def kmeans(x, initial, *, iterations=10, start=None, valid=None):
     centroids = _tokens_at(x, initial).reshape(b * h, clusters, d).float()
     if start is not None:
         centroids = segment_mean(x, *sort_labels(start, clusters), old=centroids)
-    mu = centroids.mean(1)
+    labels, order, offsets, _ = lloyd(x, centroids, centroids.mean(1), iterations=iterations, valid=valid)
+    centroids = segment_mean(x, order, offsets)
+    return labels, centroids.view(b, h, clusters, d), offsets.diff(dim=-1), order, offsets
+
+
+def lloyd(x, centroids, mu, *, iterations, valid=None, absent=None):
+    """x [b h n d], centroids fp32 [b*h c d], mu fp32 [b*h d] near their mean, valid bool [b n], absent bool [b*h c]: takes no token
+
+    -> (labels int32 [b h n], order int32 [b h n], offsets int32 [b h c+1], the centroids fp32 [b*h c d] that gave these labels).
+    """
     centred = (centroids - mu[:, None]).to(x.dtype)
     rounded = centred.float()
     half = (rounded * (0.5 * rounded + mu[:, None])).sum(-1)
     for step in range(iterations):
-        labels = assign(x, centred, half, valid)
-        order, offsets = sort_labels(labels, clusters)
+        labels = assign(x, centred, half if absent is None else half.masked_fill(absent, torch.inf), valid)
+        order, offsets = sort_labels(labels, centroids.shape[1])
         if step < iterations - 1:
             centroids, centred, half = segment_mean(x, order, offsets, old=centroids, mu=mu)
-    centroids = segment_mean(x, order, offsets)
-    return labels, centroids.view(b, h, clusters, d), offsets.diff(dim=-1), order, offsets
+    return labels, order, offsets, centroids
 
 
 def query_metric(q, valid=None, *, tile=None) -> torch.Tensor:

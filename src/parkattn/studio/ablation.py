@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parkattn.baselines.dense import Dense
 from parkattn.checks import expect_choice, expect_count, expect_fraction
+from parkattn.methods import METHODS as ALL_METHODS
 from parkattn.methods import make_method, method_entry
 from parkattn.metrics import fidelity
 from parkattn.metrics.budget import solve_budget
@@ -62,6 +63,13 @@ class AblationSettings:
         for name in self.methods:
             if not method_entry(name).budgets:
                 raise ValueError(f"methods: expected methods with a budget, got {name!r}, whose density cannot be set; leave it out.")
+
+
+def budgeted_methods(asked: str | None) -> tuple[str, ...]:
+    """Names out of "a,b"; "all": every method whose density can be set."""
+    if asked == "all":
+        return tuple(name for name, entry in ALL_METHODS.items() if entry.budgets)
+    return tuple(asked.split(",")) if asked else METHODS
 
 
 class CallRecorder(Dense):

@@ -233,7 +233,9 @@ def ablation(
     out: Annotated[Path, typer.Option(help="Folder for results and the table.")] = Path("out/ablation"),
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
     seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
-    methods: Annotated[str | None, typer.Option(help="Names separated by commas; PARK and its ablations when not given.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given.")
+    ] = None,
     density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
     budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
     settings: Settings = None,
@@ -246,12 +248,11 @@ def ablation(
     overwrite: Overwrite = False,
 ) -> None:
     """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
-    from parkattn.studio.ablation import BLOCKS, METHODS, AblationSettings, run_ablation, to_markdown
+    from parkattn.studio.ablation import BLOCKS, AblationSettings, budgeted_methods, run_ablation, to_markdown
     from parkattn.studio.generate import Request
 
     numbers = _numbers(seeds)
-    names = tuple(methods.split(",")) if methods else METHODS
-    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=names, density=density, budget=budget)
+    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=budgeted_methods(methods), density=density, budget=budget)
     request = Request(
         prompt="held out", changes=BLOCKS | _changes(settings), steps=steps, height=height, width=width, frames=frames,
         device=device, dtype=dtype,

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors.numpy
 
 from parkattn.checks import did_you_mean, expect_count
-from parkattn.methods import METHODS, register_installed
+from parkattn.methods import METHODS
 from parkattn.metrics import fidelity
 from parkattn.record import environment
 from parkattn.settings import LARGEST_SEED, MethodConfig, When
@@ -65,7 +65,6 @@ class Case:
 
 def choose_methods(asked: str | None) -> list[str]:
     """Names out of "a,b" or "all"; dense comes first, because the others are measured against it."""
-    register_installed()
     names = list(DEFAULT_METHODS if asked is None else METHODS if asked == "all" else filter(None, map(str.strip, asked.split(","))))
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:

@@ -1,0 +1,192 @@
+"""Every method in real pipelines: tiny Wan and HunyuanVideo, compiled, the shipped model, two gloo ranks.
+
+Run by torchrun, this file is the worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+import tiny_pipelines as tiny
+from parkattn.baselines.density_profile import DensityProfile
+from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
+from parkattn.methods import METHODS, MODULES
+from parkattn.sprites import grammar
+from parkattn.studio import checkpoints
+from parkattn.studio.ablation import budgeted_methods
+from parkattn.studio.compare import choose_methods
+from parkattn.studio.density import measure_profile
+from parkattn.studio.generate import Request, config_for, generate_frames
+from small_methods import SMALL
+
+pytestmark = [
+    # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+NAMES = [entry.name for module in MODULES for entry in module.ENTRIES]
+HEADS, STEPS = 4, 2  # of the runs on two ranks
+FAMILIES = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
+every_method = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pipeline(request):
+    """A pipeline, how it is run, and its dense latents."""
+    build, run = FAMILIES[request.param]
+    pipe = build()
+    return pipe, run, run(pipe)
+
+
+def sparse_latents(pipe, run, name):
+    with enable(pipe, SMALL[name], method=name):
+        return run(pipe), summary(pipe)
+
+
+def test_every_method_is_run_here():
+    assert set(SMALL) == set(NAMES) == set(METHODS)
+
+
+@every_method
+def test_a_method_runs_end_to_end_and_is_sparse(pipeline, name):
+    pipe, run, dense = pipeline
+    made, report = sparse_latents(pipe, run, name)
+    assert made.isfinite().all()
+    if name == "dense":
+        assert torch.equal(made, dense)
+    else:
+        assert report.calls["refresh"] > 0 and 0 < report.density < 1 and not torch.equal(made, dense)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Wan in compiled blocks, and the same in eager ones; methods come and go without compiling again."""
+    torch._dynamo.reset()
+    pipes = tiny.wan(num_layers=1), tiny.wan(num_layers=1)
+    pipes[0].transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    yield pipes
+    torch._dynamo.reset()
+
+
+@every_method
+def test_a_method_in_compiled_blocks_gives_the_latents_of_eager_ones(compiled, name):
+    (made, report), (expected, said) = (sparse_latents(pipe, tiny.run_wan, name) for pipe in compiled)
+    # this compiler traces and guards as any other, and runs the operators of eager mode
+    assert torch.equal(made, expected)
+    assert report.calls == said.calls
+
+
+SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 2}
+SHIPPED = Request(prompt=grammar.EXAMPLE, guidance=1.0, device="cpu", dtype="float32", **SIZE)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The trained model in the box."""
+    return checkpoints.load_pipeline(checkpoints.find_model(None))
+
+
+@every_method
+def test_a_method_runs_at_its_defaults_with_the_shipped_model(shipped, name):
+    asked = dataclasses.replace(SHIPPED, method=name)
+    made = generate_frames(shipped, asked, config_for(asked, shipped), recall_rows=0, decode=False).measured
+    # 4 x 6 cells of a frame are fewer than STA's window of 3 tiles of 8 x 8
+    assert (made["density_sparse_steps"] in (None, 1.0)) == (name in ("dense", "sta"))
+
+
+def test_svoo_takes_the_profile_of_the_model_in_the_box_unless_told_otherwise(shipped):
+    asked = dataclasses.replace(SHIPPED, method="svoo")
+    assert config_for(asked, shipped).density_profile == "sprites"
+    assert config_for(dataclasses.replace(asked, changes={"density_profile": None}), shipped).density_profile is None
+    assert config_for(dataclasses.replace(asked, model="another"), shipped).density_profile is None
+
+
+def test_park_profile_writes_what_the_heads_of_a_model_need(shipped, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: shipped)
+    prompts, out = [grammar.EXAMPLE, "a cyan star moves down over grey checks"], tmp_path / "new" / "density.safetensors"
+    made = measure_profile(SHIPPED, prompts, out, samples=8)
+    assert made.densities.shape == (2, 6, 3) and not made.densities.isnan().any()
+    assert torch.equal(DensityProfile.load(out).densities, made.densities)
+    with pytest.raises(ValueError, match=r"^out: expected a file that is not there yet"):
+        measure_profile(SHIPPED, prompts, out)
+
+
+def test_a_comparison_of_all_methods_takes_every_one():
+    assert choose_methods("all") == NAMES
+
+
+def test_an_ablation_of_all_methods_takes_those_whose_density_can_be_set():
+    assert set(NAMES) - set(budgeted_methods("all")) == {"dense", "sta"}
+    assert budgeted_methods("park,sol") == ("park", "sol")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """(family, method) -> what two ranks made of it, compared with one process."""
+    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(workers, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{")))
+    return {(row["family"], row["method"]): row for row in rows}
+
+
+@every_method
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_method_on_two_ranks_gives_the_latents_of_one_process(ranks, family, name):
+    row = ranks[family, name]
+    # a head's plan is its own, so only projections of half the tokens may round differently
+    assert row["difference"] <= row["tolerance"]
+    assert row["calls"] == row["calls of one process"]
+    assert name == "dense" or row["tolerance"] < row["sparse - dense"]
+    # each rank plans for its heads only; labels that all heads share are held once on each
+    assert name == "dense" or row["plan bytes"] < row["plan bytes of one process"]
+
+
+def work() -> None:
+    from diffusers import ContextParallelConfig
+
+    torch.set_num_threads(1)
+    # diffusers divides by the number of accelerators
+    torch.accelerator.device_count = lambda: 1
+    torch.distributed.init_process_group("gloo")
+    for family, (build, run) in FAMILIES.items():
+        pipe = build(num_attention_heads=HEADS)
+        run = functools.partial(run, steps=STEPS)
+        dense = run(pipe)
+        alone = {name: sparse_latents(pipe, run, name) for name in NAMES}
+        pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=sequence_parallel_plan(pipe))
+        for name, (sparse, said) in alone.items():
+            latents, report = sparse_latents(pipe, run, name)
+            row = {
+                "family": family,
+                "method": name,
+                "difference": (latents - sparse).abs().max().item(),
+                "sparse - dense": (sparse - dense).abs().max().item(),
+                # as in test_hosts_diffusers: n eps per step, times 2 g - 1
+                "tolerance": 112 * torch.finfo(torch.float32).eps * STEPS * 9 * dense.abs().max().item(),
+                "calls": report.calls,
+                "calls of one process": said.calls,
+                "plan bytes": report.peak_state_bytes,
+                "plan bytes of one process": said.peak_state_bytes,
+            }
+            if torch.distributed.get_rank() == 0:
+                sys.stdout.write(json.dumps(row) + "\n")
+                sys.stdout.flush()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work()
