@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -6,3 +8,8 @@ import torch
 def one_thread():
     """Two cores shared by many small problems: threads cost more than they give."""
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not look at a million objects again and again."""
+    gc.freeze()
