@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/park demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: $(INSTALLED)
 	$(BIN)/park bench cpu
