@@ -15,8 +15,9 @@ BIN := $(VENV)/bin
 demo: $(INSTALLED)
 	$(BIN)/park demo
 
+# a third worker for the waits of two cores; compiled tests are kept, since dozens of processes import them
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: $(INSTALLED)
 	$(BIN)/park bench cpu
