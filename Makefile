@@ -17,8 +17,9 @@ DOCS_VENV ?= .venv-docs
 demo: $(INSTALLED)
 	$(BIN)/park demo
 
+# a third worker for the waits of two cores; compiled tests are kept, since dozens of processes import them
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: $(INSTALLED)
 	$(BIN)/park bench cpu

@@ -4,19 +4,33 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import parkattn
+from parkattn import cli
+from parkattn.bench import cpu
 
 PARK = [sys.executable, "-c", "from parkattn.cli import main; main()"]
 
 
-def park(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # one thread: the suite may share its two cores, where waiting threads cost more than they give
-    return subprocess.run([*PARK, *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+@pytest.fixture
+def park(monkeypatch, capsys):
+    """The command as a user types it, in this process: a fresh one imports torch for two seconds."""
+
+    def run(*words: str) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["park", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code or 0, stdout=shown.out, stderr=shown.err)
+
+    return run
 
 
-def test_the_scene_is_written_as_a_picture_and_a_record(tmp_path):
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # numpy's, of matplotlib's way with tensors
+def test_the_scene_is_written_as_a_picture_and_a_record(park, tmp_path):
     done = park("scene", "--out", str(tmp_path / "scene"))
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "scene" / "result.json").read_text())
@@ -29,7 +43,7 @@ def test_the_scene_is_written_as_a_picture_and_a_record(tmp_path):
         assert at["park"] > max(at["park-no-pama"], at["park-no-qrkc"]) and min(at["park-no-pama"], at["park-no-qrkc"]) > at["centroid"]
 
 
-def test_an_unwritable_folder_is_one_line_and_exit_code_2(tmp_path):
+def test_an_unwritable_folder_is_one_line_and_exit_code_2(park, tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
     failed = park("scene", "--out", str(blocker / "scene"))
@@ -37,15 +51,19 @@ def test_an_unwritable_folder_is_one_line_and_exit_code_2(tmp_path):
     assert failed.stderr.startswith("park: ") and "Traceback" not in failed.stderr
 
 
-def test_presets_are_printed_as_json():
+def test_presets_are_printed_as_json(park):
     presets = json.loads(park("presets").stdout)
     assert presets["hunyuanvideo"]["key_clusters"] == 1024 and presets["wan2.1-14b"]["key_clusters"] == 512
 
 
-def test_version_is_the_packages():
-    import parkattn
+def test_version_is_the_packages_in_a_process_of_its_own():
+    done = subprocess.run([*PARK, "--version"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, parkattn.__version__, "")
 
-    assert park("--version").stdout.strip() == parkattn.__version__
+
+def test_an_error_in_a_process_of_its_own_is_one_line():
+    failed = subprocess.run([*PARK, "genrate"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert failed.returncode == 2 and failed.stderr.startswith("park: ") and failed.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -58,22 +76,23 @@ def test_version_is_the_packages():
         (["generate", "a", "b"], "park generate: expected its arguments as its help says, got another ("),
     ],
 )
-def test_a_command_line_that_does_not_parse_is_one_line_with_the_nearest_name(words, said):
+def test_a_command_line_that_does_not_parse_is_one_line_with_the_nearest_name(park, words, said):
     failed = park(*words)
     assert failed.returncode == 2
     assert failed.stderr.startswith("park: ") and failed.stderr.count("\n") == 1 and said in failed.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["demo", "--help"]])
-def test_help_is_shown_without_a_traceback(command):
+def test_help_is_shown_without_a_traceback(park, command):
     shown = park(*command)
     assert "Usage" in shown.stdout + shown.stderr and "Traceback" not in shown.stderr
 
 
-def test_benchmark_appends_records_with_their_environment(tmp_path):
+def test_benchmark_appends_records_with_their_environment(park, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "GRID", (4, 16, 16))
     path = tmp_path / "results" / "cpu.jsonl"
     done = park("bench", "cpu", "--repeats", "1", "--threads", "1", "--record", str(path))
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["asked_density"] for record in records] == [0.5, 0.25, 0.1]
     assert all(record["environment"]["cpu"] and record["dense_ms"] > 0 for record in records)

@@ -127,17 +127,17 @@ def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated
     if compensated:
         centroids, mean_values = (torch.randn(2, kb, d, generator=generator).to(dtype) for _ in range(2))
         stand_ins = {"compensate": torch.rand(2, kb, generator=generator) < 0.7, "centroids": centroids, "mean_values": mean_values}
-    runs = []
     for order in orders:
         kernels, poisoned = module("attend_gluon", change), torch.full_like(q, torch.nan)
         kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=n, **order)
-        runs.append(kernels.attend_hopper(q, k, v, *blocks, out=poisoned, with_lse=True, **stand_ins))
-    out, lse = runs[0]
-    assert all(torch.equal(out, again) and torch.equal(lse, lse_again) for again, lse_again in runs)
-    expected = assert_close(out, q, k, v, *blocks, **stand_ins)
-    assert torch.equal(lse.isinf(), expected.isinf())
-    assert torch.allclose(lse.double(), expected, atol=1e-4)
-    assert (out[expected.isinf()] == 0).all()
+        found = kernels.attend_hopper(q, k, v, *blocks, out=poisoned, with_lse=True, **stand_ins)
+        if order is orders[0]:
+            out, lse = found
+            expected = assert_close(out, q, k, v, *blocks, **stand_ins)
+            assert torch.equal(lse.isinf(), expected.isinf())
+            assert torch.allclose(lse.double(), expected, atol=1e-4)
+            assert (out[expected.isinf()] == 0).all()
+        assert torch.equal(out, found[0]) and torch.equal(lse, found[1])
 
 
 def steep(module, size: float, n: int, change=None):
@@ -321,17 +321,17 @@ def check_pama(module, change, key_blocks: int, dtype: torch.dtype) -> None:
     q, centroids = (torch.randn(2, count, 128, generator=generator).to(dtype) for count in (330, key_blocks))
     ends, sizes = offsets(2, 3, 330, generator), torch.randint(0, 9, (2, key_blocks), generator=generator, dtype=torch.int32)
     exact, same = (pama_torch(q, ends, centroids, sizes, dtype=kind) for kind in (torch.float64, dtype))
-    runs = []
     for order in ORDERS:
         kernels = module("importance_hopper", change)
         kernels.full_key_hopper = on_cpu(kernels.full_key_hopper, seed=key_blocks, **order)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "parkattn.kernels.importance_hopper", kernels)
             poisoned = torch.full(exact.shape, torch.nan)
-            runs.append(importance.pama_full_key(q, ends, centroids, sizes, out=poisoned, tile={"GLUON": True, "stages": 2}))
-    assert all(torch.equal(runs[0], again) for again in runs)
-    error = (runs[0].double() - exact).abs().max()
-    assert error <= 2 * (same.double() - exact).abs().max() + torch.finfo(torch.float32).eps
+            found = importance.pama_full_key(q, ends, centroids, sizes, out=poisoned, tile={"GLUON": True, "stages": 2})
+        if order is ORDERS[0]:
+            first, error = found, (found.double() - exact).abs().max()
+            assert error <= 2 * (same.double() - exact).abs().max() + torch.finfo(torch.float32).eps
+        assert torch.equal(first, found)
 
 
 @in_interpreter

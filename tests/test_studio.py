@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def test_an_interruption_while_encoding_leaves_nothing_behind(tmp_path, monkeypa
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(video.video_library().VideoFrame, "from_ndarray", interrupt, raising=True)
+    monkeypatch.setattr(video.video_library(), "VideoFrame", SimpleNamespace(from_ndarray=interrupt))
     with pytest.raises(KeyboardInterrupt), Making(Store(tmp_path), Cell(name="a", format="test", files=("a.mp4",))) as making:
         making.write("a.mp4", lambda path: video.write_mp4(path, np.zeros((2, 32, 32, 3), np.uint8), 8))
     assert not list(tmp_path.iterdir())

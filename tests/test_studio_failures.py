@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("missing", ["av", "diffusers", "transformers"])
+@pytest.mark.parametrize("missing", ["av", "diffusers", "transformers", "accelerate"])
 def test_a_missing_extra_names_the_install_line(park, tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     error = refused(park, tmp_path, SENTENCE)
@@ -240,6 +240,12 @@ def test_doctor_is_healthy_here_and_says_what_to_gain(park):
     assert all(stage["uses"] and stage["why"] for stage in found["stages"])
     assert found["estimate"]["tokens"] == 75_600 and found["estimate"]["dense_seconds_per_step_about"] > 0
     assert "never more than 5.0x" in park("doctor")[1]
+
+
+def test_doctor_names_what_generate_lacks(park, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "accelerate" else "1")
+    missing = json.loads(park("doctor", "--json")[1])["missing"]
+    assert [(row["package"], row["for"]) for row in missing] == [("accelerate", "generate, compare")]
 
 
 def test_doctor_fails_when_the_definition_does(park, monkeypatch):

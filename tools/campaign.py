@@ -195,6 +195,8 @@ def _outcomes(source: Path, files: list[Path], options: list[str]) -> dict[str, 
         if not report.exists():
             print(f"  pytest wrote no report: {ended.stdout[-500:]} {ended.stderr[-500:]}")
             return {}
+        if ended.returncode > 1:  # neither passed nor failed: a test file could not be read
+            print(f"  pytest ended with {ended.returncode}: {ended.stdout[-500:]}")
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return {f"{case.get('classname')}::{case.get('name')}": _outcome(case) for case in cases}
 

@@ -106,11 +106,10 @@ def load_pipeline(folder: Path, *, device: str = "cpu", dtype: str = "float32", 
     expect_choice("offload", offload, OFFLOADS)
     package("diffusers", "video pipelines")
     package("transformers", "text encoders")
+    package("accelerate", "loading weights")
     judged = judge_folder(folder)
-    if offload != "none":
-        if not device.startswith("cuda"):
-            raise ValueError(f"offload: expected none on {device}, got {offload!r}; offloading moves weights between CPU and GPU.")
-        package("accelerate", "offloading")
+    if offload != "none" and not device.startswith("cuda"):
+        raise ValueError(f"offload: expected none on {device}, got {offload!r}; offloading moves weights between CPU and GPU.")
     with _one_line(folder), _quiet():
         for part in judged.components:
             _expect_kinds(part, _public_class(part.role.library, part.class_name, *BASES[part.role.library]))

@@ -37,7 +37,7 @@ OPTIONAL = {
     "av": ("mp4 files", INSTALL),
     "pillow": ("labels in side-by-side videos", INSTALL),
     "triton": ("GPU kernels", "pip install triton"),
-    "accelerate": ("--offload", INSTALL),
+    "accelerate": ("generate, compare", INSTALL),
     "lpips": ("the LPIPS column", "pip install lpips torchvision"),
     "matplotlib": ("park scene", "pip install 'parkattn[plots]'"),
 }
