@@ -214,7 +214,7 @@ def in_one_line(error: Any, words: Sequence[str]) -> str:
     context = error.ctx
     command = "park" if context is None else context.command_path
     message, see = " ".join(error.format_message().split()).rstrip("."), f"see {command} --help."
-    if hasattr(error, "possibilities"):
+    if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         options = [name for parameter in context.command.params for name in parameter.opts]
         given = error.option_name
         return f"{shown(given)[1:-1]}: expected an option of {command}, got none of them; {did_you_mean(given, options, see)}"

@@ -96,11 +96,11 @@ def _picture(results: list[SceneResult], scene: Scene) -> bytes:
     figure, (film, blocks, curve) = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
     frames, height, width = scene.grid
     shown = [0, frames // 2, frames - 1]
-    film.imshow(torch.cat([scene.objects.view(frames, height, width)[f] for f in shown], 1), cmap="tab20", interpolation="nearest")
+    film.imshow(torch.cat([scene.objects.view(frames, height, width)[f] for f in shown], 1).numpy(), cmap="tab20", interpolation="nearest")
     film.set(title="the scene: first, middle and last frame", xticks=[], yticks=[])
     park = by_name["park"]
     assert park.mask is not None
-    blocks.imshow(park.mask.float(), cmap="Purples", interpolation="nearest", aspect="auto")
+    blocks.imshow(park.mask.float().numpy(), cmap="Purples", interpolation="nearest", aspect="auto")
     blocks.set(title=f"blocks PARK computes (head 0), density {park.density:.0%}", xlabel="key block", ylabel="query block")
     for name in VARIANTS:
         points = by_name[name].recall_at_budget

@@ -34,7 +34,9 @@ def environment() -> dict[str, Any]:
 
 def append_records(path: Path, records: list[dict[str, Any]]) -> None:
     """One JSON line each, all in one write; a line that a stopped process tore is ended first. A dangling link is not followed."""
-    if path.is_symlink() and not path.exists():
+    with explained(path):
+        dangling = path.is_symlink() and not path.exists()
+    if dangling:
         raise OSError(f"{path}: expected a file or a free name, got a link to nothing; remove it.")
     with explained(path):
         make_folder(path.parent)
