@@ -39,8 +39,8 @@ REFUSED = (
     ("typer < 0.16", "fails with the click that pip installs today"),
     (
         "triton < 3.6",
-        "no Gluon as the Hopper kernels need it, so the plain kernels are taken, with that reason; built with 3.4 they "
-        "spill registers, and no GPU has run them; torch 2.8 and 2.9 come with such a triton, torch 2.10 with 3.6",
+        "no Gluon as the Hopper kernels need it, so the plain kernels are taken, with that reason; built with 3.4 for "
+        "sm_80, PAMA spills registers, and no GPU has run them; torch 2.8 and 2.9 come with such a triton, torch 2.10 with 3.6",
     ),
     ("triton 3.6 with numpy >= 2.4", "the kernels run; only Triton's interpreter, which tests use, fails"),
 )
