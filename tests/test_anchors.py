@@ -86,10 +86,10 @@ def test_an_anchor_right_before_another_builds_no_plan():
     assert phases(ParkConfig(anchors=12), 50, ran=skipped)[:2] == ["dense", "dense"], "step 2, whose next is an anchor too"
 
 
-def test_shorter_runs_spend_the_same_share_on_anchors_rounded_up():
-    counts = [anchor_count(ParkConfig(anchors=8), total) for total in RUNS]
-    assert counts == [max(1, math.ceil(8 * min(total, 50) / 50)) for total in RUNS]
-    assert anchor_count(ParkConfig(anchors=10), 15) == 3, "10 * 15 / 50 is 3 and not a little more"
+def test_shorter_runs_have_fewer_anchors_but_more_than_in_proportion_and_at_most_a_third():
+    counts = {total: anchor_count(ParkConfig(anchors=8), total) for total in (1, 2, 4, 12, 16, 30, 49, 50, 100)}
+    assert counts == {1: 1, 2: 1, 4: 1, 12: 4, 16: 5, 30: 7, 49: 8, 50: 8, 100: 8}
+    assert anchor_count(ParkConfig(anchors=10, reference_steps=200), 50) == 5, "10 / 2 is 5 and not a little more"
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 12.0])
@@ -109,7 +109,7 @@ def test_no_plan_of_a_short_run_is_used_further_away_than_its_reach(anchors, tot
     for step, name in enumerate(names):
         last = step if name in ("anchor", "refresh") else last
         if name == "reuse" and step <= end:
-            assert reached[step] - reached[last] <= 1.5 * (reached[min(math.ceil(end), total - 1)] - reached[0]) / anchors
+            assert reached[step] - reached[last] <= 0.22 * (reached[min(math.ceil(end), total - 1)] - reached[0])
     assert "refresh" in names
 
 

@@ -173,16 +173,19 @@ def unanchored(site: CallSite, last: int | None) -> Phase:
 
 
 def anchor_count(when: When, total_steps: int | None) -> int:
-    """Anchors of a run: the same share of its steps as in a run of reference_steps, rounded up.
+    """Anchors of a run: as many per unit of sqrt(steps) as in a run of reference_steps, at most a third of the steps.
 
-    A run of fewer steps passes the same noise levels in longer strides, so each anchor serves a longer stretch of them:
-    what a plan and its residual do not reach is planned again without an anchor (`outlived`).
+    A run of fewer steps passes the same noise levels in longer strides: with as many anchors in proportion each would serve a
+    longer stretch of the run, with as many in number each would cost more of it. Between the two lies the square root.
     """
     if total_steps is None:
         raise ValueError("total_steps: expected the number of steps, got None; pass it, or set anchors=None.")
     assert when.anchors is not None
-    # 1e-9 because 10 * 15 / 50 must stay 3
-    return max(1, min(total_steps, math.ceil(when.anchors * min(1.0, total_steps / when.reference_steps) - 1e-9)))
+    if total_steps >= when.reference_steps:
+        return min(when.anchors, total_steps)
+    # 1e-9 because 10 * sqrt(12.5 / 50) must stay 5
+    count = math.ceil(when.anchors * math.sqrt(total_steps / when.reference_steps) - 1e-9)
+    return max(1, min(count, total_steps // 3))
 
 
 # the last share of a run has no anchor of its own: what is wrong there has no later step to grow in
@@ -210,22 +213,21 @@ def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] |
     return tuple(steps)
 
 
-# a plan and its residual serve up to this many times the distance between the anchors of a run of reference_steps
-REACH = 1.5
+# in a short run a plan and its residual serve for this share of the log signal-to-noise that has anchors
+REACH = 0.22
 
 
 def outlived(when: When, last: int, site: CallSite) -> bool:
-    """Whether a plan of step `last` is too old at this step: further away, in log signal-to-noise, than REACH anchors lie apart.
+    """Whether a plan of step `last` is too old at this step of a run of fewer than reference_steps.
 
-    Never in a run of reference_steps or more. What the last share of a run does has no later step to grow in.
+    What the last share of a run does has no later step to grow in.
     """
     total, levels = _levels(site)
-    assert when.anchors is not None
     if total >= when.reference_steps:
         return False
     reached = log_signal_to_noise(total, levels)
     end = _anchored_until(reached)
-    return min(reached[site.step], end) - min(reached[last], end) > REACH * (end - reached[0]) / when.anchors
+    return min(reached[site.step], end) - min(reached[last], end) > REACH * (end - reached[0])
 
 
 def _anchored_until(reached: list[float]) -> float:

@@ -109,8 +109,10 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
     unknown = sorted(set(map(str, given)) - set(known))
     if not unknown:
         return
-    advice = did_you_mean(unknown[0], known, "correct or remove that name.")
-    raise ValueError(f"{config.__name__}: expected fields out of {', '.join(known)}, got {shown(', '.join(unknown))[1:-1]}; {advice}")
+    advice = did_you_mean(unknown[0], known, "")
+    # the list only where no name is near: it is long
+    wanted, advice = ("other fields", advice) if advice else (f"fields out of {', '.join(known)}", "correct or remove that name.")
+    raise ValueError(f"{config.__name__}: expected {wanted}, got {shown(', '.join(unknown))[1:-1]}; {advice}")
 
 
 class BlockCounts(NamedTuple):

@@ -32,10 +32,10 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
-Height = Annotated[int | None, typer.Option()]
-Width = Annotated[int | None, typer.Option()]
-Frames = Annotated[int | None, typer.Option()]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps; the model's number (16 with the small model) when not given.")]
+Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (160) when not given.")]
+Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (256) when not given.")]
+Frames = Annotated[int | None, typer.Option(help="4n + 1 frames; the model's (33) when not given.")]
 Fps = Annotated[int, typer.Option(help="Frames per second of the mp4.")]
 Guidance = Annotated[float | None, typer.Option(help="Guidance scale.")]
 Negative = Annotated[str | None, typer.Option(help="What the video must not show.")]
@@ -46,7 +46,7 @@ Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weig
 Image = Annotated[
     str | None, typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape.")
 ]
-Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parkattn[lora]'.")]
+Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parkattn\\[lora]'.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 

@@ -235,7 +235,7 @@ def warm_up(pipe: Any, request: Request, config: MethodConfig) -> None:
     """Lazy initialisation (and, on a GPU, kernel compilation) happens here and in nobody's time."""
     steps = 3 if request.device.startswith("cuda") else 1
     short = dataclasses.replace(request, steps=steps, frames=request.frames if steps > 1 else 1)
-    if isinstance(config, When):
+    if isinstance(config, When) and config.anchors is None:
         config = config.replace(dense_steps=1, dense_fraction=0.0)
     generate_frames(pipe, short, config, recall_rows=0)
 
