@@ -141,8 +141,7 @@ def start_read(value: Tensor) -> Callable[[], float]:
         return value.item
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     host.copy_(value.detach(), non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(value.device))
+    arrived = torch.cuda.current_stream(value.device).record_event()
 
     def read() -> float:
         arrived.synchronize()
@@ -308,12 +307,16 @@ class PlanStore:
     def put(self, key: SiteKey, plan: Plan, step: int, text: slice | None = None, residual: LowRank | None = None) -> None:
         self._held[key] = _Entry(_PackedPlan.pack(plan, text), step, residual)
 
+    def share(self, key: SiteKey, owner: SiteKey, step: int, residual: LowRank | None = None) -> None:
+        """The plan of `owner` also under `key`, held once."""
+        self._held[key] = _Entry(self._held[owner].packed, step, residual)
+
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
 
     def sibling(self, key: SiteKey, step: int) -> SiteKey | None:
-        """Another branch of the same layer whose plan is of this step."""
-        same = (other for other in self._held if other != key and other[:2] == key[:2])
+        """Another branch of the same video in the same layer whose plan is of this step."""
+        same = (other for other in self._held if other != key and other._replace(branch=key.branch) == key)
         return next((other for other in same if self._held[other].step == step), None)
 
     def reset(self) -> None:
@@ -324,7 +327,8 @@ class PlanStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(packed.nbytes + (0 if residual is None else residual.nbytes) for packed, _, residual in self._held.values())
+        plans = {id(entry.packed): entry.packed.nbytes for entry in self._held.values()}  # branches may share one
+        return sum(plans.values()) + sum(entry.residual.nbytes for entry in self._held.values() if entry.residual is not None)
 
 
 class _PackedSide(NamedTuple):

@@ -198,12 +198,16 @@ def state_record(
     plain: Summary,
     **peaks: float | None,
 ) -> dict[str, Any]:
-    """Plans have the same shapes with and without a residual, so the difference between the two is the residual."""
-    residual = report.peak_state_bytes - plain.peak_state_bytes
+    """Plans have the same shapes with and without a residual, so the difference between the two is the residual.
+
+    plans_with_guidance_gb: of the paper preset, whose branches share nothing.
+    """
+    residual, plans = report.peak_state_bytes - plain.peak_state_bytes, plain.peak_state_bytes
     rank = config.rank_for(ready.model.tokens)
     return {
         **memory_record(ready.transformer, report, **peaks),
-        "plans_with_guidance_gb": 2 * plain.peak_state_bytes / 1e9,
+        "state_with_guidance_gb": ((1 if config.share_branches else 2) * plans + 2 * residual) / 1e9,
+        "plans_with_guidance_gb": 2 * plans / 1e9,
         "residual_with_guidance_gb": 2 * residual / 1e9,
         "residual_rank": rank,
     }
@@ -214,7 +218,7 @@ def state_sentence(memory: dict[str, Any]) -> str:
     per_rank = memory["residual_with_guidance_gb"] / memory["residual_rank"]
     return (
         f"state with guidance, two branches: {memory['state_with_guidance_gb']:.3f} GB{bar}; "
-        f"plans {memory['plans_with_guidance_gb']:.3f} GB, "
+        f"plans {memory['state_with_guidance_gb'] - memory['residual_with_guidance_gb']:.3f} GB, "
         f"residual {memory['residual_with_guidance_gb']:.3f} GB at rank {memory['residual_rank']}; "
         f"a lower residual_rank takes {per_rank:.3f} GB less per unit."
     )

@@ -45,6 +45,8 @@ class Clock:
     """(frames, height, width) of the video tokens; a call with another number of them is given none."""
     noise_levels: tuple[float, ...] | None = None
     """One per step."""
+    videos: int | None = None
+    """Videos that are made at once, where known: a batch of twice as many holds each in two branches of guidance."""
     gradient: bool = False
     """The model runs with gradients on."""
     recomputed: bool = False
@@ -108,6 +110,8 @@ class Engine:
             step=0 if alone else clock.step or 0,
             total_steps=clock.total_steps,
             branch=clock.branch if part == 0 else f"{clock.branch}, part {part}",
+            video=part % clock.videos if clock.videos else part,
+            paired=clock.videos is not None and q.shape[0] == 2 * clock.videos,
             transformer=transformer,
             grid=clock.grid if clock.grid is not None and math.prod(clock.grid) == video_tokens else None,
             text=text,
