@@ -70,8 +70,11 @@ class Engine:
 
     def end_run(self) -> None:
         """Plans, which may be a gigabyte, are not kept until the next run."""
-        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.method.state_bytes)
+        self._weigh()
         self.method.reset()
+
+    def _weigh(self) -> None:
+        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.method.state_bytes)
 
     def reset(self) -> None:
         """Forget plans and statistics; the clock stays where it is."""
@@ -122,6 +125,8 @@ class Engine:
         )
         if reason is None and clock.step is None and not alone:
             reason = self._unknown_step
+        if site.step not in self.log.steps:
+            self._weigh()  # once a step, which may leave less than it found: a plan without a residual
         stop = stopwatch(q.device)
         if reason is not None:
             out, stats = dense(), AttentionStats("dense", reason, q.new_ones(q.shape[:2]))
