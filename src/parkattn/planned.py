@@ -144,7 +144,8 @@ class PlannedMethod:
         Padding is each element's own, and what a repair remembers in a plan is of every element: then all of it.
         """
         half, odd = divmod(q.shape[0], 2)
-        if not (self.config.share_branches and site.paired) or odd or site.key_valid is not None or self.repair is not None:
+        shared = self.config.share_branches and site.paired and not odd
+        if not shared or site.key_valid is not None or self.repair is not None:
             return q, k, site
         return q[:half], k[:half], dataclasses.replace(site, values=None if site.values is None else site.values[:half])
 

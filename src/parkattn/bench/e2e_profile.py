@@ -86,16 +86,19 @@ def prepare_profile(
     density: float,
     *,
     compiled: bool = False,
+    done: Callable[[str], None] = lambda part: None,
 ) -> PreparedProfile:
-    """Also runs each kind of forward once, on the first blocks, which compiles its kernels."""
-    ready = prepare(model, device, compiled=compiled, density=density)
+    """Also runs each kind of forward once, on the first blocks, which compiles its kernels. done(part): is told what is ready."""
+    ready = prepare(model, device, compiled=compiled, density=density, done=done)
     config = timed_config(ready, profile)
     with enable(ready.transformer, config, total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
         for step in range(len(PHASES_TIMED)):
             run_forward(ready.transformer, ready.inputs, 999.0 - step)
+            done(f"kernels of step {step}: {PHASES_TIMED[step]}")
     calls: dict[torch.nn.Module, Any] = {}
     if not compiled:
         calls = compiled_dense(ready)
+        done("compiled blocks")
     free_memory()
     return PreparedProfile(ready, profile, calls)
 
@@ -237,8 +240,16 @@ def run_profile(
     rehearse: bool,
     turn: Callable[[], float],
 ) -> None:
-    """One model's section, as `run_section` does it for the paper preset."""
-    prepared = prepare_profile(model, device, profile, DENSITY if density is None else density, compiled=compiled)
+    """One model's section, as `run_section` does it for the paper preset.
+
+    Every part of the preparation is a line too: where a run was stopped, they say how far it came.
+    """
+    began = time.monotonic()
+
+    def done(part: str) -> None:
+        keep({"model": name, "profile": profile, "benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
+
+    prepared = prepare_profile(model, device, profile, DENSITY if density is None else density, compiled=compiled, done=done)
     given = turn()  # waits, so the clock is read after it
     ends = time.monotonic() + given
     found = measure_profile(prepared, lambda part: keep({"model": name, "profile": profile, **part}))
