@@ -283,6 +283,7 @@ class _Entry(NamedTuple):
     packed: _PackedPlan
     step: int
     residual: LowRank | None
+    residual_bytes: int
 
 
 class PlanStore:
@@ -299,17 +300,17 @@ class PlanStore:
         """arrange: the backend's sort of labels into blocks; key_valid [b m]: padding as it is now (`repadded`)."""
         if key not in self._held:
             return None
-        packed, step, residual = self._held[key]
+        packed, step, residual, _ = self._held[key]
         if packed.padding and key_valid is not None and key_valid.shape == packed.keys.labels.shape[::2]:
             packed = packed.repadded(key_valid)
         return HeldPlan(packed.unpack(arrange), step, packed.text, residual)
 
     def put(self, key: SiteKey, plan: Plan, step: int, text: slice | None = None, residual: LowRank | None = None) -> None:
-        self._held[key] = _Entry(_PackedPlan.pack(plan, text), step, residual)
+        self._held[key] = _Entry(_PackedPlan.pack(plan, text), step, residual, 0 if residual is None else residual.nbytes)
 
     def share(self, key: SiteKey, owner: SiteKey, step: int, residual: LowRank | None = None) -> None:
         """The plan of `owner` also under `key`, held once."""
-        self._held[key] = _Entry(self._held[owner].packed, step, residual)
+        self._held[key] = _Entry(self._held[owner].packed, step, residual, 0 if residual is None else residual.nbytes)
 
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
@@ -328,7 +329,7 @@ class PlanStore:
     @property
     def nbytes(self) -> int:
         plans = {id(entry.packed): entry.packed.nbytes for entry in self._held.values()}  # branches may share one
-        return sum(plans.values()) + sum(entry.residual.nbytes for entry in self._held.values() if entry.residual is not None)
+        return sum(plans.values()) + sum(entry.residual_bytes for entry in self._held.values())
 
 
 class _PackedSide(NamedTuple):
@@ -361,14 +362,15 @@ class _PackedPlan(NamedTuple):
     bias: Tensor | None
     memory: Mapping[str, Tensor]
     text: slice | None
+    nbytes: int
 
     @classmethod
     def pack(cls, plan: Plan, text: slice | None) -> _PackedPlan:
-        sides = _PackedSide.pack(plan.queries), _PackedSide.pack(plan.keys)
-        bits, shape = pack_bits(plan.mask), plan.mask.shape
-        return cls(
-            *sides, bits, shape, plan.query_clusters, plan.key_clusters, plan.padding, plan.estimated_mass, plan.bias, plan.memory, text
-        )
+        queries, keys, bits = _PackedSide.pack(plan.queries), _PackedSide.pack(plan.keys), pack_bits(plan.mask)
+        held = (queries.labels, keys.labels, bits, plan.bias, *plan.memory.values())
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+        counts = plan.mask.shape, plan.query_clusters, plan.key_clusters, plan.padding
+        return cls(queries, keys, bits, *counts, plan.estimated_mass, plan.bias, plan.memory, text, nbytes)
 
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
         mask = unpack_bits(self.bits, self.mask_shape)
@@ -383,11 +385,6 @@ class _PackedPlan(NamedTuple):
         back = self.key_clusters if padding > self.key_clusters else 0
         valid = torch.where(labels == padding, back, labels)
         return self._replace(keys=self.keys._replace(labels=torch.where(key_valid.unsqueeze(1), valid, padding).to(labels.dtype)))
-
-    @property
-    def nbytes(self) -> int:
-        held = (self.queries.labels, self.keys.labels, self.bits, self.bias, *self.memory.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

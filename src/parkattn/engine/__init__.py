@@ -125,8 +125,6 @@ class Engine:
         )
         if reason is None and clock.step is None and not alone:
             reason = self._unknown_step
-        if site.step not in self.log.steps:
-            self._weigh()  # once a step, which may leave less than it found: a plan without a residual
         stop = stopwatch(q.device)
         if reason is not None:
             out, stats = dense(), AttentionStats("dense", reason, q.new_ones(q.shape[:2]))
@@ -136,6 +134,8 @@ class Engine:
             out, stats = self.method(q, k, v, site)
         if not recomputing:
             self.log.add(site, stats, stop())
+            if stats.phase != "reuse":
+                self._weigh()  # not at the end alone: a later plan may come without a residual
         return out
 
     def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
