@@ -8,6 +8,7 @@ from parkattn.attend import dense_attention
 from parkattn.backend import resolve_for
 from parkattn.park import build_plan
 from parkattn.planned import sampled_error
+from parkattn.site import SiteKey
 
 SMALL = ParkConfig(query_clusters=4, key_clusters=9, top_p=0.4, compensate=True, residual_rank=8, anchors=4)
 STEPS = 16
@@ -179,3 +180,53 @@ def test_half_precision_in_half_precision_out():
     q, k, v = tokens(dtype=torch.bfloat16)
     park = Park(SMALL)
     assert park(q, k, v, site(0)).out.dtype == park(q, k, v, site(1)).out.dtype == torch.bfloat16
+
+
+SHARED = SMALL.replace(share_branches=True)
+
+
+def test_branches_that_share_a_plan_hold_it_once_and_each_its_residual():
+    (q, k, v), (other, _, _) = tokens(), tokens(seed=5)
+    one, both, apart = Park(SHARED), Park(SHARED), Park(SHARED)
+    one(q, k, v, site(0))
+    plan = Park(SHARED.replace(residual_rank=0))
+    plan(q, k, v, site(0))
+    for park in (both, apart):
+        park(q, k, v, site(0))
+        park(other, k, v, site(0, branch="uncond"))
+    assert both.state_bytes == 2 * one.state_bytes - plan.state_bytes
+    # a copy of its own gives the same outputs
+    held = apart.plans.get(SiteKey("transformer", 0, "uncond"))
+    apart.plans.put(SiteKey("transformer", 0, "uncond"), held.plan, held.step, held.text, held.residual)
+    assert apart.state_bytes == 2 * one.state_bytes
+    for step in (1, 2):
+        for x, branch in ((q, "cond"), (other, "uncond")):
+            made, wanted = (park(x + 0.1 * step, k, v, site(step, branch=branch)) for park in (both, apart))
+            assert torch.equal(made.out, wanted.out) and made.stats.phase == wanted.stats.phase
+
+
+def test_two_branches_in_one_batch_are_two_calls_that_share_a_plan():
+    parts = [tokens(), tokens(seed=5)]
+    together, apart = Park(SHARED), Park(SHARED)
+    for step in range(5):
+        moved = [(q + 0.1 * step, k, v) for q, k, v in parts]
+        batch = together(*(torch.cat(x) for x in zip(*moved, strict=True)), site(step, paired=True))
+        each = [apart(*x, site(step, branch=branch)) for x, branch in zip(moved, ("uncond", "cond"), strict=True)]
+        assert torch.equal(batch.out, torch.cat([made.out for made in each]))
+        assert batch.stats.phase == each[0].stats.phase == each[1].stats.phase
+        assert torch.equal(batch.stats.density, torch.cat([made.stats.density for made in each]))
+    assert together.state_bytes == apart.state_bytes
+    alone = Park(SMALL)
+    batch = [torch.cat(x) for x in zip(*parts, strict=True)]
+    alone(*batch, site(0, paired=True))
+    first, second = alone(*batch, site(1, paired=True)).stats.density
+    assert not torch.equal(first, second), "without share_branches each has a plan of its own"
+
+
+def test_videos_never_share_a_plan():
+    (q, k, v), (other, _, _) = tokens(), tokens(seed=5)
+    park, alone = Park(SHARED), Park(SHARED)
+    park(q, k, v, site(0))
+    park(other, k, v, site(0, branch="cond, part 1", video=1))
+    alone(other, k, v, site(0))
+    assert torch.equal(park(other, k, v, site(1, branch="cond, part 1", video=1)).out, alone(other, k, v, site(1)).out)

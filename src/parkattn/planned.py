@@ -8,7 +8,7 @@ plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  �
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from parkattn.backend import (
     resolve_for,
 )
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_call_site, expect_key_valid
-from parkattn.plan import Plan, expect_whole_plan
+from parkattn.plan import Blocks, Plan, expect_whole_plan
+from parkattn.residual import LowRank
 from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
 from parkattn.settings import PlannedConfig
 from parkattn.site import AttentionOutput, AttentionStats, CallSite, SiteKey
@@ -88,15 +89,17 @@ class PlannedMethod:
             if site.key_valid is not None and site.dense is None:
                 expect_key_valid(site.key_valid, k)
             return self._dense(phase, q, k, v, site, backend)
-        phase, held = self._usable(phase, q, k, site, backend)
+        asked = self._planned_for(q, k, site)
+        phase, held = self._usable(phase, *asked, backend)
         if phase.name == "anchor":
             return self._anchor(phase, q, k, v, site, backend, held)
         residual = None
         if phase.name == "refresh" or held is None:
-            plan = self._plan(q, k, site, backend, held, self.between if self.config.anchors is not None else self.planner)
-            self.plans.put(plan_key(site), plan, site.step, site.text, grid=site.grid)
+            made = self._plan(*asked, backend, held, self.between if self.config.anchors is not None else self.planner)
+            self._keep(made, site)
+            plan = for_batch(made.plan, q)
         else:
-            plan, residual = held.plan, held.residual
+            plan, residual = for_batch(held.plan, q), held.residual
         out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
         if residual is not None:
             out = backend.add_residual(out, residual)
@@ -112,7 +115,8 @@ class PlannedMethod:
         self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
-        plan = self._plan(q, k, site, backend, held, self.planner)
+        made = self._plan(*self._planned_for(q, k, site), backend, held, self.planner)
+        plan = for_batch(made.plan, q)
         kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
         rank = self.config.rank_for(q.shape[2])
         if rank:
@@ -123,7 +127,7 @@ class PlannedMethod:
                 kept = backend.factor(residual.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
-        self.plans.put(plan_key(site), plan, site.step, site.text, kept, site.grid)
+        self._keep(made, site, kept)
         return AttentionOutput(out, stats)
 
     def _dense(self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend) -> AttentionOutput:
@@ -135,15 +139,32 @@ class PlannedMethod:
             by = ""
         return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2]), backend=by))
 
-    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None, planner: Planner) -> Plan:
+    def _planned_for(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor, CallSite]:
+        """What a plan is made for: with `share_branches` and both branches in one batch, its first half.
+
+        Padding is each element's own, and what a repair remembers in a plan is of every element: then all of it.
+        """
+        half, odd = divmod(q.shape[0], 2)
+        shared = self.config.share_branches and site.paired and not odd
+        if not shared or site.key_valid is not None or self.repair is not None:
+            return q, k, site
+        return q[:half], k[:half], dataclasses.replace(site, values=None if site.values is None else site.values[:half])
+
+    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None, planner: Planner) -> _Made:
         """A new plan, or with `share_branches` the one that another branch made at this step."""
         if self.config.share_branches:
             sibling = self.plans.sibling(plan_key(site), site.step)
             other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
             usable = other is not None and other.plan.fits(q, k) and (other.text, other.grid) == (site.text, site.grid)
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
-                return other.plan
-        return make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite)
+                return _Made(other.plan, sibling)
+        return _Made(make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite), None)
+
+    def _keep(self, made: _Made, site: CallSite, residual: LowRank | None = None) -> None:
+        if made.owner is None:
+            self.plans.put(plan_key(site), made.plan, site.step, site.text, residual, site.grid)
+        else:
+            self.plans.share(plan_key(site), made.owner, site.step, residual)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
         """The method's own sparse output, from that of the kept blocks."""
@@ -167,6 +188,27 @@ class PlannedMethod:
         if phase.name == "refresh" and self.config.rank_for(q.shape[2]) and (held is None or self.config.anchors is None):
             phase = Phase("anchor", phase.reason)
         return phase, held
+
+
+class _Made(NamedTuple):
+    plan: Plan
+    owner: SiteKey | None  # the branch that has it already; None: it is new
+
+
+def for_batch(plan: Plan, q: Tensor) -> Plan:
+    """A plan of the first half of a batch for both halves; any other as it is."""
+    if plan.mask.shape[0] == q.shape[0]:
+        return plan
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+    def of_both(side: Blocks) -> Blocks:
+        return Blocks(twice(side.labels), None if side.order is None else twice(side.order), twice(side.offsets))
+
+    mass, bias = (None if x is None else twice(x) for x in (plan.estimated_mass, plan.bias))
+    queries, keys = of_both(plan.queries), of_both(plan.keys)
+    return dataclasses.replace(plan, queries=queries, keys=keys, mask=twice(plan.mask), estimated_mass=mass, bias=bias)
 
 
 def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: Plan | None, check_finite: bool = False) -> Plan:
@@ -199,4 +241,4 @@ def sampled_error(
 
 def plan_key(site: CallSite) -> SiteKey:
     """What plans are filed under."""
-    return SiteKey(site.transformer, site.layer, site.branch)
+    return SiteKey(site.transformer, site.layer, site.branch, site.video)

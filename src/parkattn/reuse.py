@@ -141,8 +141,7 @@ def start_read(value: Tensor) -> Callable[[], float]:
         return value.item
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     host.copy_(value.detach(), non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(value.device))
+    arrived = torch.cuda.current_stream(value.device).record_event()
 
     def read() -> float:
         arrived.synchronize()
@@ -289,6 +288,7 @@ class _Entry(NamedTuple):
     text: slice | None
     grid: tuple[int, int, int] | None
     residual: LowRank | None
+    residual_bytes: int
 
 
 class PlanStore:
@@ -320,14 +320,20 @@ class PlanStore:
         residual: LowRank | None = None,
         grid: tuple[int, int, int] | None = None,
     ) -> None:
-        self._held[key] = _Entry(_PackedPlan.pack(plan), step, text, grid, residual)
+        size = 0 if residual is None else residual.nbytes
+        self._held[key] = _Entry(_PackedPlan.pack(plan), step, text, grid, residual, size)
+
+    def share(self, key: SiteKey, owner: SiteKey, step: int, residual: LowRank | None = None) -> None:
+        """The plan of `owner` also under `key`, held once."""
+        size = 0 if residual is None else residual.nbytes
+        self._held[key] = self._held[owner]._replace(step=step, residual=residual, residual_bytes=size)
 
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
 
     def sibling(self, key: SiteKey, step: int) -> SiteKey | None:
-        """Another branch of the same layer whose plan is of this step."""
-        same = (other for other in self._held if other != key and other[:2] == key[:2])
+        """Another branch of the same video in the same layer whose plan is of this step."""
+        same = (other for other in self._held if other != key and other._replace(branch=key.branch) == key)
         return next((other for other in same if self._held[other].step == step), None)
 
     def reset(self) -> None:
@@ -338,7 +344,8 @@ class PlanStore:
 
     @property
     def nbytes(self) -> int:
-        return sum(held.packed.nbytes + (0 if held.residual is None else held.residual.nbytes) for held in self._held.values())
+        plans = {id(entry.packed): entry.packed.nbytes for entry in self._held.values()}  # branches may share one
+        return sum(plans.values()) + sum(entry.residual_bytes for entry in self._held.values())
 
 
 class _PackedSide(NamedTuple):
@@ -370,12 +377,15 @@ class _PackedPlan(NamedTuple):
     estimated_mass: Tensor | None
     bias: Tensor | None
     memory: Mapping[str, Tensor]
+    nbytes: int
 
     @classmethod
     def pack(cls, plan: Plan) -> _PackedPlan:
-        sides = _PackedSide.pack(plan.queries), _PackedSide.pack(plan.keys)
-        bits, shape = pack_bits(plan.mask), plan.mask.shape
-        return cls(*sides, bits, shape, plan.query_clusters, plan.key_clusters, plan.padding, plan.estimated_mass, plan.bias, plan.memory)
+        queries, keys, bits = _PackedSide.pack(plan.queries), _PackedSide.pack(plan.keys), pack_bits(plan.mask)
+        held = (queries.labels, keys.labels, bits, plan.bias, *plan.memory.values())
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+        counts = plan.mask.shape, plan.query_clusters, plan.key_clusters, plan.padding
+        return cls(queries, keys, bits, *counts, plan.estimated_mass, plan.bias, plan.memory, nbytes)
 
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
         mask = unpack_bits(self.bits, self.mask_shape)
@@ -390,11 +400,6 @@ class _PackedPlan(NamedTuple):
         back = self.key_clusters if padding > self.key_clusters else 0
         valid = torch.where(labels == padding, back, labels)
         return self._replace(keys=self.keys._replace(labels=torch.where(key_valid.unsqueeze(1), valid, padding).to(labels.dtype)))
-
-    @property
-    def nbytes(self) -> int:
-        held = (self.queries.labels, self.keys.labels, self.bits, self.bias, *self.memory.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

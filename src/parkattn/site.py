@@ -20,6 +20,7 @@ class SiteKey(NamedTuple):
     transformer: str
     layer: int
     branch: str
+    video: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class CallSite:
     """Steps of the run; None: not known."""
     branch: str = "cond"
     """Branch of guidance, such as cond or uncond; each has its own plans."""
+    video: int = 0
+    """Which video of a batch, where a model attends to one after the other; only branches of one video may share a plan."""
+    paired: bool = False
+    """Whether the second half of the batch is the videos of the first half again, in another branch of guidance."""
     transformer: str = "transformer"
     """Name of the transformer in the pipeline; Wan2.2 has two."""
     grid: tuple[int, int, int] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,9 +79,14 @@ def attend(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = Fal
 
 
 @app.command("dense")
-def dense(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+def dense(
+    record: Record = None,
+    repeats: Repeats = 7,
+    rehearse: Rehearse = False,
+    full_gate: Annotated[bool, typer.Option("--full-gate", help="Check every head dimension and dtype, not only what is timed.")] = False,
+) -> None:
     """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
-    _run("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"))
+    _run("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"), full=full_gate)
 
 
 @app.command("methods")
@@ -209,7 +216,10 @@ def sanitize(
         raise typer.Exit(1)
 
 
-def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...], *, gate: str | None = None) -> None:
+def _run(
+    name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...], *, gate: str | None = None, **checked: bool
+) -> None:
+    """checked: what else the gate is told."""
     from parkattn.bench.gpu import GATES, MEASURES
     from parkattn.bench.problems import expect_all_pass
     from parkattn.bench.timing import bench_device, gpu_environment, roofline
@@ -217,7 +227,7 @@ def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: 
 
     device = bench_device()
     torch.manual_seed(0)
-    passed = expect_all_pass(GATES[f"gate-{gate or name}"](device, rehearse=rehearse))
+    passed = expect_all_pass(_shown_as_they_come(GATES[f"gate-{gate or name}"](device, rehearse=rehearse, **checked)))
     console.print(f"gate: {len(passed)} checks passed")
     peak, facts = roofline(device), gpu_environment()
     if record is not None:
@@ -235,6 +245,14 @@ def _run(name: str, record: Path | None, repeats: int, rehearse: bool, columns: 
     console.print(table)
     if record is not None:
         console.print(f"appended to {record}")
+
+
+def _shown_as_they_come(cases: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A gate's checks, a line each: what runs out of time shows how far it came."""
+    began = time.monotonic()
+    for case in cases:
+        console.print(f"{time.monotonic() - began:6.1f} s  {case['gate']}", highlight=False, markup=False)
+        yield case
 
 
 def _show_and_keep(table: Table, records: list[dict[str, Any]], record: Path | None) -> None:

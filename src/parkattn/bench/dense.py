@@ -20,20 +20,26 @@ from parkattn.bench.attend import dense_calls
 from parkattn.bench.problems import HUNYUAN, TINY, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
 from parkattn.bench.timing import Call, extra_mb, free_memory, steady_ms
 from parkattn.park import ParkConfig
+from parkattn.planned import sampled_error
 from parkattn.residual import factor
+from parkattn.reuse import AdaptiveSchedule, History
+from parkattn.site import CallSite
 
 RANK = ParkConfig.profile("fast").residual_rank
 DENSITY = 0.10
+RUN_STEPS = 50
 DENSE_BAR, RESIDUAL_BAR = 0.88, 0.03
 
 
-def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+def gate(device: torch.device, *, rehearse: bool = False, full: bool = False) -> Iterator[Case]:
     """Against float64: dense attention with and without padding, short and long, an anchor, the residual.
 
-    None of it waits for the GPU.
+    None of it waits for the GPU, nor do adaptive anchors. full: every head dimension and dtype; otherwise those that are
+    timed, since compiling takes minutes.
     """
-    for dim in (64,) if rehearse else (64, 128, 256):
-        for dtype in (torch.bfloat16, torch.float16):
+    yield from _gate_adaptive(device)
+    for dim in (TINY.dim,) if rehearse else (64, 128, 256) if full else (WAN_14B.dim,):
+        for dtype in (torch.bfloat16, torch.float16) if full else (torch.bfloat16,):
             ours = triton_backend("asked for", device, dtype, dim)
             # 17,000 rows in one block: long enough that no tile is shared
             shapes = (TINY,) if rehearse else (Shape(3, 1500, 12, 70, dim), Shape(2, 17_000, 12, 70, dim))
@@ -41,6 +47,34 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
                 yield from _gate_dense(ours, shape, dtype, device)
             if dtype == torch.bfloat16 or dim == 128:
                 yield from _gate_anchor(ours, shapes[0]._replace(dim=dim), dtype, device)
+
+
+def _gate_adaptive(device: torch.device) -> Iterator[Case]:
+    """Anchors by measured errors are those of the CPU, and no step waits for its errors before they are read."""
+    wanted = _adaptive_phases(torch.device("cpu"))
+    _adaptive_phases(device)  # whatever a first call sets up
+    with _unsynchronised(device):
+        found = _adaptive_phases(device)
+    differing = sum(ours != theirs for ours, theirs in zip(found, wanted, strict=True))
+    yield verdict("adaptive anchors", differing if wanted.count("anchor") > 1 else 1, 0, phases=found)
+
+
+def _adaptive_phases(device: torch.device) -> list[str]:
+    """Of a run whose output is off by 4 % more in every step since the anchor, where 10 % ask for one."""
+    config = ParkConfig(anchors=RUN_STEPS, anchor_error=0.1, guard_rows=8)
+    schedule, last = AdaptiveSchedule(config), 0
+    q, k, v = rows(TINY, device)
+    exact = dense_attention(q, k, v)
+    names: list[str] = []
+    for step in range(12):
+        site = CallSite(step=step, total_steps=RUN_STEPS)
+        name = schedule.phase(site, History(last if step else None)).name
+        if name == "anchor":
+            last = step
+        else:
+            schedule.observe(site, sampled_error(q, k, v, exact * (1 + 0.04 * (step - last)), config.guard_rows))
+        names.append(name)
+    return names
 
 
 def _gate_dense(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from parkattn.bench.timing import bench_device, free_memory, gpu_environment
+from parkattn.bench.timing import Watched, bench_device, free_memory, gpu_environment, watched
 from parkattn.engine.summary import PHASES, Summary
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.metrics.budget import solve_budget
@@ -83,8 +83,8 @@ MODELS = {
     "hunyuanvideo": released("hunyuanvideo", valid_text=80),  # a prompt of 60 words
 }
 # for gates, and for rehearsals under Triton's interpreter, where every token costs seconds
-_SMALL: dict[str, Any] = {"video": (9, 64, 64), "text_tokens": 16}
-_SMALL["settings"] = {"query_clusters": 4, "key_clusters": 8, "kmeans_iterations": 1, "warm_iterations": 1}
+_SETTINGS = {"query_clusters": 4, "key_clusters": 8, "kmeans_iterations": 1, "warm_iterations": 1}
+_SMALL: dict[str, Any] = {"video": (9, 64, 64), "text_tokens": 16, "settings": _SETTINGS}
 _HEADS = {"num_attention_heads": 2}  # of the real head dimension, which is what kernels are compiled for
 SMALL_WAN = replace(
     MODELS["wan2.1-1.3b"], **_SMALL, valid_text=16, sizes={**_HEADS, "num_layers": 2, "text_dim": 32, "ffn_dim": 64, "freq_dim": 32}
@@ -208,13 +208,24 @@ class Prepared:
     fusing_s: float | None = None  # what enable takes to compile the blocks, once; None where it does not
 
 
-def prepare(model: WholeModel, device: torch.device, *, compiled: bool = False, density: float = DENSITY) -> Prepared:
+def prepare(
+    model: WholeModel,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    density: float = DENSITY,
+    done: Callable[[str], None] = lambda part: None,
+) -> Prepared:
+    """done(part): is told what is ready."""
     transformer = random_transformer(model, device)
     if compiled:
         compile_blocks(transformer, device)
     inputs = forward_inputs(model, transformer, device)
+    done("weights")
     fusing_s = seconds_of_fusing(transformer, inputs, model, device)
+    done("fused blocks")
     top_k = find_top_k(transformer, inputs, model, density)
+    done("kernels of the paper preset, top-k")
     free_memory()
     return Prepared(model, device, transformer, inputs, top_k, compiled, fusing_s)
 
@@ -306,27 +317,6 @@ def memory_record(transformer: Any, report: Summary, **peaks: float | None) -> d
         # guidance has a second branch, whose plans have the same shapes
         "state_with_guidance_gb": 2 * report.peak_state_bytes / 1e9,
     }
-
-
-@dataclass(frozen=True)
-class Watched:
-    seconds: float
-    peak_gb: float | None  # None where there is no GPU
-    finite: bool
-
-
-def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    begin = time.perf_counter()
-    out = call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None
-    return Watched(seconds, peak, bool(out.isfinite().all()))
 
 
 def expect_phases(steps: dict[str, list[int]], expected: tuple[str, ...]) -> None:

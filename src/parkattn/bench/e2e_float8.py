@@ -27,7 +27,6 @@ from parkattn.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
     Prepared,
-    Watched,
     WholeModel,
     first_blocks,
     largest,
@@ -41,7 +40,7 @@ from parkattn.bench.e2e import (
 )
 from parkattn.bench.e2e_profile import compiled_again, compiled_dense
 from parkattn.bench.e2e_run import sparse_density
-from parkattn.bench.timing import free_memory, installed, steady_ms
+from parkattn.bench.timing import Watched, free_memory, installed, steady_ms
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.models import row_for
 

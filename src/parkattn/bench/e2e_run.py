@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parkattn.bench.e2e import RUN_STEPS, Prepared, WholeModel, memory_record, phases_of_run, watched
-from parkattn.bench.timing import free_memory
+from parkattn.bench.e2e import RUN_STEPS, Prepared, WholeModel, memory_record, phases_of_run
+from parkattn.bench.timing import free_memory, watched
 from parkattn.engine.summary import PHASES
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.park import ParkConfig

@@ -63,8 +63,11 @@ def run_all(
     sections = {name: start(name) for name in names} if together else {}
     outcome: dict[str, str] = {}
     try:
-        for section in sections.values():
-            section.get_ready(ends)
+        followers = [threading.Thread(target=section.get_ready, args=(ends,)) for section in sections.values()]
+        for follower in followers:  # all at once, so that every line is shown when it is written
+            follower.start()
+        for follower in followers:
+            follower.join()
         for name in names:
             section = sections.get(name) or start(name)
             sections[name] = section
@@ -98,6 +101,7 @@ class _Section:
         self.name = name
         self.ready = False
         self.killed = False
+        self._began = time.monotonic()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def get_ready(self, ends: float) -> None:
@@ -128,6 +132,7 @@ class _Section:
             for line in stdout:
                 if until_ready and line.strip() == READY:
                     self.ready = True
+                    _say(f"{self.name}: ready after {time.monotonic() - self._began:.0f} s")
                     return
                 _say(f"{self.name}: {line.rstrip()}")
         finally:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
@@ -112,3 +113,24 @@ def _driver() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return asked.stdout.split("\n")[0].strip() or None
+
+
+@dataclass(frozen=True)
+class Watched:
+    seconds: float
+    peak_gb: float | None  # None where there is no GPU
+    finite: bool
+
+
+def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    out = call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None
+    return Watched(seconds, peak, bool(out.isfinite().all()))

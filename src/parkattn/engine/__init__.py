@@ -45,6 +45,8 @@ class Clock:
     """(frames, height, width) of the video tokens; a call with another number of them is given none."""
     noise_levels: tuple[float, ...] | None = None
     """One per step."""
+    videos: int | None = None
+    """Videos that are made at once, where known: a batch of twice as many holds each in two branches of guidance."""
     gradient: bool = False
     """The model runs with gradients on."""
     recomputed: bool = False
@@ -68,8 +70,11 @@ class Engine:
 
     def end_run(self) -> None:
         """Plans, which may be a gigabyte, are not kept until the next run."""
-        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.method.state_bytes)
+        self._weigh()
         self.method.reset()
+
+    def _weigh(self) -> None:
+        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.method.state_bytes)
 
     def reset(self) -> None:
         """Forget plans and statistics; the clock stays where it is."""
@@ -108,6 +113,8 @@ class Engine:
             step=0 if alone else clock.step or 0,
             total_steps=clock.total_steps,
             branch=clock.branch if part == 0 else f"{clock.branch}, part {part}",
+            video=part % clock.videos if clock.videos else part,
+            paired=clock.videos is not None and q.shape[0] == 2 * clock.videos,
             transformer=transformer,
             grid=clock.grid if clock.grid is not None and math.prod(clock.grid) == video_tokens else None,
             text=text,
@@ -127,6 +134,8 @@ class Engine:
             out, stats = self.method(q, k, v, site)
         if not recomputing:
             self.log.add(site, stats, stop())
+            if stats.phase != "reuse":
+                self._weigh()  # not at the end alone: a later plan may come without a residual
         return out
 
     def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:

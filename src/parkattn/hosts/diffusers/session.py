@@ -172,9 +172,10 @@ class Session:
         return put_on_instance(owner, name, received)
 
     def _see_latents(self, made: Any) -> Any:
-        """All that shows the grid of a transformer compiled whole; others say it themselves in every forward."""
+        """How many videos there are, and the grid of a transformer compiled whole; others say it themselves in every forward."""
         transformer = self._attached[0].transformer()
         latents = made[0] if isinstance(made, tuple) else made
+        self.engine.clock.videos = latents.shape[0] if isinstance(latents, torch.Tensor) else None
         if transformer is not None:
             grid, config = row_for(transformer).grid, getattr(transformer, "config", None)
             self.engine.clock.grid = grid({"hidden_states": latents}, config)
@@ -185,7 +186,7 @@ class Session:
 
     def _begin_call(self) -> None:
         self._end_call()  # an earlier one may have failed where nobody saw it
-        self.engine.clock.grid = None
+        self.engine.clock.grid = self.engine.clock.videos = None
         self._inside_call = True
 
     def _end_call(self) -> None:

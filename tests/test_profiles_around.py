@@ -1,0 +1,253 @@
+"""The profiles with anchors, residuals and shared plans beside everything else that users put around a model."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+diffusers = pytest.importorskip("diffusers")
+import tiny_families as families  # noqa: E402
+import tiny_pipelines as tiny  # noqa: E402
+from parkattn import ParkConfig  # noqa: E402
+from parkattn.hosts.diffusers import disable, enable, fused, summary  # noqa: E402
+from parkattn.reuse import History, Schedule  # noqa: E402
+from test_hosts_diffusers import tolerance, trace  # noqa: E402
+from test_hosts_diffusers_pipelines import left_on  # noqa: E402
+from test_hosts_diffusers_session import gradients_of  # noqa: E402
+
+pytestmark = [
+    # of diffusers about schedulers, of torch.compile about itself
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+STEPS = 8
+BLOCKS = {"query_clusters": 3, "key_clusters": 8, "kmeans_iterations": 2}
+CPU = torch.device("cpu")
+
+
+def profile(name: str, **changes) -> ParkConfig:
+    # short of reference_steps plans do not reach from anchor to anchor, and are refreshed in between
+    return ParkConfig.profile(name, **BLOCKS, **changes)
+
+
+def one_batch(pipe, steps=STEPS):
+    return families.FAMILIES["ltx"].run(pipe, steps=steps)
+
+
+def cache(config):
+    def put_on(pipe):
+        pipe.transformer.enable_cache(config)
+
+    return put_on
+
+
+def offload_model(pipe):
+    import accelerate
+
+    accelerate.cpu_offload_with_hook(pipe.transformer, CPU)
+
+
+def offload_sequentially(pipe):
+    import accelerate
+
+    accelerate.cpu_offload(pipe.transformer, CPU)
+
+
+def offload_groups(pipe):
+    pipe.transformer.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type="block_level", num_blocks_per_group=1)
+
+
+def nothing(pipe):
+    pass
+
+
+def compile_blocks(pipe):
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+
+
+def compile_whole(pipe):
+    pipe.transformer.compile(fullgraph=True, backend="eager")
+
+
+TAYLOR = {"cache_interval": 2, "disable_cache_before_step": 3, "cache_identifiers": [r"blocks\.\d+\.attn1"]}
+MAGNITUDES = {"num_inference_steps": STEPS, "mag_ratios": torch.linspace(1.0, 0.9, STEPS), "max_skip_steps": 2}
+# name -> (pipeline, how to run it, what is put around it, profile)
+AROUND = {
+    "guidance in two forwards": (tiny.wan, tiny.run_wan, nothing, "quality"),
+    "guidance in one batch": (families.ltx, one_batch, nothing, "fast"),
+    "two experts": (lambda: tiny.wan(experts=2), tiny.run_wan, nothing, "fast"),
+    "padded text": (tiny.hunyuan, tiny.run_hunyuan, nothing, "quality"),
+    "compiled blocks": (tiny.wan, tiny.run_wan, compile_blocks, "fast"),
+    "compiled whole": (tiny.wan, tiny.run_wan, compile_whole, "quality"),
+    "blocks fused by enable": (tiny.wan, tiny.run_wan, nothing, "fast"),
+    "FirstBlockCache": (tiny.wan, tiny.run_wan, cache(diffusers.FirstBlockCacheConfig(threshold=0.15)), "quality"),
+    "TaylorSeer": (tiny.wan, tiny.run_wan, cache(diffusers.TaylorSeerCacheConfig(**TAYLOR)), "fast"),
+    "MagCache": (tiny.wan, tiny.run_wan, cache(diffusers.MagCacheConfig(**MAGNITUDES)), "quality"),
+    "model offload": (tiny.wan, tiny.run_wan, offload_model, "fast"),
+    "sequential offload": (tiny.wan, tiny.run_wan, offload_sequentially, "quality"),
+    "group offload": (tiny.wan, tiny.run_wan, offload_groups, "fast"),
+}
+# tokens of a call and guidance, where they are not Wan's; HunyuanVideo's guidance is distilled
+SUMS = {"guidance in one batch": (48, 3.0), "padded text": (112, 1.0)}
+CACHES = {"FirstBlockCache", "TaylorSeer", "MagCache"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch):
+    monkeypatch.setattr(fused, "COMPILER", "eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def follow(seen, config) -> Counter:
+    """Each call did what the schedule says, given the steps that its layer and branch ran: phase -> calls."""
+    schedule, last = Schedule(config), {}
+    for site, stats in seen:
+        key = site.transformer, site.layer, site.branch
+        wanted = schedule.phase(site, History(last.get(key))).name
+        assert stats.phase == wanted, (key, site.step)
+        if wanted in ("anchor", "refresh"):
+            last[key] = site.step
+    return Counter(stats.phase for _, stats in seen)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_with_every_block_kept_a_profile_is_stock_and_without_it_keeps_its_schedule(name):
+    build, run, put_on, which = AROUND[name]
+    pipe, fuse = build(), name == "blocks fused by enable"
+    put_on(pipe)
+    stock, before = run(pipe, steps=STEPS), left_on(pipe)
+    tokens, guidance = SUMS.get(name, (48, 5.0))
+    # a step rounds in attention, and once more in a residual that is nothing but rounding
+    rounding = 2 * tolerance(stock, tokens, STEPS, guidance)
+
+    enable(pipe, profile(which, top_p=1.0), fuse=fuse)
+    torch.testing.assert_close(run(pipe, steps=STEPS), stock, rtol=0, atol=rounding)
+
+    config = profile(which)
+    session = enable(pipe, config, fuse=fuse)
+    seen = trace(pipe)
+    first, report = run(pipe, steps=STEPS), summary(pipe)
+    assert {phase: count for phase, count in report.calls.items() if count} == follow(seen, config)
+    assert min(report.calls[phase] for phase in ("anchor", "refresh", "reuse")) > 0
+    assert bool(first.isfinite().all()) and (first - stock).abs().max().item() > rounding
+    ran = {site.step for site, _ in seen if site.layer == 1}
+    assert (len(ran) < STEPS) == (name in CACHES), "a cache must skip something for this test to say anything"
+    assert not fuse or set(report.fused) == {"yes, as asked"}
+    assert torch.equal(run(pipe, steps=STEPS), first)
+    assert report.peak_state_bytes > 0 == session.method.state_bytes == len(session.method.plans)
+
+    disable(pipe)
+    assert left_on(pipe) == before and torch.equal(run(pipe, steps=STEPS), stock)
+
+
+def run_rank(rank: int, folder: Path, stock: torch.Tensor, alone: torch.Tensor) -> None:
+    """One of two ranks: a profile with every block kept, and as it is."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    torch.accelerator.device_count = lambda: 1  # which diffusers divides by
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    pipe = tiny.wan(num_attention_heads=4)
+    pipe.transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    enable(pipe, profile("fast", top_p=1.0))
+    kept = tiny.run_wan(pipe, steps=STEPS)
+    session = enable(pipe, profile("fast"))
+    first, report = tiny.run_wan(pipe, steps=STEPS), summary(pipe)
+    found = {
+        "kept - stock": (kept - stock).abs().max().item(),
+        "ours - alone": (first - alone).abs().max().item(),
+        "calls": report.calls,
+        "held": report.peak_state_bytes,
+        "equal again": torch.equal(tiny.run_wan(pipe, steps=STEPS), first),
+        "left": session.method.state_bytes,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="ranks are forked, so that nothing is imported twice")
+def test_ulysses_on_two_ranks_does_what_one_process_does(tmp_path):
+    pipe = tiny.wan(num_attention_heads=4)
+    stock = tiny.run_wan(pipe, steps=STEPS)
+    enable(pipe, profile("fast"))
+    alone, report = tiny.run_wan(pipe, steps=STEPS), summary(pipe)
+    disable(pipe)
+    rounding, skipped = 2 * tolerance(stock, 48, STEPS), (alone - stock).abs().max().item()
+    forked = multiprocessing.get_context("fork")
+    ranks = [forked.Process(target=run_rank, args=(rank, tmp_path, stock, alone)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=120)
+        rank.kill()
+    for number in range(2):
+        found = json.loads((tmp_path / f"{number}.json").read_text())
+        assert found["kept - stock"] <= rounding < skipped
+        # a head's plan and residual are its own: only projections of half the tokens may round differently
+        assert found["ours - alone"] <= rounding
+        assert found["calls"] == report.calls and found["held"] == report.peak_state_bytes // 2
+        assert found["equal again"] and found["left"] == 0
+
+
+def falling_forwards(inputs):
+    shape = inputs["hidden_states"].shape
+    return [
+        {**inputs, "timestep": torch.tensor([timestep]), "hidden_states": tiny.noise(*shape, seed=i).requires_grad_()}
+        for i, timestep in enumerate((900.0, 500.0))
+    ]
+
+
+def test_gradients_at_anchors_are_those_of_dense_attention_checkpointed_or_not():
+    """Every forward of training is a run of its own, and its first step an anchor."""
+    transformer, inputs, _ = tiny.transformers()["wan"]
+    transformer.train()
+    forwards = falling_forwards(inputs)
+    dense = gradients_of(transformer, forwards)
+    for checkpointing in ({}, {"gradient_checkpointing_func": None}):
+        with enable(transformer, profile("fast"), total_steps=STEPS) as session:
+            found = gradients_of(transformer, forwards, **checkpointing)
+            assert summary(transformer).calls == {"dense": 0, "refresh": 0, "reuse": 0, "anchor": 2}
+        assert session.method.state_bytes == 0
+        for ours, theirs in zip(found, dense, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance(theirs, steps=1, guidance=1.0))
+
+
+def test_halves_of_a_batch_share_a_plan_where_they_are_one_video_and_nowhere_else():
+    def shared(build, run):
+        pipe = build()
+        with enable(pipe, profile("fast")):
+            seen = trace(pipe)
+            run(pipe)
+        plans = [stats.plan for _, stats in seen if stats.plan is not None]
+        return [torch.equal(*plan.mask.chunk(2)) and torch.equal(*plan.queries.labels.chunk(2)) for plan in plans]
+
+    assert all(shared(families.ltx, lambda pipe: one_batch(pipe, steps=4)))
+    assert all(shared(families.cogvideox, lambda pipe: families.FAMILIES["cogvideox"].run(pipe, steps=4)))
+    two = {"prompt": ["a cat walks on the grass", "rain"], "negative_prompt": ["blurry"] * 2}
+    assert not any(shared(tiny.wan, lambda pipe: tiny.run_wan(pipe, steps=4, **two)))
+
+
+def test_the_peak_of_a_run_counts_residuals_that_were_dropped_before_its_end():
+    pipe = tiny.wan()
+    with enable(pipe, profile("fast")) as session:
+        held = []
+        method, call = type(session.method), type(session.method).__call__
+
+        class Weighed(method):
+            def __call__(self, *args):
+                made = call(self, *args)
+                held.append(self.state_bytes)
+                return made
+
+        session.method.__class__ = Weighed
+        tiny.run_wan(pipe, steps=STEPS)
+        assert summary(pipe).peak_state_bytes == max(held) > held[-1]
