@@ -60,7 +60,7 @@ def without_a_model() -> Iterator[None]:
             (runner, "config_for", lambda request, pipe: ParkConfig()),
             (runner, "generate_frames", frames_of),
             (runner, "capture_calls", lambda *arguments: [call]),
-            (runner, "layer_count", lambda pipe: 2),
+            (runner, "spread_layers", lambda pipe: [0, 1]),
             (runner, "solve_budget", lambda density, target: (0.5, target)),
             (runner, "environment", lambda: dict(disturb.WHEN)),
             (report, "environment", lambda: dict(disturb.WHEN)),
