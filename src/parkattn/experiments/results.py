@@ -20,6 +20,7 @@ from parkattn.store import Cell, Record
 from parkattn.studio.video import Frames
 
 NOT_RUN = "not run"
+NO_ERROR = "Euclidean clusters have no error to compare with"
 Label = tuple[str, ...]
 
 
@@ -145,14 +146,16 @@ def key_error_table(gathered: Gathered) -> Result:
     calls = _calls(gathered)
     if not calls:
         return _nothing(gathered)
-    rows, change = [], {}
+    rows: list[tuple[Any, ...]] = []
+    change: dict[str, float | None] = {}
     for name, shown in (("key_mse", "Raw-key MSE"), ("score_error", "QK-score squared error")):
         euclidean, qrkc = (_mean(call["keys"][metric][name] for call in calls) for metric in ("euclidean", "query-response"))
-        change[name] = 100 * (qrkc / euclidean - 1)
-        rows.append((shown, euclidean, qrkc, f"{change[name]:+.1f}%"))
+        change[name] = 100 * (qrkc / euclidean - 1) if euclidean else None
+        rows.append((shown, euclidean, qrkc, "" if change[name] is None else f"{change[name]:+.1f}%"))
+    raised, lowered = change["key_mse"], change["score_error"]
     findings = (
-        Finding("QRKC raises raw-key MSE", change["key_mse"], "%"),
-        Finding("QRKC lowers QK-score error", -change["score_error"], "%"),
+        Finding("QRKC raises raw-key MSE", raised, "%", reason=NO_ERROR),
+        Finding("QRKC lowers QK-score error", None if lowered is None else -lowered, "%", reason=NO_ERROR),
     )
     columns = (Column("Metric"), Column("Euclidean", 3), Column("QRKC", 3), Column("Change"))
     return Result(Table(columns, tuple(rows)), findings, note=_what_was_measured(calls))
