@@ -211,3 +211,16 @@ def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_tab
     asked = [(cell.request["method"], cell.request.get("profile")) for cell in cells]
     assert asked == [("dense again", None), ("park", None), ("park", "quality"), ("park", "fast"), ("svg", None)]
     assert {cell.name for cell in main} < {cell.name for cell in cells}
+
+
+@pytest.mark.parametrize(
+    ("label", "few", "all_of_them"),
+    [("tab:centroid_count_sensitivity_hy", 4, 7), ("tab:reuse_schedule_hy", 2, 4), ("fig:quality_efficiency_curve", 2, 6)],
+)
+def test_a_quick_run_has_of_a_series_what_its_findings_compare(tmp_path, label, few, all_of_them):
+    for evaluation, count in ((quick(), few), (dataclasses.replace(quick(steps=50), quick=False), all_of_them)):
+        cells = [cell for cell in EXPERIMENTS[label].cells(runner.Lab(evaluation, tmp_path)) if cell.request["method"] == "park"]
+        assert len(cells) == count
+        pairs = [(cell, {"request": cell.request, "row": quality("a", "park", 20.0)[1]["row"]}) for cell in cells]
+        findings = EXPERIMENTS[label].result(gathered(*pairs)).findings
+        assert findings and all(finding.margin == 0 for finding in findings)

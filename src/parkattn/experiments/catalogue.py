@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,6 +67,10 @@ def _runs(lab: Lab, settings: list[tuple[str, dict[str, Any]]], *, densities: tu
 def _floors(lab: Lab) -> tuple[str, ...]:
     """Dense attention once more; on a GPU, where that gives the same bits, by another kernel too."""
     return FLOORS if lab.base.device.startswith("cuda") else (FLOOR,)
+
+
+def _series(lab: Lab, values: Sequence[Any]) -> Sequence[Any]:
+    return (values[0], values[-1]) if lab.evaluation.quick else values
 
 
 def _by_method(request: Request) -> Label:
@@ -171,7 +175,10 @@ def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
     # what 1.0 stands for: as set for all methods, or the paper's
     changes = lab.evaluation.changes
     base = changes.get("query_clusters") or 128, changes.get("key_clusters") or PAPER_KEYS[kind]
-    chosen = [(share, 1.0) for share in QUERY_SHARES] + [(1.0, share) for share in KEY_SHARES[kind]]
+    queries, keys = (
+        ((QUERY_SHARES[0], 1.0, QUERY_SHARES[-1]), KEY_SHARES[kind][:1]) if lab.evaluation.quick else (QUERY_SHARES, KEY_SHARES[kind])
+    )
+    chosen = [(share, 1.0) for share in queries] + [(1.0, share) for share in keys]
     counts = [{"query_clusters": max(1, round(q * base[0])), "key_clusters": max(1, round(k * base[1]))} for q, k in chosen]
     return _runs(lab, [("park", each) for each in counts])
 
@@ -202,7 +209,7 @@ def _with(changes: dict[str, Any]) -> Callable[[Request], bool]:
 def _schedules(lab: Lab) -> list[Cell]:
     steps = lab.base.steps or 50
     first = dense_prefix(ParkConfig(), steps)
-    scaled = [sorted({first, *(round(step * steps / 50) for step in each[1:])}) for each in SCHEDULES]
+    scaled = [sorted({first, *(round(step * steps / 50) for step in each[1:])}) for each in _series(lab, SCHEDULES)]
     return _runs(lab, [("park", {"refresh_steps": [step for step in each if step < steps]}) for each in scaled])
 
 
@@ -243,7 +250,7 @@ def _sheet(model: str, lab: Lab) -> list[Cell]:
 
 
 def _curve(lab: Lab) -> list[Cell]:
-    return _runs(lab, [("park", {"top_p": value}) for value in TOP_P])
+    return _runs(lab, [("park", {"top_p": value}) for value in _series(lab, TOP_P)])
 
 
 def _by_top_p(request: Request) -> Label:

@@ -49,6 +49,7 @@ class Evaluation:
     weights: Path | None = None  # of VBench's backbones
     captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
     records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
+    quick: bool = False  # of a series of settings only those that its findings compare
     draw: bool = False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
     keep: str = "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
 

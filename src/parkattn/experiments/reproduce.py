@@ -70,7 +70,7 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
     given |= {name: value for name, value in sizes.items() if given.get(name) is None}
     if quick and not given.get("methods"):
         given["methods"] = QUICK_METHODS
-    return Evaluation(model=known_model(model), prompts=tuple(chosen), spare_prompt=spare, **given)
+    return Evaluation(model=known_model(model), prompts=tuple(chosen), spare_prompt=spare, quick=quick, **given)
 
 
 def held_out_prompts(count: int) -> tuple[list[str], str]:
