@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import reproduce_campaign
 from fuzz_calls import Tally, report
 from parkattn import cli, demo
+from parkattn.baselines.density_profile import DensityProfile
 from parkattn.bench import cpu, decisions, e2e_turns, gpu, sanitize
 from parkattn.scene import clustered_scene
 from parkattn.sprites.grammar import EXAMPLE
-from parkattn.studio import ablation, checkpoints, doctor
+from parkattn.studio import ablation, checkpoints, density, doctor
 
 MEMORY = 8 * 2**30  # bytes of address space, most of it the libraries'
 NUMBERS = (
@@ -144,14 +147,14 @@ class Lines:
         if command == "reproduce":
             words += [self.pick(LABELS) for _ in range(self.random.randrange(3))]
         if command == "metrics":
-            words += [self.pick(self.paths) for _ in range(self.random.randrange(3))]
+            words += [self.pick(self.paths), self.pick(self.paths)]
         options = OPTIONS.get(command, {"record": "path", "repeats": "number"})
         for name in self.random.sample(sorted(options), self.random.randrange(min(4, len(options) + 1))):
             words += self.option(name, options[name])
         if self.random.random() < 0.1:
             words.append(self.pick((*WORDS, "--overwrit", "--sead=1", "--help", "--version", "--json")))
-        ending = {"generate": ".mp4", "capture": ".safetensors"}.get(command, "")
-        if command in ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture") and "--out" not in words:
+        ending = {"generate": ".mp4", "capture": ".safetensors", "profile": ".safetensors"}.get(command, "")
+        if command in ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture", "profile") and "--out" not in words:
             words += ["--out", str(self.folder / f"{self.random.randrange(10**6)}{ending}")]
         return words
 
@@ -188,6 +191,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "capture": _VIDEO
     | dict.fromkeys(("layers", "heads", "capture-steps", "limit-mib", "seed", "guidance"), "number")
     | {"branches": "word", "values": "flag"},
+    "profile": _VIDEO | dict.fromkeys(("samples", "seed", "guidance"), "number") | {"prompt": "word", "overwrite": "flag"},
     "metrics": {"measures": "measures", "frames": "word", "fps": "number", "weights": "path", "device": "word", "out": "path"},
     "doctor": {
         "json": "flag",
@@ -238,6 +242,9 @@ def nothing_runs() -> Iterator[None]:
                 "calibrate",
                 lambda pipe, request, settings, say: {key: {"value": 0.5, "density": 0.5} for key in settings.methods},
             ),
+            (density, "fit_to_pipeline", lambda request, pipe: request),
+            (density, "generate_frames", lambda *arguments, **options: None),
+            (density.DensityProfiler, "profile", lambda profiler: DensityProfile(torch.full((1, 1, 1), 0.5))),
             (demo, "clustered_scene", functools.partial(clustered_scene, heads=1, grid=(2, 8, 8))),
             (demo, "_picture", lambda results, scene: b"a picture"),
             (doctor, "self_test", lambda: tested),

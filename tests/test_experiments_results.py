@@ -189,7 +189,8 @@ def test_a_sheet_of_frames_is_made_with_the_model_of_its_name(tmp_path, monkeypa
 
 def test_records_that_hold_nothing_of_use_are_refused_in_one_line(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"benchmark": "cpu"}\n[1]\n')
-    for name in ("absent.jsonl", "other.jsonl"):
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\0")
+    for name in ("absent.jsonl", "other.jsonl", "bytes.jsonl", "/dev/full"):
         with pytest.raises(ValueError, match=r"^records: expected JSON lines of park bench [^\n]*\.$"):
             runner.Lab(quick(records=(tmp_path / name,)), tmp_path)
 
