@@ -12,6 +12,7 @@ import functools
 import io
 import os
 import random
+import resource
 import sys
 import tempfile
 import warnings
@@ -20,14 +21,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import disturbed_files as disturb
+import torch
+
+import reproduce_campaign
 from fuzz_calls import Tally, report
 from parkattn import cli, demo
+from parkattn.baselines.density_profile import DensityProfile
 from parkattn.bench import cpu, decisions, e2e_turns, gpu, sanitize
 from parkattn.scene import clustered_scene
 from parkattn.sprites.grammar import EXAMPLE
-from parkattn.studio import ablation, checkpoints, doctor
+from parkattn.studio import ablation, checkpoints, density, doctor
 
+MEMORY = 8 * 2**30  # bytes of address space, most of it the libraries'
 NUMBERS = (
     "0",
     "1",
@@ -94,6 +99,10 @@ SETTINGS += (
     "top_p=[[[[",
 )
 SETTINGS += ("refresh_steps=[1,2]", "query_clusters=null", "long_video_blocks=[1]", "top_p=" + "9" * 5000, "method=park", "compensate=true")
+LABELS = ("all", "frontier", "tab:module_ablation", "query_key_compression", "tab:module_ablatoin", "fig:overview", "scaling", "", "\udcff")
+MEASURES = ("all", "psnr", "psnr,ssim", "psnr,,ssim", "pnsr", "vmaf", "imaging_quality", "", ",", "psnr, ssim")
+SIZES = ("9x64x96", "9x64", "x", "0x0x0", "9x64x96x3", "١x64x96", "-1x2x3", f"{2**64}x1x1")
+SHARDS = ("0/1", "1/2", "2/2", "a/b", "0/0", "1", "/", "-1/2", f"0/{2**64}")
 
 
 class Lines:
@@ -129,37 +138,61 @@ class Lines:
             yield self.line()
 
     def line(self) -> list[str]:
-        command = self.pick((*COMMANDS, "generate", "compare", "ablation", "doctor"))
+        command = self.pick((*COMMANDS, "generate", "compare", "ablation", "doctor", "reproduce", "reproduce", "metrics", "capture"))
         words = command.split()
         if self.random.random() < 0.05:
             words[-1] = self.pick(("generat", "bench x", "", "-h", "--helpp", "\udcff", "doctor "))
-        if command == "generate" and self.random.random() < 0.9:
+        if command in ("generate", "capture") and self.random.random() < 0.9:
             words.append(self.pick(PROMPTS) if self.random.random() < 0.6 else EXAMPLE)
+        if command == "reproduce":
+            words += [self.pick(LABELS) for _ in range(self.random.randrange(3))]
+        if command == "metrics":
+            words += [self.pick(self.paths), self.pick(self.paths)]
         options = OPTIONS.get(command, {"record": "path", "repeats": "number"})
         for name in self.random.sample(sorted(options), self.random.randrange(min(4, len(options) + 1))):
             words += self.option(name, options[name])
         if self.random.random() < 0.1:
             words.append(self.pick((*WORDS, "--overwrit", "--sead=1", "--help", "--version", "--json")))
-        if command in ("generate", "compare", "ablation", "demo", "scene") and "--out" not in words:
-            words += ["--out", str(self.folder / f"{self.random.randrange(10**6)}{'.mp4' * (command == 'generate')}")]
+        ending = {"generate": ".mp4", "capture": ".safetensors", "profile": ".safetensors"}.get(command, "")
+        if command in ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture", "profile") and "--out" not in words:
+            words += ["--out", str(self.folder / f"{self.random.randrange(10**6)}{ending}")]
         return words
 
     def option(self, name: str, kind: str) -> list[str]:
         if kind == "flag":
             return [f"--{name}"]
-        usual = {"number": NUMBERS, "path": self.paths, "word": WORDS, "setting": SETTINGS}[kind]
+        kinds = {
+            "number": NUMBERS,
+            "path": self.paths,
+            "word": WORDS,
+            "setting": SETTINGS,
+            "measures": MEASURES,
+            "size": SIZES,
+            "shard": SHARDS,
+        }
+        usual = kinds[kind]
         value = self.pick(usual) if self.random.random() < 0.85 else self.pick(self.pick((NUMBERS, WORDS, self.paths, SETTINGS)))
         return [f"--{name}={value}"] if self.random.random() < 0.5 else [f"--{name}", value]
 
 
 _RUN = dict.fromkeys(("seed", "steps", "height", "width", "frames", "fps", "guidance", "text-tokens"), "number")
 _RUN |= {"model": "word", "preset": "word", "set": "setting", "negative": "word", "device": "word", "dtype": "word", "offload": "word"}
-_RUN |= {"overwrite": "flag", "out": "path", "image": "path", "lora": "path"}
+_RUN |= {"overwrite": "flag", "out": "path", "image": "path", "lora": "path", "profile": "word"}
+_VIDEO = {name: _RUN[name] for name in ("model", "steps", "frames", "height", "width", "device", "dtype", "offload", "out")}
 OPTIONS: dict[str, dict[str, str]] = {
     "generate": _RUN | {"prompts": "path", "method": "word"},
     "compare": _RUN | {"methods": "word", "recall-rows": "number", "prompts": "path", "seeds": "number"},
     "ablation": {name: _RUN[name] for name in ("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")}
     | {"prompts": "number", "seeds": "number", "methods": "word", "density": "number", "budget": "word"},
+    "reproduce": _VIDEO
+    | {"prompts": "number", "prompt-file": "path", "seeds": "number", "guidance": "number", "methods": "word", "densities": "number"}
+    | {"set": "setting", "capture-file": "path", "records": "path", "measures": "measures", "weights": "path", "size": "size"}
+    | {"list": "flag", "quick": "flag", "draw": "flag", "keep": "word", "shard": "shard"},
+    "capture": _VIDEO
+    | dict.fromkeys(("layers", "heads", "capture-steps", "limit-mib", "seed", "guidance"), "number")
+    | {"branches": "word", "values": "flag"},
+    "profile": _VIDEO | dict.fromkeys(("samples", "seed", "guidance"), "number") | {"prompt": "word", "overwrite": "flag"},
+    "metrics": {"measures": "measures", "frames": "word", "fps": "number", "weights": "path", "device": "word", "out": "path"},
     "doctor": {
         "json": "flag",
         "model": "word",
@@ -200,7 +233,7 @@ def nothing_runs() -> Iterator[None]:
     find_model = checkpoints.find_model
     tested = doctor.self_test()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(disturb.without_a_model())
+        stack.enter_context(reproduce_campaign.without_a_model())
         for module, name, value in (
             (checkpoints, "_download", offline),
             (checkpoints, "find_model", lambda model: find_model(model)),
@@ -209,6 +242,9 @@ def nothing_runs() -> Iterator[None]:
                 "calibrate",
                 lambda pipe, request, settings, say: {key: {"value": 0.5, "density": 0.5} for key in settings.methods},
             ),
+            (density, "fit_to_pipeline", lambda request, pipe: request),
+            (density, "generate_frames", lambda *arguments, **options: None),
+            (density.DensityProfiler, "profile", lambda profiler: DensityProfile(torch.full((1, 1, 1), 0.5))),
             (demo, "clustered_scene", functools.partial(clustered_scene, heads=1, grid=(2, 8, 8))),
             (demo, "_picture", lambda results, scene: b"a picture"),
             (doctor, "self_test", lambda: tested),
@@ -260,6 +296,8 @@ def main() -> None:
     reader.add_argument("--lines", type=int, default=1_000)
     reader.add_argument("--seed", type=int, default=0)
     asked = reader.parse_args()
+    # a command that reads without an end is an error here, and not the end of the machine
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     sys.exit(report("command lines", fuzz_commands(asked.lines, asked.seed)))
 
 

@@ -21,6 +21,7 @@ pytest.importorskip("diffusers")
 import reproduce_campaign
 from parkattn.experiments import commands, paper_numbers, reproduce, runner
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
+from parkattn.experiments.evaluation import MATCHED
 from parkattn.store import Cell, read_record, sealed
 from parkattn.studio import checkpoints
 from parkattn.studio.prompts import Shard
@@ -132,7 +133,7 @@ def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
     budgets = {path.name.split("-at-")[0]: read_record(path)["budget"]["density"] for path in out.glob("cells/budget-*.json")}
     assert len(budgets) == 5
     # SVG's bands are whole frames of 96 tokens: of 288 it computes more than half, whatever its budget
-    assert all((abs(density - 0.5) <= runner.MATCHED) == (name != "budget-svg") for name, density in budgets.items())
+    assert all((abs(density - 0.5) <= MATCHED) == (name != "budget-svg") for name, density in budgets.items())
     findings = {f.statement: f for s in outcome.sections if s.label == "matched_densities" for f in s.result.findings}
     assert findings["PARK above svg at density 0.5"].verdict == "not run"
     assert "density: expected a sparsity of svg" in (out / "report.md").read_text()

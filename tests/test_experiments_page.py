@@ -28,7 +28,7 @@ def page_file(tmp_path_factory):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1440, 390])
 def test_nothing_on_the_page_is_wider_than_the_screen_or_comes_from_outside(page_file, width):
     sync_api = pytest.importorskip("playwright.sync_api")
     asked = []

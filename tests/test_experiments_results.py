@@ -10,6 +10,7 @@ pytest.importorskip("diffusers")
 from parkattn.experiments import catalogue, paper_numbers, results, runner
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
 from parkattn.experiments.mismatches import REPRESENTATIONS
+from parkattn.experiments.report import sections_of
 from parkattn.experiments.results import Gathered
 from parkattn.experiments.tables import Column, Finding, Table, to_csv, to_latex, to_markdown
 from parkattn.store import Cell
@@ -64,6 +65,14 @@ def test_recall_is_summed_up_over_heads_in_percent():
     assert result.findings[0].margin == 0 and result.findings[0].verdict == "not held", "a tie is not the best"
 
 
+def test_an_error_of_zero_has_no_change_in_percent_and_is_no_failure():
+    sides = {metric: {"key_mse": [0.0], "score_error": [0.0]} for metric in ("euclidean", "query-response")}
+    call = {"keys": sides, "tv": {"exact": [0.0]}, "tokens": [9, 9], "blocks": [2, 2]}
+    result = results.key_error_table(Gathered([Cell(name="r", format="f")], {"r": {"calls": [call]}}, {}))
+    assert [row[-1] for row in result.table.rows] == ["", ""]
+    assert [finding.verdict for finding in result.findings] == ["not run", "not run"]
+
+
 def test_what_is_not_run_is_neither_held_nor_not_held():
     assert Finding("s", None, reason="why").held is None
     assert "less than its interval" in Finding("s", 1.0, "dB", 2.0).line() and "less" not in Finding("s", 3.0, "dB", 2.0).line()
@@ -79,6 +88,14 @@ def test_signs_of_latex_and_markdown_are_escaped_and_csv_keeps_every_digit():
     )
     assert "50% \\| {1} | 0.33" in to_markdown(table)
     assert repr(1 / 3) in to_csv(table)
+
+
+def test_the_page_has_the_papers_tables_and_figures_in_its_order_and_then_ours():
+    labels = [section.label for section in sections_of({})]
+    assert tuple(labels[: len(paper_numbers.LABELS)]) == paper_numbers.LABELS
+    assert set(labels) == {*EXPERIMENTS, *NOT_BUILT} and len(labels) == len(set(labels))
+    assert not [label for label in labels[len(paper_numbers.LABELS) :] if ":" in label]
+    assert set(paper_numbers.PAPER) <= set(paper_numbers.LABELS)
 
 
 def test_printed_tables_have_whole_rows_under_labels_that_are_listed():
@@ -172,7 +189,8 @@ def test_a_sheet_of_frames_is_made_with_the_model_of_its_name(tmp_path, monkeypa
 
 def test_records_that_hold_nothing_of_use_are_refused_in_one_line(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"benchmark": "cpu"}\n[1]\n')
-    for name in ("absent.jsonl", "other.jsonl"):
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\0")
+    for name in ("absent.jsonl", "other.jsonl", "bytes.jsonl", "/dev/full"):
         with pytest.raises(ValueError, match=r"^records: expected JSON lines of park bench [^\n]*\.$"):
             runner.Lab(quick(records=(tmp_path / name,)), tmp_path)
 
@@ -194,3 +212,16 @@ def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_tab
     asked = [(cell.request["method"], cell.request.get("profile")) for cell in cells]
     assert asked == [("dense again", None), ("park", None), ("park", "quality"), ("park", "fast"), ("svg", None)]
     assert {cell.name for cell in main} < {cell.name for cell in cells}
+
+
+@pytest.mark.parametrize(
+    ("label", "few", "all_of_them"),
+    [("tab:centroid_count_sensitivity_hy", 4, 7), ("tab:reuse_schedule_hy", 2, 4), ("fig:quality_efficiency_curve", 2, 6)],
+)
+def test_a_quick_run_has_of_a_series_what_its_findings_compare(tmp_path, label, few, all_of_them):
+    for evaluation, count in ((quick(), few), (dataclasses.replace(quick(steps=50), quick=False), all_of_them)):
+        cells = [cell for cell in EXPERIMENTS[label].cells(runner.Lab(evaluation, tmp_path)) if cell.request["method"] == "park"]
+        assert len(cells) == count
+        pairs = [(cell, {"request": cell.request, "row": quality("a", "park", 20.0)[1]["row"]}) for cell in cells]
+        findings = EXPERIMENTS[label].result(gathered(*pairs)).findings
+        assert findings and all(finding.margin == 0 for finding in findings)

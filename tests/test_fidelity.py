@@ -68,3 +68,10 @@ def test_lpips_is_absent_with_a_reason_rather_than_downloaded(monkeypatch, tmp_p
 def test_what_cannot_be_compared_is_refused(frames, reference, said):
     with pytest.raises(ValueError, match=said.replace("[", r"\[")):
         fidelity.ssim_per_frame(frames, reference)
+
+
+def test_ssim_on_a_named_device_is_that_of_the_default_one():
+    frames, reference = noise(), noise(1)
+    assert fidelity.ssim_per_frame(frames, reference, device="cpu") == fidelity.ssim_per_frame(frames, reference)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        fidelity.ssim_per_frame(frames, reference, device="nowhere")  # it is no argument that is passed over

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parkattn.bench.frontier import FORMAT as FRONTIER
+from parkattn.files import read_regular
 
 Line = Mapping[str, Any]
 BENCHMARKS = ("pama", "qrkc", "scaling")
@@ -22,9 +23,12 @@ def read_lines(paths: Iterable[Path]) -> list[Line]:
     for path in paths:
         kinds = f"park bench {', '.join(BENCHMARKS)} or parkattn.bench.frontier"
         wanted = f"records: expected JSON lines of {kinds}, got {path}"
+        data = read_regular(path)
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
+            if data is None:
+                raise ValueError
+            lines = data.decode().splitlines()
+        except ValueError:
             raise ValueError(f"{wanted}, which cannot be read; check the path.") from None
         known = [line for line in map(_parsed, lines) if line is not None and not line.get("rehearsal")]
         if not known:

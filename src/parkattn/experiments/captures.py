@@ -6,9 +6,10 @@ what else a method may know about each call, under one name: safetensors writes 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from parkattn.studio.generate import Request, generate_frames
 
 FORMAT = "parkattn.capture.2"
 ABOUT = "parkattn"  # the one name of the metadata
+MODEL = "model_preset"  # in what a file says about itself: whose settings suit the model
+CALIBRATION_LAYERS = 6
 LIMIT = 2**31  # bytes of tensors
 
 
@@ -142,6 +145,13 @@ def layer_count(pipe: Any) -> int:
     return max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(pipe).values())
 
 
+def spread_layers(pipe: Any) -> list[int]:
+    """Those that a density is calibrated on."""
+    count = layer_count(pipe)
+    chosen = min(count, CALIBRATION_LAYERS)
+    return [round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)]
+
+
 def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
     """The chosen calls of a dense run of a request that fits the pipeline."""
     assert request.steps
@@ -172,6 +182,20 @@ def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any])
 
 def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
     """The calls of a file and where they come from; a file that holds anything else is refused."""
+    with _opened(path) as (file, facts):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return [_call(name, site, tensors) for name, site in facts["sites"].items()], dict(facts["about"])
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Where the calls of a file come from, without reading them."""
+    with _opened(path) as (_, facts):
+        return dict(facts["about"])
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The open file and its metadata; what goes wrong while it is open is told in one line."""
     from safetensors import SafetensorError, safe_open
 
     wanted = f"captures: expected a file written by park capture, got {path}"
@@ -180,14 +204,11 @@ def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
             facts = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
             if facts.get("format") != FORMAT:
                 raise ValueError(f"{wanted} of format {facts.get('format')!r}; capture again.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        about = dict(facts["about"])
-        calls = [_call(name, site, tensors) for name, site in facts["sites"].items()]
+            yield file, facts
     except OSError:
         raise ValueError(f"{wanted}, which cannot be read; check the path.") from None
     except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{wanted}, which is not whole ({type(error).__name__}); capture again.") from None
-    return calls, about
 
 
 def _call(name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:

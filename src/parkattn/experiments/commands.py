@@ -46,6 +46,10 @@ def reproduce(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")
     ] = None,
+    measures: Annotated[
+        str | None, typer.Option(help="Of quality, separated by commas, or all (park metrics); what is installed when not given.")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Folder with the backbones of VBench's dimensions (docs/metrics.md).")] = None,
     capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
     records: Annotated[
         list[Path] | None,
@@ -67,15 +71,17 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
     """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
-    from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
+    from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
     from parkattn.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
 
     if listed:
         table = Table(Column("name", overflow="fold"), "what it is", "runs here")  # a name that is cut could not be asked for
-        for each in EXPERIMENTS.values():
-            table.add_row(each.label, each.title, f"with {each.needs}" if each.needs else "yes")
-        for other in NOT_BUILT.values():
-            table.add_row(other.label, other.title, f"no: {other.reason}")
+        for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
+            if label in NOT_BUILT:
+                table.add_row(label, NOT_BUILT[label].title, f"no: {NOT_BUILT[label].reason}")
+            else:
+                needs = EXPERIMENTS[label].needs
+                table.add_row(label, EXPERIMENTS[label].title, f"with {needs}" if needs else "yes")
         console.print(table)
         return
     if not names:
@@ -90,7 +96,7 @@ def reproduce(
         guidances=_numbers("guidance", guidance, float) if guidance else (None,),
         methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
         changes=_changes(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload,
-        captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
+        measures=measures, weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
     )  # fmt: skip
     columns = (
         TextColumn("cells"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parkattn.checks import expect_choice, expect_count, expect_fraction
+from parkattn.experiments.quality import named_measures
 from parkattn.files import sha256_of
 from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
@@ -17,7 +18,11 @@ from parkattn.store import Cell, Record, content_hash
 VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "bench": 1}
 FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
 FLOOR = "dense again"
+OWN_FLOOR = "dense by our kernel"  # of PARK's backend, on a GPU: as exact, and rounded otherwise
+FLOORS = (FLOOR, OWN_FLOOR)
+ALL_DENSE = {"dense_fraction": 1.0, "own_dense": True}  # settings of PARK
 KEEPS = ("all", "records")
+MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,12 @@ class Evaluation:
     device: str = "auto"
     dtype: str = "auto"
     offload: str = "none"
+    said: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the changes, those that hold for captures too
+    measures: str | None = None  # of quality: names separated by commas, or all
+    weights: Path | None = None  # of VBench's backbones
     captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
     records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
+    quick: bool = False  # of a series of settings only those that its findings compare
     draw: bool = False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
     keep: str = "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
 
@@ -54,6 +63,8 @@ class Evaluation:
             expect_count("seeds", seed, least=0, most=LARGEST_SEED)
         for name in self.methods:
             method_entry(name)
+        if self.measures is not None:
+            named_measures(self.measures)
 
 
 class CellError(Exception):
@@ -84,3 +95,11 @@ def file_hash(path: Path) -> str:
     if found is None:
         raise ValueError(f"captures: expected a file written by park capture, got {path}, which cannot be read; check the path.")
     return found
+
+
+def density_refusal(budget: Record, method: str, density: float) -> str:
+    """Empty where the density is the one asked for."""
+    if abs(budget["density"] - density) <= MATCHED:
+        return ""
+    wanted = f"density: expected a {budget['field']} of {method} that gives {density:g} at this size"
+    return f"{wanted}, got {budget['density']:.2f} at best; compare it at its own settings."

@@ -13,7 +13,7 @@ from typing import Any
 from parkattn.bench.frontier import DENSE, interval
 from parkattn.bench.frontier import FORMAT as LINE
 from parkattn.experiments import results
-from parkattn.experiments.evaluation import FLOOR
+from parkattn.experiments.evaluation import FLOORS
 from parkattn.experiments.results import Gathered, Result, trade_off
 from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import Column, Finding, Table
@@ -32,12 +32,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def frontier_cells(lab: Lab, methods: Sequence[str]) -> list[Cell]:
+def frontier_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[Cell]:
     """None where lines of earlier runs are given. Without a profile PARK's settings are the paper's."""
     if any(line.get("format") == LINE for line in lab.lines):
         return []
     profiles = [{"profile": name} for name in ParkConfig.PROFILES if name != PAPER]
-    rows: list[tuple[str, dict[str, Any]]] = [(FLOOR, {}), ("park", {}), *(("park", each) for each in profiles)]
+    rows: list[tuple[str, dict[str, Any]]] = [*((floor, {}) for floor in floors), ("park", {}), *(("park", each) for each in profiles)]
     rows += [(name, {}) for name in methods if name != "park"]
     return [lab.quality_cell(request, method, **more) for request in lab.requests() for method, more in rows]
 
@@ -54,7 +54,9 @@ def frontier_result(gathered: Gathered) -> Result:
     table = Table(tuple(COLUMNS[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in rows))
     videos = {video for _, video in places}
     titles = {place: place[0] if len(videos) == 1 else ", ".join(filter(None, place)) for place in places}
-    points: results.Runs = {(titles[place], name, name): list(found.values()) for (place, name), found in runs.items()}
+    points: results.Runs = {
+        (titles[place], name, name): list(found.values()) for (place, name), found in runs.items() if name not in FLOORS
+    }
     note = f"{places[0][1]}." if len(videos) == 1 else ""
     if lines:
         facts = [line.get("environment", {}) for line in lines]
@@ -67,7 +69,7 @@ def _runs_of_cells(gathered: Gathered) -> Runs:
     runs: Runs = {}
     for cell in gathered.cells:
         asked = cell.request
-        if cell.name not in gathered.records or asked["method"] == FLOOR:
+        if cell.name not in gathered.records:
             continue
         setting = asked.get("profile") or (PAPER if asked["method"] == "park" else asked["method"])
         found = runs.setdefault((_place(asked), setting), {})
@@ -98,7 +100,7 @@ def _table_row(runs: Runs, place: Place, setting: str) -> tuple[Any, ...]:
     values = {name: [row[name] for row in found if row.get(name) is not None] for name in ("psnr", "error")}
     mean = {name: statistics.fmean(row[name] for row in found) for name in ("cost", "cost_two_passes", "seconds")}
     dense = [row["dense_seconds"] for row in found if row.get("dense_seconds") is not None]
-    ahead = [] if setting == PAPER else _ahead(runs, place, setting, PAPER)
+    ahead = [] if setting in (PAPER, *FLOORS) else _ahead(runs, place, setting, PAPER)
     return (
         setting, place[0], place[1], len(found), mean["cost"], mean["cost_two_passes"], mean["seconds"],
         statistics.fmean(dense) / mean["seconds"] if len(dense) == len(found) else None,
@@ -136,7 +138,7 @@ def _undominated(runs: Runs, place: Place, profile: str, at: str) -> Finding:
     """Against the strongest of the other methods that compute no more attention."""
     here = {name: list(found.values()) for (where, name), found in runs.items() if where == place}
     cost = {name: statistics.fmean(row["cost"] for row in found) for name, found in here.items()}
-    others = [name for name in cost if name not in ParkConfig.PROFILES and cost[name] <= cost[profile]]
+    others = [name for name in cost if name not in (*ParkConfig.PROFILES, *FLOORS) and cost[name] <= cost[profile]]
     rivals = {name: ahead for name in others if (ahead := _ahead(runs, place, profile, name))}
     statement = f"no other method with as little attention as {profile} has its PSNR{at}"
     if not rivals:

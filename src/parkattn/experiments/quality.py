@@ -1,41 +1,72 @@
-"""What is measured of a video against its dense reference: the one place where a measure is added.
+"""What is measured of a video: measures of `metrics.measures` by name, and two of our own.
 
-psnr, ssim, lpips   per frame (`metrics.fidelity`); a video's value is the mean over its frames
-error               ||video - reference|| / ||reference||, over all values of the raw 8-bit frames
+error   ||video - reference|| / ||reference||, over all values of the raw 8-bit frames
+cost    attention of the whole run as a share of all-dense (`whole_run_cost`)
 """
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import math
-import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parkattn.metrics import fidelity
+from parkattn.metrics.measures import MEASURES, REFERENCE, Setting, choose_measures
 from parkattn.studio.video import Frames
 
-Values = dict[str, float | None]
-# each gives one value per frame, or None where it cannot be measured on this machine
-PER_FRAME: dict[str, Callable[..., list[float] | None]] = {
-    "psnr": fidelity.psnr_per_frame,
-    "ssim": fidelity.ssim_per_frame,
-    "lpips": fidelity.lpips_per_frame,
+ALWAYS = "psnr"  # findings are margins of it
+USUAL = (ALWAYS, "ssim", "lpips", "st_lpips", "vmaf")  # those of them that are installed, where nothing is asked for
+TAKEN = MEASURES | {
+    # as long as the video itself takes, on a CPU and in a video of 75,600 tokens
+    "ssim": dataclasses.replace(
+        MEASURES["ssim"], run=lambda video, reference, setting: fidelity.ssim_per_frame(video, reference, setting.device)
+    )
 }
 
 
-def measure_frames(frames: Frames, reference: Frames, device: str) -> tuple[Values, dict[str, list[float]]]:
-    """The video's values, and the frames' values of every measure that could be taken."""
-    by_frame: dict[str, list[float]] = {}
-    for name, measure in PER_FRAME.items():
-        options = {"device": device} if "device" in inspect.signature(measure).parameters else {}
-        found = measure(frames, reference, **options)
-        if found is not None:
-            by_frame[name] = [float(value) for value in found]
-    video: Values = {name: statistics.fmean(by_frame[name]) if name in by_frame else None for name in PER_FRAME}
-    return video | {"error": relative_error(frames, reference)}, by_frame
+class Measured(NamedTuple):
+    video: dict[str, float | None]  # by measure; None where it could not be taken
+    by_frame: dict[str, list[float]]
+    reasons: dict[str, str]  # why not
+
+
+def named_measures(asked: str) -> str | list[str]:
+    """all, or names in a fixed order, whether or not they can be taken on this machine."""
+    if asked == "all":
+        return asked
+    names = [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in MEASURES:
+            choose_measures(name, Setting(), reference=True)  # says which there are
+    return [name for name in MEASURES if name in {ALWAYS, *names}]
+
+
+def takeable_measures(asked: str | None, setting: Setting) -> tuple[list[str], dict[str, str]]:
+    """Names, and why others cannot be taken here. One that is asked for by its name and cannot is an error."""
+    if asked is None:
+        reasons = {name: reason for name in USUAL if (reason := MEASURES[name].reason(setting)) is not None}
+        return [name for name in USUAL if name not in reasons], reasons
+    found, reasons = choose_measures(asked, setting, reference=True)
+    return [name for name in MEASURES if name in {ALWAYS, *found}], reasons
+
+
+def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, setting: Setting) -> Measured:
+    """What these frames are refused for, such as a size below a measure's window, is a reason and no error."""
+    found = Measured({}, {}, {})
+    for name in names:
+        measure = TAKEN[name]
+        try:
+            value: Mapping[str, Any] = measure.value(setting, *((frames, reference) if measure.kind == REFERENCE else (frames,)))
+        except ValueError as error:
+            found.reasons[name], value = str(error), {"mean": None}
+        found.video[name] = value["mean"]
+        if "per_frame" in value:
+            found.by_frame[name] = value["per_frame"]
+    found.video["error"] = relative_error(frames, reference)
+    return found
 
 
 def relative_error(frames: Frames, reference: Frames) -> float:

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from parkattn.experiments import tables
-from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
+from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
 from parkattn.experiments.figures import draw
-from parkattn.experiments.paper_numbers import PAPER
+from parkattn.experiments.paper_numbers import LABELS, PAPER
 from parkattn.experiments.results import Result
 from parkattn.record import environment
 from parkattn.store import Cell, Content, Record, Store
 
 FORMAT = "parkattn.reproduce.report.1"
 NOT_ASKED = "not asked for in this run; run park reproduce {}"
+NO_NUMBERS = "the paper prints no numbers of this figure"
 HALF_A_SCREEN = 64  # letters
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; color: #1c2733; background: #fff; }
@@ -49,17 +50,15 @@ class Section:
 
 
 def sections_of(results: Mapping[str, Result]) -> list[Section]:
-    """Every experiment there is, run or not."""
-    built = [
-        Section(
-            each.label,
-            each.title,
-            results.get(each.label),
-            "" if each.label in results else NOT_ASKED.format(each.label),
-        )
-        for each in EXPERIMENTS.values()
-    ]
-    return [*built, *(Section(each.label, each.title, None, each.reason) for each in NOT_BUILT.values())]
+    """Every experiment there is, run or not, in the paper's order."""
+    found = []
+    for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
+        if label in NOT_BUILT:
+            found.append(Section(label, NOT_BUILT[label].title, None, NOT_BUILT[label].reason))
+        else:
+            reason = "" if label in results else NOT_ASKED.format(label)
+            found.append(Section(label, EXPERIMENTS[label].title, results.get(label), reason))
+    return found
 
 
 def write_report(store: Store, sections: Sequence[Section], about: Mapping[str, Any]) -> Record:
@@ -122,6 +121,8 @@ def to_markdown(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
                 "",
                 tables.to_markdown(tables.text_table(printed.columns, printed.rows)),
             ]
+        elif section.label in LABELS:
+            text += [f"{NO_NUMBERS[0].upper()}{NO_NUMBERS[1:]}.", ""]
     return "\n".join(text)
 
 
@@ -148,6 +149,8 @@ def to_page(sections: Sequence[Section], about: Mapping[str, Any], figures: Mapp
             printed = PAPER[section.label]
             table = tables.to_html(tables.text_table(printed.columns, printed.rows))
             parts.append(f"<div><h3>printed in the paper: {html.escape(printed.caption)}</h3>{table}</div>")
+        elif section.label in LABELS:
+            parts.append(f"<div><h3>{NO_NUMBERS}</h3></div>")
         parts.append("</div>")
     return "\n".join([*parts, "</body></html>", ""])
 

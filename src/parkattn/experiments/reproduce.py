@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parkattn.experiments.captures import Selection, capture_calls, write_captures
+from parkattn.experiments.blocks import preset_in
+from parkattn.experiments.captures import MODEL, Selection, capture_calls, write_captures
 from parkattn.experiments.catalogue import choose_experiments
 from parkattn.experiments.evaluation import Evaluation, Filled
 from parkattn.experiments.report import Section, sections_of, write_report
 from parkattn.experiments.results import Gathered
 from parkattn.experiments.runner import Lab
-from parkattn.methods import method_entry
 from parkattn.sprites.grammar import held_out_scenes
 from parkattn.store import Cell, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.ablation import BLOCKS
 from parkattn.studio.generate import Request, fit_to_pipeline, prepare
-from parkattn.studio.prompts import Shard, read_prompts, shard_from_environment
+from parkattn.studio.prompts import Shard, read_prompts, shard_from_environment, take_device
 
 TINY = "tiny"
 PROMPTS = 2
@@ -61,6 +61,7 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
         raise ValueError("prompt_file: expected one for a model other than the shipped one, got none; pass --prompt-file FILE.")
     else:
         chosen, spare = held_out_prompts(count)
+    given["said"] = given.get("changes", {})
     if known_model(model) is None:
         sizes = sizes or TINY_SIZE
         # a size that is asked for gets the blocks of every other video of that size
@@ -69,7 +70,7 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
     given |= {name: value for name, value in sizes.items() if given.get(name) is None}
     if quick and not given.get("methods"):
         given["methods"] = QUICK_METHODS
-    return Evaluation(model=known_model(model), prompts=tuple(chosen), spare_prompt=spare, **given)
+    return Evaluation(model=known_model(model), prompts=tuple(chosen), spare_prompt=spare, quick=quick, **given)
 
 
 def held_out_prompts(count: int) -> tuple[list[str], str]:
@@ -118,8 +119,8 @@ def run_experiments(
 ) -> Outcome:
     """Every cell of the part that is not there yet, then the report from all that are."""
     chosen, part = choose_experiments(names), part or Shard()
-    for name in evaluation.methods:
-        method_entry(name)
+    if not evaluation.draw:
+        take_device(evaluation.device, shard_from_environment())  # a part that is named is no rank of this machine
     lab = Lab(evaluation, out, say)
     asked = {each.label: each.cells(lab) for each in chosen}
     cells = list({cell.name: cell for found in asked.values() for cell in found}.values())
@@ -157,7 +158,7 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
         "runs": f"prompts: {len(e.prompts)}; seeds: {', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
         "device": ", ".join([base.device, base.dtype, *machines]),
-        "quality": "of raw frames against dense attention; 'dense again' is dense attention once more",
+        "quality": "of raw frames against dense attention; 'dense again' is dense attention once more, 'by our kernel' by PARK's backend",
         "density": "computed token pairs over all pairs, in the sparse steps and in all steps; it is matched in the sparse steps",
         "seconds": "text, denoising and decoding of one video; what measuring recall takes is left out",
     }
@@ -178,7 +179,7 @@ def capture_file(request: Request, selection: Selection, out: Path) -> tuple[int
     def make(making: Any) -> None:
         pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
         calls = capture_calls(pipe, fit_to_pipeline(request, pipe), selection)
-        about = {name: value for name, value in request.to_dict().items() if name != "model"}
+        about = {name: value for name, value in request.to_dict().items() if name != "model"} | {MODEL: preset_in(folder)}
         making.write(out.name, lambda path: write_captures(path, calls, about))
         making.commit({"format": CAPTURE, "request": dict(making.cell.request), "calls": [call.name for call in calls]})
 

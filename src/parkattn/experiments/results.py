@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from parkattn.bench.frontier import interval
-from parkattn.experiments.evaluation import FLOOR
+from parkattn.experiments.evaluation import FLOORS
 from parkattn.experiments.mismatches import REPRESENTATIONS
-from parkattn.experiments.quality import PER_FRAME
+from parkattn.experiments.quality import ALWAYS
 from parkattn.experiments.tables import Column, Finding, Table
+from parkattn.metrics.measures import MEASURES
 from parkattn.metrics.retrieval import recall_summary
 from parkattn.store import Cell, Record
 from parkattn.studio.video import Frames
 
 NOT_RUN = "not run"
+NO_ERROR = "Euclidean clusters have no error to compare with"
 Label = tuple[str, ...]
 
 
@@ -144,17 +146,25 @@ def key_error_table(gathered: Gathered) -> Result:
     calls = _calls(gathered)
     if not calls:
         return _nothing(gathered)
-    rows, change = [], {}
+    rows: list[tuple[Any, ...]] = []
+    change: dict[str, float | None] = {}
     for name, shown in (("key_mse", "Raw-key MSE"), ("score_error", "QK-score squared error")):
         euclidean, qrkc = (_mean(call["keys"][metric][name] for call in calls) for metric in ("euclidean", "query-response"))
-        change[name] = 100 * (qrkc / euclidean - 1)
-        rows.append((shown, euclidean, qrkc, f"{change[name]:+.1f}%"))
+        change[name] = 100 * (qrkc / euclidean - 1) if euclidean else None
+        rows.append((shown, euclidean, qrkc, "" if change[name] is None else f"{change[name]:+.1f}%"))
+    raised, lowered = change["key_mse"], change["score_error"]
     findings = (
-        Finding("QRKC raises raw-key MSE", change["key_mse"], "%"),
-        Finding("QRKC lowers QK-score error", -change["score_error"], "%"),
+        Finding("QRKC raises raw-key MSE", raised, "%", reason=NO_ERROR),
+        Finding("QRKC lowers QK-score error", None if lowered is None else -lowered, "%", reason=NO_ERROR),
     )
     columns = (Column("Metric"), Column("Euclidean", 3), Column("QRKC", 3), Column("Change"))
     return Result(Table(columns, tuple(rows)), findings, note=_what_was_measured(calls))
+
+
+def mismatch_panel(gathered: Gathered) -> Result:
+    """Panel c of fig:retrieval_mismatches; what it finds is said where the figure of the appendix is."""
+    found = mismatch_figure(gathered)
+    return found if found.table is None else replace(found, findings=(), note=f"Panel c; a and b are drawings. {found.note}")
 
 
 def mismatch_figure(gathered: Gathered) -> Result:
@@ -218,8 +228,9 @@ def _what_was_measured(calls: list[dict[str, Any]]) -> str:
 # quality
 
 
+OTHERS = [name for name in MEASURES if name != ALWAYS]
 QUALITY = (
-    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(name.upper(), 4) for name in PER_FRAME if name != "psnr"),
+    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title, MEASURES[name].digits) for name in OTHERS),
     Column("density", 3), Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2), Column("note"),
 )  # fmt: skip
 
@@ -234,12 +245,16 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
         if not found:
             rows.append((*name, 0, *(None,) * (len(QUALITY) - 2), f"{NOT_RUN}: {gathered.why_not(cells)}"))
             continue
-        psnr, others = [row["psnr"] for row in found], [name for name in PER_FRAME if name != "psnr"]
+        psnr = [row["psnr"] for row in found]
         seconds, dense = (statistics.fmean(row[part] for row in found) for part in ("seconds", "dense_seconds"))
-        note = "" if len(found) == len(cells) else f"{len(cells) - len(found)} of {len(cells)} {NOT_RUN}"
+        missing = len(cells) - len(found)
+        notes = [
+            f"{missing} of {len(cells)} {NOT_RUN}" if missing else "",
+            "equal frames" if not any(row["error"] for row in found) else "",
+        ]
         rows.append((
-            *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in (*others, *DENSITIES, "recall")),
-            seconds, dense / seconds, note,
+            *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in (*OTHERS, *DENSITIES, "recall")),
+            seconds, dense / seconds, "; ".join(filter(None, notes)),
         ))  # fmt: skip
     columns = (*map(Column, heads), *QUALITY)
     # a column that nothing was measured for says nothing
@@ -268,7 +283,7 @@ def psnr_finding(
     return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
 
 
-MEASURES = {"psnr": "PSNR against dense, dB", "error": "relative error of frames"}
+TRADED = {"psnr": "PSNR against dense, dB", "error": "relative error of frames"}
 AXES = {"cost": "attention, share of all-dense", "seconds": "seconds of a video"}
 Runs = Mapping[Label, Sequence[Mapping[str, Any]]]  # (guidance, series, label): rows
 
@@ -287,15 +302,15 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
                     Series(name, tuple(sorted(_point(found, axis, measure, label) for (_, of, label), found in here.items() if of == name)))
                     for name in dict.fromkeys(of for _, of, _ in here)
                 ]
-                panels.append(Panel(title, MEASURES[measure], tuple(series), f"guidance {scale}" if scale else ""))
+                panels.append(Panel(title, TRADED[measure], tuple(series), f"guidance {scale}" if scale else ""))
         if panels:
             rows.append(tuple(panels))
     return Plot(tuple(rows)) if rows else None
 
 
 def runs_by(gathered: Gathered, label: Callable[[Mapping[str, Any]], Label]) -> Runs:
-    """Rows of what was run, without the floor, which has no place on a trade-off."""
-    cells = [cell for cell in gathered.cells if cell.request["method"] != FLOOR]
+    """Rows of what was run, without the floors, which have no place on a trade-off."""
+    cells = [cell for cell in gathered.cells if cell.request["method"] not in FLOORS]
     names = dict.fromkeys(label(cell.request) for cell in cells)
     return {name: [record["row"] for record in gathered.of(c for c in cells if label(c.request) == name)] for name in names}
 

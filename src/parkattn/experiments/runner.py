@@ -26,21 +26,26 @@ import numpy as np
 import torch
 
 from parkattn.experiments.bench_lines import measure_benchmark, read_lines
-from parkattn.experiments.captures import Captured, Selection, capture_calls, layer_count, read_captures, write_captures
+from parkattn.experiments.blocks import blocks_for, preset_in, preset_of_capture
+from parkattn.experiments.captures import MODEL, Captured, Selection, capture_calls, read_captures, spread_layers, write_captures
 from parkattn.experiments.evaluation import (
+    ALL_DENSE,
     FLOOR,
     FORMATS,
+    OWN_FLOOR,
     CellError,
     Evaluation,
     Filled,
     UnreachableDensityError,
+    density_refusal,
     file_hash,
     named_cell,
 )  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
-from parkattn.experiments.quality import measure_frames, whole_run_cost
+from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, whole_run_cost
 from parkattn.methods import make_method, method_entry
 from parkattn.metrics.budget import solve_budget
+from parkattn.metrics.measures import MEASURES, Setting
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
@@ -60,9 +65,7 @@ from parkattn.studio.generate import (
 )
 from parkattn.studio.video import Frames
 
-CALIBRATION_LAYERS = 6
 SHOWN = 5  # frames of a video
-MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
 class Lab:
@@ -81,6 +84,8 @@ class Lab:
         self.lines = read_lines(evaluation.records)
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
         self._warm: set[str] = set()
+        if evaluation.measures is not None and not evaluation.draw:
+            _ = self.measures  # one that is asked for and cannot be taken ends the run before it begins
 
     # what can be asked for
 
@@ -91,6 +96,8 @@ class Lab:
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes | changes, "density": density}
         if profile is not None:
             asked["profile"] = profile
+        if self.evaluation.measures is not None:
+            asked["measures"] = named_measures(self.evaluation.measures)
         label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")
         # a group shares its reference
         return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
@@ -110,9 +117,14 @@ class Lab:
         return _as_frames(self.store.load(record, next(iter(record["files"]))))
 
     def retrieval_cells(self) -> list[Cell]:
-        if self.evaluation.captures:
-            return [named_cell("retrieval", path.stem, self._blocks() | {"file": file_hash(path)}) for path in self.evaluation.captures]
-        return [named_cell("retrieval", "captured", self._asked(request) | self._blocks()) for request in self.requests()]
+        e = self.evaluation
+        if e.captures:
+            given = None if e.model is None else preset_in(self.folder)
+            blocks = {path: blocks_for(given or preset_of_capture(path, e.said), e.said) for path in e.captures}
+            asked = {path: {"config": config.to_dict(), "file": file_hash(path)} for path, config in blocks.items()}
+            return [named_cell("retrieval", path.stem, each) for path, each in asked.items()]
+        own = {"config": blocks_for(preset_in(self.folder), e.changes).to_dict()}
+        return [named_cell("retrieval", "captured", self._asked(request) | own) for request in self.requests()]
 
     def requests(self) -> list[Request]:
         """Every prompt, guidance and seed."""
@@ -179,9 +191,19 @@ class Lab:
             name, density = cell.request.get("method"), cell.request.get("density")
             if name is not None and density is not None:
                 record = self.store.look(self._budget_cell(name, density, dict(cell.request["changes"]))).record
-                if record is not None and (reason := _too_far(record["budget"], name, density)):
+                if record is not None and (reason := density_refusal(record["budget"], name, density)):
                     found[cell.name] = reason
         return found
+
+    @functools.cached_property
+    def measures(self) -> list[str]:
+        names, lacking = takeable_measures(self.evaluation.measures, self._setting())
+        for name, reason in lacking.items():
+            self.say(f"not measured: {MEASURES[name].title}: {reason}")
+        return names
+
+    def _setting(self) -> Setting:
+        return Setting(device=self.base.device, weights=self.evaluation.weights)
 
     @functools.cached_property
     def pipe(self) -> Any:
@@ -232,15 +254,16 @@ class Lab:
         budget = None if density is None else self._matched_budget(name, density, changes)
         reference, dense = self._reference(making.cell)
         request = dataclasses.replace(self._fitted(making.cell), changes=changes, preset=making.cell.request.get("profile"))
-        request = for_method(request, "dense" if name == FLOOR else name)
+        request = dataclasses.replace(request, changes=ALL_DENSE) if name == OWN_FLOOR else request
+        request = for_method(request, {FLOOR: "dense", OWN_FLOOR: "park"}.get(name, name))
         config = config_for(request, self.pipe)
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         self._warm_up(request, config)
         made = generate_frames(self.pipe, request, config)
         found = made.measured
-        video, by_frame = measure_frames(made.frames, reference, request.device)
-        row = video | whole_run_cost(found) | {
+        quality = measure_frames(self.measures, made.frames, reference, self._setting())
+        row = quality.video | whole_run_cost(found) | {
             "density": 1.0 if found["density_sparse_steps"] is None else found["density_sparse_steps"],
             "density_all_steps": found["density"],
             "recall": found["recall"]["mean"] if found["recall"] else None,
@@ -253,7 +276,9 @@ class Lab:
         }  # fmt: skip
         return {
             "row": row,
-            "by_frame": by_frame,
+            "by_frame": quality.by_frame,
+            "not_measured": quality.reasons,
+            "measured_with": {name: MEASURES[name].version for name in self.measures if MEASURES[name].package},
             "budget": budget,
             "config": config.to_dict(),
             "resolved": request.to_dict() | {"model": None},
@@ -261,7 +286,7 @@ class Lab:
 
     def _make_capture(self, making: Making) -> Record:
         calls = self._capture(making.cell)
-        about = {name: value for name, value in making.cell.request.items() if name != "capture"}
+        about = {name: value for name, value in making.cell.request.items() if name != "capture"} | {MODEL: preset_in(self.folder)}
         making.write(making.cell.files[0], lambda path: write_captures(path, calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
 
@@ -314,7 +339,7 @@ class Lab:
             "first_branch": True,
         }
         if not own:
-            capture["layers"] = self._spread_layers()
+            capture["layers"] = spread_layers(self.pipe)
         asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)}
         wanted = named_cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
         read = lambda record: read_captures(self.store.folder / wanted.files[0])[0]  # noqa: E731
@@ -334,7 +359,7 @@ class Lab:
 
     def _matched_budget(self, method: str, density: float, changes: dict[str, Any]) -> dict[str, Any]:
         budget: dict[str, Any] = self._need(self._budget_cell(method, density, changes))["budget"]
-        if reason := _too_far(budget, method, density):
+        if reason := density_refusal(budget, method, density):
             raise UnreachableDensityError(reason)
         return budget
 
@@ -351,10 +376,6 @@ class Lab:
         left_out = ("model", "changes", "preset", "fps")
         return {name: value for name, value in request.to_dict().items() if name not in left_out}
 
-    def _blocks(self) -> dict[str, Any]:
-        known = {field.name for field in dataclasses.fields(ParkConfig)}
-        return {"config": ParkConfig(**{name: value for name, value in self.evaluation.changes.items() if name in known}).to_dict()}
-
     def _fitted(self, cell: Cell) -> Request:
         fields = {field.name for field in dataclasses.fields(Request)} - {"changes", "method"}
         asked = {name: value for name, value in cell.request.items() if name in fields}
@@ -365,19 +386,6 @@ class Lab:
         assert request.steps
         first = min(dense_prefix(ParkConfig(), request.steps), request.steps - 1)
         return (first,) if which == "first" else tuple(sorted({first, request.steps - 1}))
-
-    def _spread_layers(self) -> list[int]:
-        count = layer_count(self.pipe)
-        chosen = min(count, CALIBRATION_LAYERS)
-        return [round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)]
-
-
-def _too_far(budget: Record, method: str, density: float) -> str:
-    """Empty where the density is the one asked for."""
-    if abs(budget["density"] - density) <= MATCHED:
-        return ""
-    wanted = f"density: expected a {budget['field']} of {method} that gives {density:g} at this size"
-    return f"{wanted}, got {budget['density']:.2f} at best; compare it at its own settings."
 
 
 def _as_npy(frames: Frames) -> bytes:

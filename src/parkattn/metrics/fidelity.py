@@ -38,14 +38,15 @@ def psnr_per_frame(frames: Frames, reference: Frames) -> list[float]:
     return values
 
 
-def ssim_per_frame(frames: Frames, reference: Frames) -> list[float]:
+def ssim_per_frame(frames: Frames, reference: Frames, device: str = "cpu") -> list[float]:
+    """device: where it is computed, in float64 on each."""
     expect_pair(frames, reference)
     if min(frames.shape[1:3]) < WINDOW:
         raise ValueError(
             f"frames: expected at least {WINDOW} x {WINDOW} pixels for SSIM, got {frames.shape[1]} x {frames.shape[2]}; use larger frames."
         )
     pairs = zip(frames, reference, strict=True)
-    return [1.0 if np.array_equal(frame, wanted) else _ssim(_planes(frame), _planes(wanted)) for frame, wanted in pairs]
+    return [1.0 if np.array_equal(*pair) else _ssim(*(_planes(frame, device) for frame in pair)) for pair in pairs]
 
 
 def lpips_per_frame(frames: Frames, reference: Frames, device: str = "cpu") -> list[float] | None:
@@ -97,8 +98,8 @@ def _ssim(x: Tensor, y: Tensor) -> float:
     return float((luminance * (2 * covariance + c2) / (variance_x + variance_y + c2)).mean())
 
 
-def _planes(frame: NDArray[np.uint8]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1).double()
+def _planes(frame: NDArray[np.uint8], device: str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(frame)).to(device).permute(2, 0, 1).double()
 
 
 def expect_pair(frames: Frames, reference: Frames) -> None:
