@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from parkattn import CallSite, Park, ParkConfig
-from parkattn.reuse import AdaptiveSchedule, History, Schedule, anchor_count, anchor_steps, dense_prefix, log_signal_to_noise
+from parkattn.anchors import anchor_count, anchor_steps, log_signal_to_noise
+from parkattn.reuse import AdaptiveSchedule, History, Schedule, dense_prefix
 
 RUNS = [1, 2, 4, 16, 30, 50, 100]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
+from parkattn.anchors import anchor_steps
 from parkattn.bench import e2e, e2e_profile, e2e_run, e2e_turns
 from parkattn.hosts.diffusers.session import session_of
 from parkattn.park import ParkConfig
-from parkattn.reuse import anchor_steps
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

@@ -5,8 +5,8 @@ import torch
 
 import tiny_pipelines as tiny
 from parkattn import ParkConfig, enable, make_method
+from parkattn.anchors import anchor_count, anchor_steps
 from parkattn.methods import configured_method
-from parkattn.reuse import anchor_count, anchor_steps
 
 MODELS = [None, *ParkConfig.PRESETS]
 

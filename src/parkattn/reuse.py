@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -10,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from parkattn.anchors import anchor_count, anchor_steps, levels_of, outlived
 from parkattn.plan import Blocks, Plan, arrange
 from parkattn.residual import LowRank
 from parkattn.settings import When
@@ -78,7 +78,7 @@ class Schedule:
         return Phase("reuse", f"plan of step {last}")
 
     def _anchored(self, site: CallSite, last: int | None) -> Phase:
-        steps = anchor_steps(anchor_count(self.when, site.total_steps), *_levels(site))
+        steps = anchor_steps(anchor_count(self.when, site.total_steps), *levels_of(site))
         # anchors that a cache skipped are made up at the next step that runs
         due = [step for step in steps if (-1 if last is None else last) < step <= site.step]
         if site.step in steps and site.step + 1 in steps:
@@ -169,89 +169,6 @@ def unanchored(site: CallSite, last: int | None) -> Phase:
     if last > site.step:
         return Phase("anchor", f"the plan is from step {last} of an earlier run")
     return Phase("reuse", f"plan of step {last}")
-
-
-def anchor_count(when: When, total_steps: int | None) -> int:
-    """Anchors of a run: as many per unit of sqrt(steps) as in a run of reference_steps, at most a third of the steps.
-
-    A run of fewer steps passes the same noise levels in longer strides: with as many anchors in proportion each would serve a
-    longer stretch of the run, with as many in number each would cost more of it. Between the two lies the square root.
-    """
-    if total_steps is None:
-        raise ValueError("total_steps: expected the number of steps, got None; pass it, or set anchors=None.")
-    assert when.anchors is not None
-    if total_steps >= when.reference_steps:
-        return min(when.anchors, total_steps)
-    # 1e-9 because 10 * sqrt(12.5 / 50) must stay 5
-    count = math.ceil(when.anchors * math.sqrt(total_steps / when.reference_steps) - 1e-9)
-    return max(1, min(count, total_steps // 3))
-
-
-# the last share of a run has no anchor of its own: what is wrong there has no later step to grow in
-UNANCHORED = 1 / 9
-
-
-@functools.lru_cache(maxsize=64)
-def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] | None = None) -> tuple[int, ...]:
-    """Steps at equal distances of log signal-to-noise, from the first step to UNANCHORED before the end, each once.
-
-    Between two steps attention changes about as much as the log of signal to noise does (docs/corrections.md).
-    """
-    reached = log_signal_to_noise(total_steps, noise_levels)
-    end = _anchored_until(reached)
-    steps = [0]
-    for j in range(1, min(count, total_steps)):
-        wanted = reached[0] + (end - reached[0]) * j / count
-        nearest = min(range(total_steps), key=lambda step: abs(reached[step] - wanted))
-        steps.append(max(steps[-1] + 1, nearest))
-    # steps that were pushed past the last one move back
-    latest = total_steps - 1
-    for j in range(len(steps) - 1, 0, -1):
-        steps[j] = min(steps[j], latest)
-        latest = steps[j] - 1
-    return tuple(steps)
-
-
-# in a short run a plan and its residual serve for this share of the log signal-to-noise that has anchors
-REACH = 0.22
-
-
-def outlived(when: When, last: int, site: CallSite) -> bool:
-    """Whether a plan of step `last` is too old at this step of a run of fewer than reference_steps.
-
-    What the last share of a run does has no later step to grow in.
-    """
-    total, levels = _levels(site)
-    if total >= when.reference_steps:
-        return False
-    reached = log_signal_to_noise(total, levels)
-    end = _anchored_until(reached)
-    return min(reached[site.step], end) - min(reached[last], end) > REACH * (end - reached[0])
-
-
-def _anchored_until(reached: list[float]) -> float:
-    """The log signal-to-noise up to which a run has anchors."""
-    last = min(len(reached) - 1, len(reached) * (1 - UNANCHORED))
-    return reached[math.floor(last)] * (1 - last % 1) + reached[math.ceil(last)] * (last % 1)
-
-
-def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
-    """Of each step, from its noise level s: log (1 - s) / s where levels end at 1 (flow), -log s where they go beyond.
-
-    Without levels: those of a flow that falls linearly. The first step may be pure noise, minus infinity: it counts as one more
-    stride of the length of the next. Noise below a hundredth counts as a hundredth: it hides nothing.
-    """
-    levels = noise_levels or tuple(1 - step / total_steps for step in range(total_steps))
-    signal = (lambda level: 1 - level) if max(levels) <= 1 else (lambda level: 1.0)
-    reached = [math.log(max(signal(level), 1e-9) / max(level, 0.01)) for level in levels]
-    if len(reached) > 2:
-        reached[0] = max(reached[0], 2 * reached[1] - reached[2])
-    return reached
-
-
-def _levels(site: CallSite) -> tuple[int, tuple[float, ...] | None]:
-    total = site.total_steps or 0
-    return total, site.noise_levels if site.noise_levels is not None and len(site.noise_levels) == total else None
 
 
 def dense_prefix(when: When, total_steps: int | None) -> int:
