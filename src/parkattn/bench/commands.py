@@ -139,7 +139,7 @@ def scaling(
         drawn_from = record
     if plot is not None and drawn_from is not None:
         draw(drawn_from, plot)
-        console.print(f"wrote {plot}")
+        console.print(f"wrote {plot}", markup=False)
 
 
 @app.command("flashinfer")
@@ -187,7 +187,7 @@ def gpu(
     from parkattn.bench.gpu import run_all
 
     outcome = run_all(out, budget_s=budget, rehearse=rehearse)
-    console.print(f"wrote {out / 'gpu.jsonl'}")
+    console.print(f"wrote {out / 'gpu.jsonl'}", markup=False)
     if any(result != "passed" for result in outcome.values()):
         raise typer.Exit(1)
 
@@ -244,7 +244,7 @@ def _run(
             append_records(record, [{**row, "roofline": peak, "rehearsal": rehearse, "environment": facts}])
     console.print(table)
     if record is not None:
-        console.print(f"appended to {record}")
+        console.print(f"appended to {record}", markup=False)
 
 
 def _shown_as_they_come(cases: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -261,7 +261,7 @@ def _show_and_keep(table: Table, records: list[dict[str, Any]], record: Path | N
     console.print(table)
     if record is not None:
         append_records(record, records)
-        console.print(f"appended to {record}")
+        console.print(f"appended to {record}", markup=False)
 
 
 def _shown(row: dict[str, Any], column: str) -> str:

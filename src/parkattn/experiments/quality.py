@@ -6,25 +6,17 @@ cost    attention of the whole run as a share of all-dense (`whole_run_cost`)
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parkattn.metrics import fidelity
 from parkattn.metrics.measures import MEASURES, REFERENCE, Setting, choose_measures
 from parkattn.studio.video import Frames
 
 ALWAYS = "psnr"  # findings are margins of it
 USUAL = (ALWAYS, "ssim", "lpips", "st_lpips", "vmaf")  # those of them that are installed, where nothing is asked for
-TAKEN = MEASURES | {
-    # as long as the video itself takes, on a CPU and in a video of 75,600 tokens
-    "ssim": dataclasses.replace(
-        MEASURES["ssim"], run=lambda video, reference, setting: fidelity.ssim_per_frame(video, reference, setting.device)
-    )
-}
 
 
 class Measured(NamedTuple):
@@ -57,7 +49,7 @@ def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, sett
     """What these frames are refused for, such as a size below a measure's window, is a reason and no error."""
     found = Measured({}, {}, {})
     for name in names:
-        measure = TAKEN[name]
+        measure = MEASURES[name]
         try:
             value: Mapping[str, Any] = measure.value(setting, *((frames, reference) if measure.kind == REFERENCE else (frames,)))
         except ValueError as error:

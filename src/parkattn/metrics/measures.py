@@ -96,7 +96,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "ssim": _against(
         title="SSIM", higher_is_better=True, digits=4,
-        run=lambda video, reference, setting: fidelity.ssim_per_frame(video, reference),
+        run=lambda video, reference, setting: fidelity.ssim_per_frame(video, reference, setting.device),
     ),
     "lpips": _against(
         title="LPIPS", higher_is_better=False, digits=4,
@@ -144,7 +144,7 @@ def choose_measures(asked: str | None, setting: Setting, *, reference: bool) -> 
         chosen = [name for name in possible if name not in lacking]
         if not chosen:
             why = next(iter(lacking.values()))
-            raise ValueError(f"measures: expected one that can be taken here, got none ({why})")
+            raise ValueError(f"measures: expected one that can be taken here, got none ({why}); pass a reference video or name another measure.")
         return chosen, lacking
     assert asked is not None
     names = list(dict.fromkeys(filter(None, map(str.strip, asked.split(",")))))

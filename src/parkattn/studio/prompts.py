@@ -53,6 +53,8 @@ class Outcome:
 def read_prompts(path: Path) -> list[Item]:
     """One prompt per line, in UTF-8; empty lines and lines that begin with # are skipped."""
     try:
+        if path.exists() and not path.is_file():  # a device may have no end
+            raise OSError("not a file")
         # a mark of the encoding is no part of a prompt; only ends of lines end one, not what Unicode calls a separator
         lines = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except FileNotFoundError:
