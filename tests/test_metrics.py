@@ -240,9 +240,9 @@ def test_mp4_files_are_compared_after_their_codec(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no/such", "b"], "got nothing at 'no/such'"),
+        (["no/such", "b"], "got 'no/such', which does not exist"),
         (["x" * 300, "b"], "expected a file or a folder"),
-        (["a\nb", "b"], "got nothing at 'a\\nb'"),
+        (["a\nb", "b"], "got 'a\\nb', which does not exist"),
         (["{}/a.npy", "{}"], "expected two files or two folders"),
         (["{}/a.txt", "{}/a.npy"], "expected a file that ends with .npy, .safetensors, .mp4"),
         (["{}/empty", "{}/empty"], "got {}/empty without any"),

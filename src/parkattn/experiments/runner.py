@@ -95,7 +95,8 @@ class Lab:
         """density: of the sparse steps, reached by the method's budget; None: by its own settings, or by those of a profile."""
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes | changes, "density": density}
         if profile is not None:
-            asked["profile"] = profile
+            # with its settings, so that a profile that changed is measured again
+            asked |= {"profile": profile, "profile_settings": dict(ParkConfig.PROFILES[profile])}
         if self.evaluation.measures is not None:
             asked["measures"] = named_measures(self.evaluation.measures)
         label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")

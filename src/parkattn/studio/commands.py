@@ -313,6 +313,7 @@ def _show_examination(found: dict[str, Any]) -> None:
     text = f"{guess['model']} at {guess['tokens']:,} tokens: attention is {guess['attention_share']:.0%} of the work; at density "
     text += f"{guess['density_of_sparse_steps']:.2f} about {guess['by_arithmetic']:.2f}x faster if every FLOP takes the same time, "
     text += f"{guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0"
+    text += "; --model estimates another model"
     line("gain", text)
     line("", f"never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of the steps are dense; {guess['compared']}")
     seconds = guess["dense_seconds_per_step_about"]
