@@ -144,7 +144,9 @@ def choose_measures(asked: str | None, setting: Setting, *, reference: bool) -> 
         chosen = [name for name in possible if name not in lacking]
         if not chosen:
             why = next(iter(lacking.values()))
-            raise ValueError(f"measures: expected one that can be taken here, got none ({why}); pass a reference video or name another measure.")
+            raise ValueError(
+                f"measures: expected one that can be taken here, got none ({why}); pass a reference video or name another measure."
+            )
         return chosen, lacking
     assert asked is not None
     names = list(dict.fromkeys(filter(None, map(str.strip, asked.split(",")))))
