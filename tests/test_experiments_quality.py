@@ -34,9 +34,8 @@ def two_more(monkeypatch):
         MEASURES["subject_consistency"], title="steady", run=lambda video, setting: 0.5, reason=lambda setting: None
     )
     absent = dataclasses.replace(MEASURES["vmaf"], reason=lambda setting: "no package absent; install it with: pip install absent")
-    for table in (MEASURES, quality.TAKEN):
-        monkeypatch.setitem(table, "vmaf", absent)
-        monkeypatch.setitem(table, "steady", dataclasses.replace(steady, package=None))
+    monkeypatch.setitem(MEASURES, "vmaf", absent)
+    monkeypatch.setitem(MEASURES, "steady", dataclasses.replace(steady, package=None))
     assert steady.kind == SINGLE
 
 
