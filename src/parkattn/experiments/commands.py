@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
+
+from parkattn.studio.commands import changes_from
 
 if TYPE_CHECKING:
     from parkattn.experiments.reproduce import Outcome
@@ -95,7 +96,7 @@ def reproduce(
         model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds or ["0"], int),
         guidances=_numbers("guidance", guidance, float) if guidance else (None,),
         methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
-        changes=_changes(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload,
+        changes=changes_from(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload,
         measures=measures, weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
     )  # fmt: skip
     columns = (
@@ -179,19 +180,6 @@ def _numbers(name: str, texts: list[str], kind: Any) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(kind(part) for text in texts for part in text.split(",")))
     except ValueError:
         raise ValueError(f"{name}: expected numbers separated by commas, got {','.join(texts)!r}; write 0,1,2.") from None
-
-
-def _changes(settings: list[str] | None) -> dict[str, Any]:
-    changes = {}
-    for entry in settings or []:
-        name, sign, value = entry.partition("=")
-        if not sign:
-            raise ValueError(f"--set: expected NAME=VALUE, got {entry!r}; write for example --set top_p=0.8.")
-        try:
-            changes[name.strip()] = json.loads(value)
-        except ValueError:
-            changes[name.strip()] = value
-    return changes
 
 
 def _say(line: str) -> None:

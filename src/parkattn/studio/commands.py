@@ -85,7 +85,7 @@ def generate(
             "prompt: expected either a prompt or --prompts FILE, got " + ("neither" if prompt is None else "both") + "; pass one."
         )
     request = Request(
-        prompt=prompt or "", model=model, method=method, preset=preset, changes=_changes(settings), seed=seed, steps=steps, height=height,
+        prompt=prompt or "", model=model, method=method, preset=preset, changes=changes_from(settings), seed=seed, steps=steps, height=height,
         width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
         offload=offload, image=image, lora=lora,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def compare(
     if seeds is not None and seed != 0:
         raise ValueError(f"seeds: expected either --seed or --seeds, got {seed} and {seeds}; pass one.")
     request = Request(
-        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, preset=preset, changes=_changes(settings), seed=seed,
+        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, preset=preset, changes=changes_from(settings), seed=seed,
         steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
         device=device, dtype=dtype, offload=offload, image=image, lora=lora,
     )  # fmt: skip
@@ -254,7 +254,7 @@ def ablation(
     numbers = _numbers(seeds)
     asked = AblationSettings(prompts=prompts, seeds=numbers, methods=budgeted_methods(methods), density=density, budget=budget)
     request = Request(
-        prompt="held out", changes=BLOCKS | _changes(settings), steps=steps, height=height, width=width, frames=frames,
+        prompt="held out", changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames,
         device=device, dtype=dtype,
     )  # fmt: skip
     with _interruptible(f"finished runs are kept in {out}; run again to go on"):
@@ -391,7 +391,8 @@ def _numbers(seeds: str) -> tuple[int, ...]:
         raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
 
 
-def _changes(settings: list[str] | None) -> dict[str, Any]:
+def changes_from(settings: list[str] | None) -> dict[str, Any]:
+    """The settings of --set NAME=VALUE."""
     changes = {}
     for entry in settings or []:
         name, sign, value = entry.partition("=")
