@@ -49,11 +49,11 @@ def test_parts_merge_into_dense_and_residual(with_stand_ins):
 
 
 @in_interpreter
-@pytest.mark.parametrize("rank", [8, 3])
-def test_a_low_rank_is_added_in_place(rank):
+@pytest.mark.parametrize(("rank", "tokens"), [(8, 70), (3, 70), (20, 70), (12, 1100)])  # 64 rows a tile here, 16 tiles a program
+def test_a_low_rank_is_added_in_place(rank, tokens):
     from parkattn.kernels.residual import add_low_rank
 
-    out, residual = by_token(70, 1), factor(by_token(70, 2), rank)
+    out, residual = by_token(tokens, 1), factor(by_token(tokens, 2), rank)
     exact = out.double() + residual.expand().double()
     plain = (residual.add_to(out).double() - exact).abs().max()
     changed = out.clone(memory_format=torch.preserve_format)
@@ -177,11 +177,14 @@ def test_factors_made_without_a_synchronisation_hold_what_the_definition_holds()
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_residual_kernels_build(arch):
     from parkattn.kernels import residual
-    from parkattn.kernels.tiles_retrieval import residual_tile
+    from parkattn.kernels.tiles_retrieval import low_rank_tile, residual_tile
 
-    tile = residual_tile(128)
-    options = {name: tile[name] for name in ("num_warps", "num_stages")}
     rows = dict.fromkeys(("kept", "skipped", "stand_ins", "dense", "residual", "out"), "*bf16")
     small = {**dict.fromkeys(("kept_lse", "skipped_lse", "stand_ins_lse", "step", "b"), "*fp32"), "a": "*i8"}
-    for kernel, constants in ((residual._merge_parts, {"STAND_INS": True}), (residual._add_low_rank, {"RANK": 8})):
-        assert compiled(kernel, rows | small, {"D": 128, "ROWS": tile["ROWS"], **constants}, arch, **options)[1] == 0
+    for kernel, tile, constants in (
+        (residual._merge_parts, residual_tile(128), {"STAND_INS": True}),
+        (residual._add_low_rank, low_rank_tile(128), {"RANK": 12, "WIDTH": 16}),
+        (residual._add_low_rank, low_rank_tile(128), {"RANK": 32, "WIDTH": 32}),
+    ):
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        assert compiled(kernel, rows | small, {"D": 128, **tile, **constants}, arch, **options)[1] == 0

@@ -290,6 +290,7 @@ def kernels_and_tiles(arch, d, torch_dtype):
         yield importance._full_key, block | {"BN": width}, tile, False
     if d == 128:
         yield permute._gather_rows, block, tiles.permute_tile(*key), True
+        yield permute._copy_rows, block, tiles.permute_tile(*key), True
         yield permute._scatter_rows, block, tiles.permute_tile(*key), True
         yield importance._list_work, {"BLOCKS": 64, "KEYS": 256}, {"num_warps": 4}, False
         yield importance._add_partials, {"BN": 1024}, {"num_warps": 4}, False

@@ -251,7 +251,7 @@ class TritonBackend:
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
             rows = q if order is None else permute.gather_rows(q, order)
-            flat = (x.reshape(b * h, x.shape[-2], d) for x in (rows, keys, values))
+            flat = [x if x.ndim == 3 else permute.copy_rows(x) for x in (rows, keys, values)]
             attend = functools.partial(attend_hopper, *flat, *offsets, out_order=token_of_row)
         else:
             from parkattn.kernels.attend_triton import attend_ragged

@@ -25,6 +25,16 @@ def _gather_rows(x, order, out, heads, n, xb, xh, xn, D: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def _copy_rows(x, out, heads, n, xb, xh, xn, D: tl.constexpr, ROWS: tl.constexpr):
+    """out[bh, i, :] = x[b, h, i, :].  Grid (row tiles, b*h).  Traffic: 2 n d elements per head."""
+    bh = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at, live, column = i.to(tl.int64)[:, None], (i < n)[:, None], tl.arange(0, D)[None, :]
+    row = tl.load(x + (bh // heads) * xb + (bh % heads) * xh + at * xn + column, mask=live, other=0.0)
+    tl.store(out + (bh * n + at) * D + column, row, mask=live)
+
+
+@triton.jit
 def _scatter_rows(x, order, out, heads, n, ob, oh, on, D: tl.constexpr, ROWS: tl.constexpr):
     """out[b, h, order[bh, i], :] = x[bh, i, :].  Grid (row tiles, b*h).  Traffic: 2 n d elements + 4 n bytes per head."""
     bh = tl.program_id(1).to(tl.int64)
@@ -112,6 +122,22 @@ def gather_rows(x: torch.Tensor, order: torch.Tensor, out: torch.Tensor | None =
     tile = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
     grid = (triton.cdiv(n, tile["ROWS"]), b * h)
     _gather_rows[grid](x, order, out, h, n, x.stride(0), x.stride(1), x.stride(2), D=d, **tile, **FP_FUSION)
+    return out
+
+
+def copy_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [b h n d] (any strides, last one 1) -> [b*h n d] contiguous; x itself where it is that already.
+
+    Measured at (40, 75,600) from [b n h d]: 0.38 ms, torch's copy 0.95.
+    """
+    b, h, n, d = x.shape
+    if x.is_contiguous():
+        return x.view(b * h, n, d)
+    tiles.check_rows(x, "x")
+    out = torch.empty(b * h, n, d, device=x.device, dtype=x.dtype)
+    tile = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
+    grid = (triton.cdiv(n, tile["ROWS"]), b * h)
+    _copy_rows[grid](x, out, h, n, x.stride(0), x.stride(1), x.stride(2), D=d, **tile, **FP_FUSION)
     return out
 
 

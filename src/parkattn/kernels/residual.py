@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from . import tiles_retrieval as tiles
+from .products import dot
 from .triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
@@ -55,23 +56,28 @@ def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse,
 
 @triton.jit
 def _add_low_rank(out, a, step, b, heads, n, stride_b, stride_h, stride_n, D: tl.constexpr, RANK: tl.constexpr,
-                  ROWS: tl.constexpr):
-    """out[i, :] += sum_c a[i, c] step[c] b[c, :].
+                  WIDTH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr):
+    """out[i, :] += sum_c a[i, c] step[c] b[c, :], a matrix product: a is exact in bf16, step b the sum of two bf16 numbers.
 
-    Grid (row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head.
+    WIDTH: RANK as wide as a product takes.  Grid (STEPS row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head.
     """
     bh = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = i < n
     column = tl.arange(0, D)
+    c = tl.arange(0, WIDTH)
+    used = c < RANK
+    direction = tl.load(b + (bh * RANK + c)[:, None] * D + column[None, :], mask=used[:, None], other=0.0)
+    direction *= tl.load(step + bh * RANK + c, mask=used, other=0.0)[:, None]
+    high = direction.to(tl.bfloat16)
+    low = (direction - high.to(tl.float32)).to(tl.bfloat16)
     head = (bh // heads) * stride_b + (bh % heads) * stride_h
-    target = out + head + i.to(tl.int64)[:, None] * stride_n + column[None, :]
-    total = tl.load(target, mask=live[:, None], other=0.0).to(tl.float32)
-    for c in tl.static_range(RANK):
-        direction = tl.load(b + (bh * RANK + c) * D + column) * tl.load(step + bh * RANK + c)
-        share = tl.load(a + (bh * n + i) * RANK + c, mask=live, other=0).to(tl.float32)
-        total += share[:, None] * direction[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None])
+    for tile in range(STEPS):
+        i = (tl.program_id(0) * STEPS + tile) * ROWS + tl.arange(0, ROWS)
+        live = i < n
+        share = tl.load(a + (bh * n + i)[:, None] * RANK + c[None, :], mask=live[:, None] & used[None, :], other=0)
+        share = share.to(tl.float32).to(tl.bfloat16)  # not in one step, which the interpreter gets wrong
+        target = out + head + i.to(tl.int64)[:, None] * stride_n + column[None, :]
+        total = tl.load(target, mask=live[:, None], other=0.0).to(tl.float32) + dot(share, low, dot(share, high))
+        tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None])
 
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -104,8 +110,8 @@ def add_low_rank(out: torch.Tensor, a: torch.Tensor, step: torch.Tensor, b: torc
     if not (a.is_contiguous() and step.is_contiguous() and b.is_contiguous()):
         raise ValueError("a, step, b: expected contiguous tensors; call .contiguous()")
     batch, h, n, d = out.shape
-    tile = tiles.residual_tile(d)
-    _add_low_rank[(triton.cdiv(n, tile["ROWS"]), batch * h)](
-        out, a, step, b, h, n, *out.stride()[:3], D=d, RANK=a.shape[-1], **tile, **FP_FUSION,
+    rank, tile = a.shape[-1], tiles.low_rank_tile(d)
+    _add_low_rank[(triton.cdiv(n, tile["ROWS"] * tile["STEPS"]), batch * h)](
+        out, a, step, b, h, n, *out.stride()[:3], D=d, RANK=rank, WIDTH=tiles.product_width(rank), **tile, **FP_FUSION,
     )
     return out
