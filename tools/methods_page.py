@@ -49,12 +49,13 @@ A profile is the dial between speed and quality: `parkattn.enable(pipe, "fast")`
 """
 MEASURED = """## What they give
 
-PSNR against the video of dense attention, in the small model at the number of tokens that a video of 720p has
-(`python -m parkattn.bench.frontier`, `benchmarks/results/frontier.jsonl`). "Attention computed" is that of the whole
-run, dense steps included. "Other settings" are those of the record where the profile has changed since.
+PSNR against the video of dense attention, in the small model (`python -m parkattn.bench.frontier`,
+`benchmarks/results/frontier.jsonl`). A video of 720p has 75,600 tokens. "Attention computed" is that of the whole
+run, dense steps included; "gain" is the PSNR above `paper` on the same prompts. "Other settings" are those of the
+record where the profile has changed since.
 
-| profile | guidance | videos | attention computed | PSNR | worst video | other settings |
-|---|---|---|---|---|---|---|"""
+| tokens | steps | guidance | profile | videos | attention computed | PSNR | gain | worst video | other settings |
+|---|---|---|---|---|---|---|---|---|---|"""
 ABOUT = {
     "dense": "Dense attention computes every pair of tokens. Nothing is planned and nothing is left out. The"
     " other methods are measured against it.",
@@ -118,17 +119,26 @@ def _profiles() -> str:
         lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
     records = read_records(FRONTIER)
     measured = []
-    for row in sorted(tabulate(records), key=lambda row: row["guidance"]):
+    order = list(config.PROFILES)
+    for row in sorted(
+        tabulate(records), key=lambda row: (-_tokens(row), -row["steps"], row["guidance"], order.index(row["setting"]))
+    ):
         recorded = next(record["config"] for record in records if record["setting"] == row["setting"])
         now = config.profile(row["setting"]).to_dict()
         set_by_profiles = sorted({field for changes in config.PROFILES.values() for field in changes})
         other = {field: recorded.get(field) for field in set_by_profiles if recorded.get(field) != now[field]}
         other = {field: value for field, value in other.items() if field in recorded or now[field] not in (None, False)}
         measured.append(
-            f"| {row['setting']} | {row['guidance']:g} | {row['runs']} | {row['cost']:.1%} | {row['psnr']:.1f} dB "
-            f"| {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
+            f"| {_tokens(row):,} | {row['steps']} | {row['guidance']:g} | {row['setting']} | {row['runs']} | {row['cost']:.1%} "
+            f"| {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
         )
     return "\n".join([PROFILES, *lines, "", MEASURED, *measured]) + "\n"
+
+
+def _tokens(row: dict[str, Any]) -> int:
+    """Of the small model, which has one token for 4 frames and 8 x 8 pixels."""
+    frames, height, width = map(int, row["size"].split("x"))
+    return ((frames - 1) // 4 + 1) * (height // 8) * (width // 8)
 
 
 def _page(entry: MethodEntry, module: Any, costs: list[dict[str, Any]]) -> str:

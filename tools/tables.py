@@ -117,7 +117,11 @@ def profiles_of_whole_models() -> str:
 
 
 def profiles() -> str:
-    rows = tabulate(read_records(RESULTS / "frontier.jsonl"))
+    rows = [
+        row
+        for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
+        if (row["size"], row["steps"]) == ("81x400x576", 50)
+    ]
     order = ("paper", "quality", "fast")
     rows.sort(key=lambda row: (row["guidance"], order.index(row["setting"])))
     return markdown(
@@ -146,6 +150,29 @@ def attention_calls() -> str:
         dense, ours = only(found, case=case, kernel="cudnn"), only(found, case=case, kernel="gluon", borders="rounded")
         rows.append((case, f"{dense['ms']:.1f}", f"{ours['ms']:.1f}", f"{ours['ratio']:.3f}"))
     return markdown("shape | dense ms | sparse ms | share", rows)
+
+
+def dense_calls() -> str:
+    names = {
+        "cudnn": "dense, cuDNN", "ours": "dense, our kernel", "anchor, compensated": "anchor", "factor": "factors of the residual",
+        "reuse, compensated": "reuse, density 0.10", "add residual": "adding the residual",
+        "without a mask": "dense without padding, cuDNN", "stock, with a mask": "dense with a mask, PyTorch", "ours, padded": "dense with padding, our kernel",
+    }  # fmt: skip
+    shapes = {"wan2.1-14b": "Wan2.1-14B", "hunyuan, padded": "HunyuanVideo"}
+    return markdown(
+        "shape | call | ms | share | of",
+        (
+            (
+                shapes[row["case"]],
+                names[row["kernel"]],
+                f"{row['ms']:.3g}",
+                f"{row['ratio']:.3f}",
+                names[row["baseline"]],
+            )
+            for row in records("gpu_dense.jsonl", "dense")
+            if row["kernel"] in names
+        ),
+    )
 
 
 def whole_models() -> str:
@@ -326,7 +353,7 @@ def one_video_on_h200() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        gains, profiles, profiles_of_whole_models, cpu, attention_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
+        gains, profiles, profiles_of_whole_models, cpu, attention_calls, dense_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
         flashinfer, sanitizers, doctor_on_h200, one_video_on_h200,
     )
 }  # fmt: skip
