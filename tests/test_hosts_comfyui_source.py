@@ -29,7 +29,9 @@ def comfy():
         patch.setattr(sys, "argv", ["comfyui", "--cpu"])
         patch.setattr(sys, "path", [source, *sys.path])
         if importlib.util.find_spec("torchvision") is None:
-            patch.setitem(sys.modules, "torchvision", mock.MagicMock(__spec__=None))
+            importlib.import_module("transformers")  # looks for torchvision itself, and must not find the stand-ins
+            for name in ("torchvision", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.functional"):
+                patch.setitem(sys.modules, name, mock.MagicMock(__spec__=None))
         import comfy.options
 
         comfy.options.enable_args_parsing()
