@@ -59,6 +59,7 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
     peak = gpu_peak(gpu)
     return {
         "model": model,
+        "video": [frames, height, width],
         "tokens": n,
         "attention_share": share,
         "density_of_sparse_steps": density,
