@@ -79,6 +79,7 @@ def generate(
     overwrite: Overwrite = False,
 ) -> None:
     """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
+    from parkattn.studio.gain import why_no_gain
     from parkattn.studio.generate import Request, generate_video
 
     if (prompt is None) == (prompts is None):
@@ -102,22 +103,28 @@ def generate(
             f"{out} is done already, with these settings; pass --overwrite to make it again.", markup=False, highlight=False, soft_wrap=True
         )
         return
-    seconds = found["seconds"]
-    console.print(
-        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding",
-        highlight=False,
-        soft_wrap=True,
+    seconds, saved = found["seconds"], found["attention_seconds_saved"]
+    about = "" if saved is None or saved <= 0 or method == "dense" else f" (dense attention would take about {saved:.1f} s more)"
+    _say(
+        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising{about}, "
+        f"{seconds['decode']:.1f} s decoding"
     )
+    _warn(why_no_gain(record))
     console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
+    from parkattn.studio.gain import why_no_gain
     from parkattn.studio.prompts import generate_videos, shard_from_environment
 
     shard = shard_from_environment()
     who = f"rank {shard.rank} of {shard.ranks}: " if shard.ranks > 1 else ""
 
+    too_short: str | None = None
+
     def finished(item: Item, place: int, of: int, record: dict[str, Any]) -> None:
+        nonlocal too_short
+        too_short = why_no_gain(record)
         spent = record["measured"]["seconds"]["total"]
         console.print(f"{who}{place}/{of} {item.video}, {spent:.1f} s", markup=False, highlight=False, soft_wrap=True)
 
@@ -125,6 +132,7 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
         # the bars of several processes would write over each other
         steps = (lambda item, place, of: bar(f"{place}/{of}")) if shard.ranks == 1 else None
         outcome = generate_videos(request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, say=_say)
+    _warn(too_short)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
     console.print(f"{who}{outcome.made} made, {outcome.kept} done already{index}", markup=False, highlight=False, soft_wrap=True)
 
@@ -201,8 +209,8 @@ def compare(
     console.print(table)
     for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
         _say(row["verdict"])
-    for note in filter(None, (report["timing_warning"], _why_slower(report))):
-        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for note in (report["timing_warning"], _why_slower(report)):
+        _warn(note)
     console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -318,6 +326,11 @@ def _step_bar() -> Iterator[Callable[[str], Callable[[StepReport], None]]]:
 
 def _say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _warn(line: str | None) -> None:
+    if line:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
