@@ -122,5 +122,6 @@ Python 3.11 or newer; the environments above have the versions in the record. Te
 Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above.
 [diffusers](integrate.md) says how each is used. ComfyUI 0.33.0 (783545f689a0af730065994b46b382ae24844c99) and 0.7.0
 (acbf08cd60fade74b2e9e5009fa0dcad9538356b): their Wan and HunyuanVideo classes, tested on a CPU against the source
-([ComfyUI](comfyui.md)).
+([ComfyUI](comfyui.md)). LightX2V (f8aee98b5462cca8d7288888146ebd95592bf266): its Wan class, in the same way
+([Hosts](hosts.md#lightx2v)).
 """
