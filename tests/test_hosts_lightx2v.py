@@ -202,12 +202,14 @@ def weights(tmp_path_factory):
     return folder
 
 
-def sampled(lightx2v: Any, weights: Any, attention: str, videos: int = 1, **changes: Any) -> torch.Tensor:
-    """The loop of its runner over steps, with its model and scheduler; the last video's latents."""
+def sampled(lightx2v: Any, weights: Any, attention: str, videos: int = 1, experts: int = 1, **changes: Any) -> torch.Tensor:
+    """The loop of its runner over steps, with its model and scheduler; the last video's latents. experts: 2 as in Wan2.2."""
     config = {**CONFIG, "self_attn_1_type": attention, **changes}
-    model, scheduler = lightx2v.WanModel(str(weights), config, torch.device("cpu")), lightx2v.WanScheduler(config)
-    model.to_cuda()  # to AI_DEVICE
-    model.set_scheduler(scheduler)
+    scheduler = lightx2v.WanScheduler(config)
+    models = [lightx2v.WanModel(str(weights), config, torch.device("cpu")) for _ in range(experts)]
+    for model in models:
+        model.to_cuda()  # to AI_DEVICE
+        model.set_scheduler(scheduler)
     words = torch.randn(2, 9, TEXT, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     inputs = {"text_encoder_output": {"context": words[0], "context_null": words[1]}}
     for _ in range(videos):
@@ -215,7 +217,7 @@ def sampled(lightx2v: Any, weights: Any, attention: str, videos: int = 1, **chan
         scheduler.prepare(seed=0, latent_shape=(16, 3, 16, 16))
         for step in range(STEPS):
             scheduler.step_pre(step_index=step)
-            model.infer(inputs)
+            models[step * experts // STEPS].infer(inputs)
             scheduler.step_post()
         latents = scheduler.latents
         scheduler.clear()
@@ -253,6 +255,13 @@ class TestWithSource:
         register_attention(profile, name=f"park_{profile}", **SMALL)
         first, second = (sampled(lightx2v, weights, f"park_{profile}", videos=videos) for videos in (1, 2))
         assert torch.equal(first, second)
+
+    def test_two_transformers_of_one_run_have_plans_of_their_own(self, lightx2v, weights):
+        state = register_attention("paper", name="park_experts", **SPARSE)
+        sampled(lightx2v, weights, "park_experts", experts=2)
+        rows = [(row["transformer"], row["layer"], row["refresh"], row["reuse"]) for row in state.summary().layers]
+        # two steps and two branches each: a plan in the first step, its reuse in the second
+        assert rows == [(name, layer, 2, 2) for name in ("transformer", "transformer_2") for layer in range(LAYERS)]
 
     def test_a_name_that_is_taken_and_an_unknown_dense_entry_are_one_line(self, lightx2v):
         with pytest.raises(ValueError, match=r"^name: expected one that LightX2V's registry has not, got 'sol_attn'; pass another name\.$"):
