@@ -34,11 +34,13 @@ def scene(
     """PARK, its ablations and dense attention on a built-in scene, without a model: recall, density, time, and a picture."""
     from parkattn.checks import expect_count
     from parkattn.demo import METHOD_ORDER, run_method, save_report, scene_for
+    from parkattn.extras import pyplot
     from parkattn.files import explained, make_folder
     from parkattn.settings import LARGEST_SEED
 
     expect_count("seed", seed, least=0, most=LARGEST_SEED)
-    with explained(out):  # before the work, so that a bad folder costs nothing
+    pyplot("pictures")  # before the work, as the folder: what is missing or bad costs nothing then
+    with explained(out):
         make_folder(out)
     built = scene_for(seed)
     results = [run_method(name, built) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)]
