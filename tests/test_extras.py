@@ -11,6 +11,7 @@ import pytest
 from parkattn.extras import install_command, package
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
@@ -34,7 +35,7 @@ def test_the_command_takes_the_installed_package_and_no_index():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_pages_install_from_a_clone_or_a_wheel_or_into_what_is_installed(path):
     """What readers type before anything is installed must not ask an index for parkattn."""
     text = path.read_text()

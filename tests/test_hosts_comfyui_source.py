@@ -30,8 +30,8 @@ def comfy():
         patch.setattr(sys, "path", [source, *sys.path])
         if importlib.util.find_spec("torchvision") is None:
             importlib.import_module("transformers")  # looks for torchvision itself, and must not find the stand-ins
-            for name in ("torchvision", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.functional"):
-                patch.setitem(sys.modules, name, mock.MagicMock(__spec__=None))
+            for part in ("", ".ops", ".transforms", ".transforms.functional"):
+                patch.setitem(sys.modules, f"torchvision{part}", mock.MagicMock(__spec__=None))
         import comfy.options
 
         comfy.options.enable_args_parsing()

@@ -1,4 +1,4 @@
-"""PARK behind LightX2V's registry: against its own Wan model and scheduler, tiny, where LIGHTX2V_SOURCE names its folder."""
+"""PARK in LightX2V's registry; with its own Wan model and scheduler, tiny, where LIGHTX2V_SOURCE names its folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Seen:
 
     def __call__(self, q, k, v, site):
         self.sites.append(site)
-        return AttentionOutput(dense_attention(q, k, v), AttentionStats("dense", "written down", q.new_ones(q.shape[:2])))
+        stats = AttentionStats("dense", "written down", q.new_ones(q.shape[:2]))
+        return AttentionOutput(dense_attention(q, k, v), stats)
 
     def reset(self) -> None:
         self.resets += 1
@@ -54,13 +55,16 @@ class Seen:
 def schedule(steps: int = STEPS) -> types.SimpleNamespace:
     """What is read of a WanScheduler after prepare."""
     levels = torch.linspace(1, 0, steps + 1)
-    return types.SimpleNamespace(step_index=0, infer_steps=steps, infer_condition=True, sigmas=levels, timesteps=levels[:-1].clone())
+    run = types.SimpleNamespace(step_index=0, infer_steps=steps, infer_condition=True)
+    run.sigmas, run.timesteps = levels, levels[:-1].clone()
+    return run
 
 
 def run(state: RegisteredAttention, scheduler: Any, numbers=range(LAYERS), **changes: Any) -> list[torch.Tensor]:
     q, k, v = torch.randn(3, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(0))
     outputs = []
-    for step, condition, (layer, number) in itertools.product(range(scheduler.infer_steps), (True, False), enumerate(numbers)):
+    steps = range(scheduler.infer_steps)
+    for step, condition, (layer, number) in itertools.product(steps, (True, False), enumerate(numbers)):
         scheduler.step_index, scheduler.infer_condition = step, condition
         told = {"block_idx": layer, "scheduler": scheduler, "grid_sizes": GRID, **changes}
         outputs.append(state.attend(number, Dense(), q, k, v, told))
@@ -77,13 +81,15 @@ def test_layers_steps_branches_and_the_grid_are_told_to_the_method():
 
 
 def test_every_block_kept_is_dense_and_plans_are_released_with_the_last_call():
-    state = RegisteredAttention(configured_method("park", "paper", **{n: v for n, v in KEEP_ALL.items() if n != "min_tokens"}), 0)
+    fields = {name: value for name, value in KEEP_ALL.items() if name != "min_tokens"}
+    state = RegisteredAttention(configured_method("park", "paper", **fields), 0)
     q, k, v = torch.randn(3, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(0))
     stock = Dense().apply(q, k, v)
     # softmax sums TOKENS terms in another order
     assert max((out - stock).abs().max() for out in run(state, schedule())) < TOKENS * torch.finfo(torch.float32).eps
     report = state.summary()
-    assert report.state_bytes == 0 < report.peak_state_bytes and len(report.steps["refresh"]) == len(report.steps["reuse"]) == 2
+    assert report.state_bytes == 0 < report.peak_state_bytes
+    assert len(report.steps["refresh"]) == len(report.steps["reuse"]) == 2
 
 
 def test_new_timesteps_or_an_earlier_step_begin_a_run():
@@ -129,7 +135,12 @@ def test_what_is_no_self_attention_of_a_video_is_declined_with_a_reason(changes,
 def test_short_sequences_other_tokens_and_an_unknown_step_stay_dense_with_a_reason():
     for tokens, grid, scheduler, reason in (
         (TOKENS + 1, GRID, schedule(steps=1), f"{TOKENS} tokens are fewer than min_tokens={TOKENS + 1}"),
-        (0, (3, 8, 7), schedule(steps=1), f"{TOKENS} tokens are not those of the grid (3, 8, 7): text, sound or padding may be among them"),
+        (
+            0,
+            (3, 8, 7),
+            schedule(steps=1),
+            f"{TOKENS} tokens are not those of the grid (3, 8, 7): text, sound or padding may be among them",
+        ),
         (0, GRID, types.SimpleNamespace(), "the scheduler has no step_index: the step is unknown"),
     ):
         method, q = Seen(), torch.randn(TOKENS, HEADS, DIM)
@@ -139,16 +150,19 @@ def test_short_sequences_other_tokens_and_an_unknown_step_stay_dense_with_a_reas
 
 
 def test_without_lightx2v_registering_is_one_line():
-    with mock.patch.dict(sys.modules, {"lightx2v": None}), pytest.raises(ModuleNotFoundError, match=r"^lightx2v.*: expected for LightX2V"):
+    with (
+        mock.patch.dict(sys.modules, {"lightx2v": None}),
+        pytest.raises(ModuleNotFoundError, match=r"^lightx2v.*: expected for LightX2V"),
+    ):
         register_attention()
 
 
 @pytest.fixture(scope="module")
 def lightx2v():
-    """Its Wan model and scheduler. The package's own __init__ imports every model and service it has, so it is not run."""
+    """Its Wan model and scheduler. Its root's __init__ imports every model and service it has, so that is not run."""
     source = os.environ.get("LIGHTX2V_SOURCE")
     if not source:
-        pytest.skip("needs LightX2V's source: set LIGHTX2V_SOURCE to its folder, and have einops, loguru and gguf installed")
+        pytest.skip("needs LightX2V's source: set LIGHTX2V_SOURCE to its folder; it imports einops, loguru and gguf")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [source, *sys.path])
         root = types.ModuleType("lightx2v")
@@ -171,11 +185,12 @@ def lightx2v():
 
 WIDTH, FFN, TEXT = HEADS * DIM, 128, 24
 CONFIG = {
-    "task": "t2v", "model_cls": "wan2.1", "dim": WIDTH, "ffn_dim": FFN, "freq_dim": 32, "num_heads": HEADS, "num_layers": LAYERS,
-    "in_dim": 16, "out_dim": 16, "text_len": 9, "eps": 1e-6, "cross_attn_norm": True, "qk_norm": True, "window_size": (-1, -1),
-    "patch_size": (1, 2, 2), "vae_stride": (4, 8, 8), "infer_steps": STEPS, "target_video_length": 9, "sample_shift": 3.0,
-    "sample_guide_scale": 3.0, "enable_cfg": True, "cfg_parallel": False, "seq_parallel": False, "feature_caching": "NoCaching",
-    "cpu_offload": False, "rms_norm_type": "torch", "layer_norm_type": "torch", "rope_type": "torch_complex_rope", "modulate_type": "torch",
+    "task": "t2v", "model_cls": "wan2.1", "dim": WIDTH, "ffn_dim": FFN, "freq_dim": 32, "num_heads": HEADS,
+    "num_layers": LAYERS, "in_dim": 16, "out_dim": 16, "text_len": 9, "eps": 1e-6, "cross_attn_norm": True,
+    "qk_norm": True, "window_size": (-1, -1), "patch_size": (1, 2, 2), "vae_stride": (4, 8, 8), "infer_steps": STEPS,
+    "target_video_length": 9, "sample_shift": 3.0, "sample_guide_scale": 3.0, "enable_cfg": True,
+    "cfg_parallel": False, "seq_parallel": False, "feature_caching": "NoCaching", "cpu_offload": False,
+    "rms_norm_type": "torch", "layer_norm_type": "torch", "rope_type": "torch_complex_rope", "modulate_type": "torch",
     "mxfp8_fuse_enable": False, "cross_attn_1_type": "torch_sdpa", "cross_attn_2_type": "torch_sdpa",
 }  # fmt: skip
 
@@ -185,7 +200,10 @@ def weights(tmp_path_factory):
     """A checkpoint in the names of Wan's own files."""
     linears = {"text_embedding.0": (WIDTH, TEXT), "text_embedding.2": (WIDTH, WIDTH), "time_embedding.0": (WIDTH, 32)}
     linears |= {"time_embedding.2": (WIDTH, WIDTH), "time_projection.1": (6 * WIDTH, WIDTH), "head.head": (64, WIDTH)}
-    shapes: dict[str, tuple[int, ...]] = {"patch_embedding.weight": (WIDTH, 16, 1, 2, 2), "patch_embedding.bias": (WIDTH,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (WIDTH, 16, 1, 2, 2),
+        "patch_embedding.bias": (WIDTH,),
+    }
     shapes["head.modulation"] = (1, 2, WIDTH)
     for layer in range(LAYERS):
         block = f"blocks.{layer}"
@@ -193,17 +211,31 @@ def weights(tmp_path_factory):
             linears |= {f"{block}.{kind}.{part}": (WIDTH, WIDTH) for part in "qkvo"}
             shapes |= {f"{block}.{kind}.norm_{part}.weight": (WIDTH,) for part in "qk"}
         linears |= {f"{block}.ffn.0": (FFN, WIDTH), f"{block}.ffn.2": (WIDTH, FFN)}
-        shapes |= {f"{block}.norm3.weight": (WIDTH,), f"{block}.norm3.bias": (WIDTH,), f"{block}.modulation": (1, 6, WIDTH)}
+        shapes |= {
+            f"{block}.norm3.weight": (WIDTH,),
+            f"{block}.norm3.bias": (WIDTH,),
+            f"{block}.modulation": (1, 6, WIDTH),
+        }
     for name, shape in linears.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     generator = torch.Generator().manual_seed(0)
     folder = tmp_path_factory.mktemp("wan")
-    save_file({name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file(
+        {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
-def sampled(lightx2v: Any, weights: Any, attention: str, videos: int = 1, experts: int = 1, **changes: Any) -> torch.Tensor:
-    """The loop of its runner over steps, with its model and scheduler; the last video's latents. experts: 2 as in Wan2.2."""
+def sampled(
+    lightx2v: Any,
+    weights: Any,
+    attention: str,
+    videos: int = 1,
+    experts: int = 1,
+    **changes: Any,
+) -> torch.Tensor:
+    """The loop of its runner over steps, with its model and scheduler; the last video's latents. Wan2.2 has 2 experts."""
     config = {**CONFIG, "self_attn_1_type": attention, **changes}
     scheduler = lightx2v.WanScheduler(config)
     models = [lightx2v.WanModel(str(weights), config, torch.device("cpu")) for _ in range(experts)]
@@ -245,10 +277,12 @@ class TestWithSource:
         sampled(lightx2v, weights, "park_told", cross_attn_1_type="park_told")
         found = [(site.step, site.branch, site.layer) for site in method.sites]
         assert found == [(s, b, layer) for s in range(STEPS) for b in ("cond", "uncond") for layer in range(LAYERS)]
-        assert {(site.grid, site.total_steps, site.transformer) for site in method.sites} == {(GRID, STEPS, "transformer")}
+        places = {(site.grid, site.total_steps, site.transformer) for site in method.sites}
+        assert places == {(GRID, STEPS, "transformer")}
         levels = method.sites[0].noise_levels
         assert len(levels) == STEPS and list(levels) == sorted(levels, reverse=True)
-        assert state.summary().dense_because["a call without block_idx and scheduler, such as cross-attention"] == len(found)
+        because = state.summary().dense_because
+        assert because["a call without block_idx and scheduler, such as cross-attention"] == len(found)
 
     @pytest.mark.parametrize("profile", ["paper", "quality"])
     def test_a_second_video_is_unaffected_by_the_first(self, lightx2v, weights, profile):
@@ -264,7 +298,10 @@ class TestWithSource:
         assert rows == [(name, layer, 2, 2) for name in ("transformer", "transformer_2") for layer in range(LAYERS)]
 
     def test_a_name_that_is_taken_and_an_unknown_dense_entry_are_one_line(self, lightx2v):
-        with pytest.raises(ValueError, match=r"^name: expected one that LightX2V's registry has not, got 'sol_attn'; pass another name\.$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^name: expected one that LightX2V's registry has not, got 'sol_attn'; pass another name\.$",
+        ):
             register_attention(name="sol_attn")
         with pytest.raises(ValueError, match=r"^dense: expected one of .*torch_sdpa.*, got 'sdpa'; "):
             register_attention(dense="sdpa")

@@ -198,7 +198,8 @@ def test_a_run_that_gains_nothing_says_so_in_one_line_with_what_to_do():
         return {"request": {"method": method}, "tokens": 1200, "measured": found}
 
     line = why_no_gain(record("park", -2.0))
-    assert line.startswith("Nothing is gained at 1,200 tokens and 8 steps: attention took 6.0 s, dense attention would take about 4.0 s")
+    assert line.startswith("Nothing is gained at 1,200 tokens and 8 steps: attention took 6.0 s")
+    assert "dense attention would take about 4.0 s" in line
     assert line.endswith("make the video longer or larger, or pass --method dense.") and "\n" not in line
     assert why_no_gain(record("park", 0.1)).startswith("Little is gained")
     assert [why_no_gain(record(*given)) for given in (("park", 3.0), ("park", None), ("dense", 0.0))] == [None] * 3

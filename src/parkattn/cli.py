@@ -1,4 +1,4 @@
-"""The command `park`: the parts' own commands under one name. What needs PyTorch is imported where it is used, not for --help."""
+"""The command `park`: the parts' own commands under one name. --help imports nothing that needs PyTorch."""
 
 from __future__ import annotations
 

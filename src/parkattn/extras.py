@@ -7,7 +7,7 @@ from typing import Any
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra beside this package; pip takes the parkattn that is here, so it need not be on an index."""
+    """What adds an extra; pip takes the parkattn that is installed, so it need not be on an index."""
     return f"pip install 'parkattn[{extra}]'"
 
 

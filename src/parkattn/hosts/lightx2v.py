@@ -6,8 +6,8 @@
     pipe.create_generator(attn_mode="park_attn", ...)  # or "self_attn_1_type": "park_attn" in a JSON config
     print(attention.summary())                         # after a video
 
-Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid. A run is a schedule:
-`scheduler.prepare` makes new timesteps, and at the end of their last step plans are released.
+Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid. A run is a
+schedule: `scheduler.prepare` makes new timesteps, and at the end of their last step plans are released.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class RegisteredAttention:
             numbers.append(number)
         place = numbers.index(number)
         calls = self._calls.setdefault(step, collections.Counter())
-        calls[clock.branch, layer, number] += 1  # more than one where heads are attended one after the other
-        return layer, "transformer" if place == 0 else f"transformer_{place + 1}", calls[clock.branch, layer, number] - 1
+        part = calls[clock.branch, layer, number]  # above 0 where heads are attended one after the other
+        calls[clock.branch, layer, number] += 1
+        return layer, "transformer" if place == 0 else f"transformer_{place + 1}", part
 
     def _begin(self, scheduler: Any, timesteps: Any) -> None:
         self.reset()
@@ -167,8 +168,7 @@ def _open_registry() -> tuple[Any, Any]:
     try:
         importlib.import_module("lightx2v.common.ops.attn")
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"{missing.name}: expected for LightX2V, got no such package; run this where LightX2V runs.", name=missing.name
-        ) from None
+        line = f"{missing.name}: expected for LightX2V, got no such package; run this where LightX2V runs."
+        raise ModuleNotFoundError(line, name=missing.name) from None
     template = importlib.import_module("lightx2v.common.ops.attn.template")
     return importlib.import_module("lightx2v.utils.registry_factory").ATTN_WEIGHT_REGISTER, template.AttnWeightTemplate

@@ -104,7 +104,8 @@ def generate(
         )
         return
     seconds, saved = found["seconds"], found["attention_seconds_saved"]
-    about = "" if saved is None or saved <= 0 or method == "dense" else f" (dense attention would take about {saved:.1f} s more)"
+    gained = saved is not None and saved > 0 and method != "dense"
+    about = f" (dense attention would take about {saved:.1f} s more)" if gained else ""
     _say(
         f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising{about}, "
         f"{seconds['decode']:.1f} s decoding"

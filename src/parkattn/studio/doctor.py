@@ -146,7 +146,8 @@ def _version(name: str) -> str | None:
 def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Table | str]:
     """What `examine` found, for a console of any width: long texts go on below themselves."""
     where, test = found["environment"], found["self_test"]
-    python = f"{where['python']}, {where['torch']}, {where['threads']} thread{'s' * (where['threads'] != 1)} on {where['cpu']}"
+    threads = f"{where['threads']} thread{'s' * (where['threads'] != 1)}"
+    python = f"{where['python']}, {where['torch']}, {threads} on {where['cpu']}"
     gpus = [f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB" for gpu in found["gpu"]]
     rows: list[tuple[bool | None, str, str]] = [(True, "python, torch", python)]
     rows += [(True, "gpu", gpu) for gpu in gpus] or [(None, "gpu", "none: everything runs on the CPU")]
@@ -173,12 +174,15 @@ def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "attention", f"{guess['attention_share']:.0%} of the work"
     yield (
         "gain",
-        f"about {guess['by_arithmetic']:.2f}x at density {guess['density_of_sparse_steps']:.2f} if every FLOP takes the same time, "
-        f"{guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0; never more than {guess['bound']:.1f}x, "
-        f"since {guess['dense_steps']:.0%} of the steps are dense; {guess['compared']}",
+        f"about {guess['by_arithmetic']:.2f}x at density {guess['density_of_sparse_steps']:.2f} "
+        f"if every FLOP takes the same time, "
+        f"{guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0; "
+        f"never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of the steps are dense; "
+        f"{guess['compared']}",
     )
     if (seconds := guess["dense_seconds_per_step_about"]) is not None:
-        yield "time", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({guess['tflop_per_step']:,.0f} TFLOP)"
+        work = f"{guess['tflop_per_step']:,.0f} TFLOP"
+        yield "time", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({work})"
 
 
 def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -189,7 +193,8 @@ def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     decode = "not known, use enable_tiling()" if memory["decode_gb"] is None else f"{memory['decode_gb']:.1f}"
     yield (
         "memory, in GB",
-        f"weights {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), text encoders {memory['text_encoders_gb']:.1f}, "
+        f"weights {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), "
+        f"text encoders {memory['text_encoders_gb']:.1f}, "
         f"activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
         f"plans {plans['paper']:.2f} ({plans['fast']:.2f} with the fast profile), decoding {decode}",
     )

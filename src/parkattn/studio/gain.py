@@ -1,9 +1,10 @@
-"""What sparse attention can gain: attention's share of the work, what arithmetic makes of it, and a bound; what a run gained.
+"""What sparse attention can gain: attention's share of the work, what arithmetic makes of it, and a bound.
 
-The estimate measures nothing. Compared are two runs of one model whose blocks are alike, both compiled or both stock. The arithmetic gives every FLOP the same
-speed, so it is an estimate: a dense kernel that is slow for its FLOPs, as with HunyuanVideo's mask, makes the real gain larger.
-Dense steps cost the same on both sides whatever the kernels do: that is the bound. Compiled blocks, which `enable` may bring
-along on a GPU, are a gain of their own on top of both.
+No measurement, but for `why_no_gain`, which reads a record. Compared are two runs of one model whose blocks are
+alike, both compiled or both stock. The arithmetic gives every FLOP the same speed, so it is an estimate: a dense
+kernel that is slow for its FLOPs, as with HunyuanVideo's mask, makes the real gain larger. Dense steps cost the same
+on both sides whatever the kernels do: that is the bound. Compiled blocks, which `enable` may bring along on a GPU,
+are a gain of their own on top of both.
 """
 
 from __future__ import annotations
@@ -80,13 +81,15 @@ def gpu_peak(name: str | None) -> float | None:
 
 
 def why_no_gain(record: dict[str, Any]) -> str | None:
-    """One line for a video of `park generate` whose method saved nothing or little, with what to do; None where it gained."""
+    """One line for a record of `park generate` that saved nothing or little, with what to do; None where it gained."""
     found, asked = record["measured"], record["request"]
     saved, seconds = found["attention_seconds_saved"], found["seconds"]
     if asked["method"] == "dense" or saved is None or saved > LITTLE * seconds["denoise"]:
         return None
     took, dense = seconds["attention"], seconds["attention"] + saved
+    how_much, steps = "Nothing" if saved <= 0 else "Little", len(found["steps"])
     return (
-        f"{'Nothing' if saved <= 0 else 'Little'} is gained at {record['tokens']:,} tokens and {len(found['steps'])} steps: attention took "
-        f"{took:.1f} s, dense attention would take about {dense:.1f} s; make the video longer or larger, or pass --method dense."
+        f"{how_much} is gained at {record['tokens']:,} tokens and {steps} steps: "
+        f"attention took {took:.1f} s, dense attention would take about {dense:.1f} s; "
+        "make the video longer or larger, or pass --method dense."
     )

@@ -87,9 +87,9 @@ class Observer:
     def _time_dense(self, site: CallSite, device: torch.device) -> None:
         """One dense call in the last step of a run that had none: without it nobody knows what was saved."""
         last = site.total_steps is not None and site.step == site.total_steps - 1
-        if not last or site.layer != 0 or site.dense is None or self.dense_sample is not None or torch.is_grad_enabled():
+        if not last or site.layer != 0 or site.dense is None or torch.is_grad_enabled():
             return
-        if any(call.stats.phase == "dense" for call in self.calls):
+        if self.dense_sample is not None or any(call.stats.phase == "dense" for call in self.calls):
             return
         with self._apart(site.step, device):
             site.dense()  # the first call may choose its kernel
@@ -155,7 +155,9 @@ def measured(observer: Observer, step_ends: list[float], total_steps: int) -> di
 
 def _saved(calls: list[Call], dense_sample: float | None) -> float | None:
     """What as many dense calls would have taken, less what these took; None where no dense call was timed."""
-    dense = [call.seconds for call in calls if call.stats.phase == "dense"] or ([] if dense_sample is None else [dense_sample])
+    dense = [call.seconds for call in calls if call.stats.phase == "dense"]
+    if not dense and dense_sample is not None:
+        dense = [dense_sample]
     return statistics.median(dense) * len(calls) - sum(call.seconds for call in calls) if dense else None
 
 
