@@ -106,11 +106,14 @@ def test_a_method_runs_at_its_defaults_with_the_shipped_model(shipped, name):
     assert (made["density_sparse_steps"] in (None, 1.0)) == (name in ("dense", "sta"))
 
 
-def test_svoo_takes_the_profile_of_the_model_in_the_box_unless_told_otherwise(shipped):
+def test_svoo_takes_the_profile_of_the_model_in_the_box_unless_told_otherwise(shipped, tmp_path):
     asked = dataclasses.replace(SHIPPED, method="svoo")
     assert config_for(asked, shipped).density_profile == "sprites"
     assert config_for(dataclasses.replace(asked, changes={"density_profile": None}), shipped).density_profile is None
     assert config_for(dataclasses.replace(asked, model="another"), shipped).density_profile is None
+    (tmp_path / "link").symlink_to(checkpoints.find_model(None))
+    by_path = dataclasses.replace(asked, model=str(tmp_path / "link"))
+    assert config_for(by_path, shipped) == config_for(asked, shipped)
 
 
 def test_park_profile_writes_what_the_heads_of_a_model_need(shipped, monkeypatch, tmp_path):

@@ -29,7 +29,9 @@ def comfy():
         patch.setattr(sys, "argv", ["comfyui", "--cpu"])
         patch.setattr(sys, "path", [source, *sys.path])
         if importlib.util.find_spec("torchvision") is None:
-            patch.setitem(sys.modules, "torchvision", mock.MagicMock(__spec__=None))
+            importlib.import_module("transformers")  # looks for torchvision itself, and must not find the stand-ins
+            for part in ("", ".ops", ".transforms", ".transforms.functional"):
+                patch.setitem(sys.modules, f"torchvision{part}", mock.MagicMock(__spec__=None))
         import comfy.options
 
         comfy.options.enable_args_parsing()

@@ -1,6 +1,7 @@
 """`park generate`, `park compare` and `park ablation` on a tiny pipeline: what is written, repeated, resumed and measured."""
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
+from parkattn.attend import dense_attention
 from parkattn.metrics.budget import CLOSE_ENOUGH, solve_budget
 from parkattn.metrics.retrieval import attention_recall
 from parkattn.park import Park, ParkConfig
@@ -19,8 +21,9 @@ from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
 from parkattn.store import Cell, Making, Store, sealed
 from parkattn.studio import ablation, checkpoints, compare, generate, video
+from parkattn.studio.gain import why_no_gain
 from parkattn.studio.generate import Request
-from parkattn.studio.observe import Observer, sampled_recall
+from parkattn.studio.observe import Observer, measured, sampled_recall
 
 CASE = compare.Case("", "a red circle moves right over blue waves", 0)
 SMALL = {"steps": 4, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0}
@@ -167,6 +170,39 @@ def test_the_observer_changes_no_output_and_measures_the_plans_recall():
     # an even sample of a quarter of the rows: within four standard errors of a share in [0, 1]
     assert (sampled_recall(q, k, plan, 64) - attention_recall(q, k, plan)).abs().max() < 4 * 0.5 / 64**0.5
     assert observer.measuring[1] > 0
+
+
+def test_a_run_without_dense_calls_times_one_apart_and_one_with_them_none():
+    q, k, v, *_ = clustered_scene(heads=2, grid=(4, 8, 8), dim=32)
+    for profile, dense_steps, timed in (("quality", None, 2), ("paper", 1, 0)):
+        asked_for = []
+
+        def dense(calls=asked_for):
+            calls.append(q)
+            return dense_attention(q, k, v)
+
+        changes = {} if dense_steps is None else {"dense_steps": dense_steps}
+        observer = Observer(Park(ParkConfig.profile(profile, query_clusters=4, key_clusters=8, **changes)))
+        with torch.no_grad():
+            for step, layer in itertools.product(range(4), range(2)):
+                observer(q, k, v, CallSite(layer=layer, step=step, total_steps=4, dense=dense))
+        by_method = sum(call.stats.phase == "dense" for call in observer.calls)
+        assert len(asked_for) == by_method + timed and bool(by_method) == (profile == "paper")
+        found = measured(observer, [1.0, 2.0, 3.0, 4.0], 4)
+        assert found["attention_seconds_saved"] is not None and (3 in observer.measuring) == bool(timed)
+
+
+def test_a_run_that_gains_nothing_says_so_in_one_line_with_what_to_do():
+    def record(method: str, saved: float | None) -> dict:
+        found = {"attention_seconds_saved": saved, "seconds": {"denoise": 10.0, "attention": 6.0}, "steps": [{}] * 8}
+        return {"request": {"method": method}, "tokens": 1200, "measured": found}
+
+    line = why_no_gain(record("park", -2.0))
+    assert line.startswith("Nothing is gained at 1,200 tokens and 8 steps: attention took 6.0 s")
+    assert "dense attention would take about 4.0 s" in line
+    assert line.endswith("make the video longer or larger, or pass --method dense.") and "\n" not in line
+    assert why_no_gain(record("park", 0.1)).startswith("Little is gained")
+    assert [why_no_gain(record(*given)) for given in (("park", 3.0), ("park", None), ("dense", 0.0))] == [None] * 3
 
 
 def test_frames_of_odd_size_are_made_even_and_survive_the_codec(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
@@ -239,7 +240,7 @@ def test_doctor_is_healthy_here_and_says_what_to_gain(park):
     assert {stage["stage"] for stage in found["stages"]} == {"cluster", "importance", "selection", "permute", "attend"}
     assert all(stage["uses"] and stage["why"] for stage in found["stages"])
     assert found["estimate"]["tokens"] == 75_600 and found["estimate"]["dense_seconds_per_step_about"] > 0
-    assert "never more than 5.0x" in park("doctor")[1]
+    assert "never more than 5.0x" in " ".join(park("doctor")[1].split())
 
 
 def test_doctor_names_what_generate_lacks(park, monkeypatch):
@@ -276,3 +277,18 @@ def test_the_arithmetic_is_amdahls():
 def test_an_unknown_gpu_is_refused_with_the_known_ones(park):
     code, _, error = park("doctor", "--gpu", "foo")
     assert code == 2 and holds(error, "gpu: expected one of B200, H200") and holds(error, "got 'foo'")
+
+
+def test_doctor_fits_80_columns_whole_and_names_the_model_it_estimates(park, monkeypatch):
+    monkeypatch.setattr(commands, "console", Console(width=80))
+    text = park("doctor", "--gpu", "H200")[1]
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    words = " ".join(text.split())
+    for told in (
+        str(doctor.CHECKPOINT),
+        "Estimate for wan2.1-14b, the default; --model NAME",
+        "on H200 at half its peak",
+        "float8, group offload",
+    ):
+        assert told.replace(" ", "") in words.replace(" ", "")
+    assert "the default" not in park("doctor", "--model", "hunyuanvideo")[1]

@@ -120,6 +120,8 @@ Python 3.11 or newer; the environments above have the versions in the record. Te
 {table(("model", "how far"), MODELS)}
 
 Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above.
-[diffusers](integrate.md) says how each is used. ComfyUI 0.7.0 (acbf08cd60fade74b2e9e5009fa0dcad9538356b): its Wan and
-HunyuanVideo classes, tested on a CPU against its source ([ComfyUI](comfyui.md)).
+[diffusers](integrate.md) says how each is used. ComfyUI 0.33.0 (783545f689a0af730065994b46b382ae24844c99) and 0.7.0
+(acbf08cd60fade74b2e9e5009fa0dcad9538356b): their Wan and HunyuanVideo classes, tested on a CPU against the source
+([ComfyUI](comfyui.md)). LightX2V (f8aee98b5462cca8d7288888146ebd95592bf266): its Wan class, in the same way
+([Hosts](hosts.md#lightx2v)).
 """

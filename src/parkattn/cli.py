@@ -1,4 +1,4 @@
-"""The command `park`: the parts' own commands under one name."""
+"""The command `park`: the parts' own commands under one name. --help imports nothing that needs PyTorch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from rich.table import Column, Table
 
 import parkattn
 from parkattn.bench import commands as bench
-from parkattn.checks import did_you_mean, expect_choice, expect_count, shown
 from parkattn.experiments import commands as experiments
-from parkattn.files import explained, make_folder
-from parkattn.methods import METHODS
-from parkattn.record import environment
-from parkattn.settings import LARGEST_SEED
-from parkattn.store import Cell, Store, read_record
 from parkattn.studio import commands as studio
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
@@ -38,10 +32,15 @@ def scene(
     seed: Annotated[int, typer.Option(help="Seed of the scene.")] = 0,
 ) -> None:
     """PARK, its ablations and dense attention on a built-in scene, without a model: recall, density, time, and a picture."""
+    from parkattn.checks import expect_count
     from parkattn.demo import METHOD_ORDER, run_method, save_report, scene_for
+    from parkattn.extras import pyplot
+    from parkattn.files import explained, make_folder
+    from parkattn.settings import LARGEST_SEED
 
     expect_count("seed", seed, least=0, most=LARGEST_SEED)
-    with explained(out):  # before the work, so that a bad folder costs nothing
+    pyplot("pictures")  # before the work, as the folder: what is missing or bad costs nothing then
+    with explained(out):
         make_folder(out)
     built = scene_for(seed)
     results = [run_method(name, built) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)]
@@ -63,6 +62,8 @@ def scene(
 @app.command()
 def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings and presets, for programs.")] = False) -> None:
     """Every method: PARK, what it is compared with, and what installed packages bring along."""
+    from parkattn.methods import METHODS
+
     if as_json:
         known = {
             name: {
@@ -128,8 +129,11 @@ def metrics(
     out: Annotated[Path | None, typer.Option("--out", "--json", help="JSON with the values of every frame.")] = None,
 ) -> None:
     """How close videos are to others (PSNR, SSIM, LPIPS, VMAF, ...), and how good alone (VBench's dimensions)."""
+    from parkattn.checks import expect_choice, shown
     from parkattn.metrics.measures import MEASURES, SINGLE, Setting, choose_measures
     from parkattn.metrics.pairs import DECODED, RAW, find_pairs, mean_values, measure_pair
+    from parkattn.record import environment
+    from parkattn.store import Cell, Store, read_record
     from parkattn.studio.video import read_mp4
 
     if frames is not None:
@@ -211,6 +215,8 @@ def main() -> None:
 
 def in_one_line(error: Any, words: Sequence[str]) -> str:
     """What typer refuses in the words of a command line, in the form of every other error."""
+    from parkattn.checks import did_you_mean, shown
+
     context = error.ctx
     command = "park" if context is None else context.command_path
     message, see = " ".join(error.format_message().split()).rstrip("."), f"see {command} --help."

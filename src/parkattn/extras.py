@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-INSTALL = "pip install 'parkattn[video]'"
+
+def install_command(extra: str) -> str:
+    """What adds an extra; pip takes the parkattn that is installed, so it need not be on an index."""
+    return f"pip install 'parkattn[{extra}]'"
 
 
 def package(name: str, purpose: str, extra: str = "video") -> Any:
@@ -14,9 +17,8 @@ def package(name: str, purpose: str, extra: str = "video") -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         lacking = (missing.name or name).partition(".")[0]
-        raise ModuleNotFoundError(
-            f"{lacking}: expected for {purpose}, got no such package; install it with: pip install 'parkattn[{extra}]'", name=lacking
-        ) from None
+        line = f"{lacking}: expected for {purpose}, got no such package; install it with: {install_command(extra)}"
+        raise ModuleNotFoundError(line, name=lacking) from None
 
 
 def pyplot(purpose: str) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 console = Console()
 DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
+ESTIMATED_MODEL = "wan2.1-14b"  # by `park doctor`, when none is named
 
 Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the shipped model when not given.")]
 Preset = Annotated[
@@ -78,6 +79,7 @@ def generate(
     overwrite: Overwrite = False,
 ) -> None:
     """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
+    from parkattn.studio.gain import why_no_gain
     from parkattn.studio.generate import Request, generate_video
 
     if (prompt is None) == (prompts is None):
@@ -101,22 +103,29 @@ def generate(
             f"{out} is done already, with these settings; pass --overwrite to make it again.", markup=False, highlight=False, soft_wrap=True
         )
         return
-    seconds = found["seconds"]
-    console.print(
-        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding",
-        highlight=False,
-        soft_wrap=True,
+    seconds, saved = found["seconds"], found["attention_seconds_saved"]
+    gained = saved is not None and saved > 0 and method != "dense"
+    about = f" (dense attention would take about {saved:.1f} s more)" if gained else ""
+    _say(
+        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising{about}, "
+        f"{seconds['decode']:.1f} s decoding"
     )
+    _warn(why_no_gain(record))
     console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
+    from parkattn.studio.gain import why_no_gain
     from parkattn.studio.prompts import generate_videos, shard_from_environment
 
     shard = shard_from_environment()
     who = f"rank {shard.rank} of {shard.ranks}: " if shard.ranks > 1 else ""
 
+    too_short: str | None = None
+
     def finished(item: Item, place: int, of: int, record: dict[str, Any]) -> None:
+        nonlocal too_short
+        too_short = why_no_gain(record)
         spent = record["measured"]["seconds"]["total"]
         console.print(f"{who}{place}/{of} {item.video}, {spent:.1f} s", markup=False, highlight=False, soft_wrap=True)
 
@@ -124,6 +133,7 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
         # the bars of several processes would write over each other
         steps = (lambda item, place, of: bar(f"{place}/{of}")) if shard.ranks == 1 else None
         outcome = generate_videos(request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, say=_say)
+    _warn(too_short)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
     console.print(f"{who}{outcome.made} made, {outcome.kept} done already{index}", markup=False, highlight=False, soft_wrap=True)
 
@@ -200,8 +210,8 @@ def compare(
     console.print(table)
     for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
         _say(row["verdict"])
-    for note in filter(None, (report["timing_warning"], _why_slower(report))):
-        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for note in (report["timing_warning"], _why_slower(report)):
+        _warn(note)
     console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -265,79 +275,23 @@ def ablation(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
-    model: Annotated[str, typer.Option(help="Model of the estimate.")] = "wan2.1-14b",
-    frames: Annotated[int, typer.Option(min=1)] = 81,
-    height: Annotated[int, typer.Option(min=16)] = 720,
-    width: Annotated[int, typer.Option(min=16)] = 1280,
+    model: Annotated[str, typer.Option(help="Model of the estimate.")] = ESTIMATED_MODEL,
+    frames: Annotated[int, typer.Option(min=1, help="Frames of its video.")] = 81,
+    height: Annotated[int, typer.Option(min=16, help="Pixels.")] = 720,
+    width: Annotated[int, typer.Option(min=16, help="Pixels.")] = 1280,
     gpu: Annotated[str | None, typer.Option(help="GPU of the estimate; this machine's when not given.")] = None,
     density: Annotated[float, typer.Option(min=0, max=1, help="Density of the sparse steps in the estimate.")] = 0.25,
 ) -> None:
     """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is broken."""
-    from parkattn.studio.doctor import examine
+    from parkattn.studio.doctor import examine, shown_examination
 
     found = examine(model=model, frames=frames, height=height, width=width, gpu=gpu, density=density)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        _show_examination(found)
+        for part in shown_examination(found, ESTIMATED_MODEL):
+            console.print(part, highlight=False)
     raise typer.Exit(0 if found["healthy"] else 1)
-
-
-def _show_examination(found: dict[str, Any]) -> None:
-    def line(name: str, text: str, good: bool | None = None) -> None:
-        mark = {True: "[green]ok[/]", False: "[red]no[/]", None: "  "}[good]
-        console.print(f" {mark} [bold]{name:14}[/] ", end="")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    where = found["environment"]
-    line(
-        "python, torch",
-        f"{where['python']}, {where['torch']}, {where['threads']} thread{'s' * (where['threads'] != 1)} on {where['cpu']}",
-        True,
-    )
-    for gpu in found["gpu"] or [None]:
-        line(
-            "gpu",
-            f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB" if gpu else "none: everything runs on the CPU",
-            bool(gpu) or None,
-        )
-    line("video", found["video"]["why"], found["video"]["mp4"])
-    line("shipped model", found["shipped_model"]["why"], found["shipped_model"]["whole"])
-    test = found["self_test"]
-    line("self-test", f"{test['detail']}, {test['seconds']:.1f} s", test["passed"])
-    for stage in found["stages"]:
-        line(stage["stage"], f"{stage['uses']}: {stage['why']}")
-    for missing in found["missing"]:
-        line("not here", f"{missing['package']} (for {missing['for']}): {missing['install']}")
-    guess = found["estimate"]
-    text = f"{guess['model']} at {guess['tokens']:,} tokens: attention is {guess['attention_share']:.0%} of the work; at density "
-    text += f"{guess['density_of_sparse_steps']:.2f} about {guess['by_arithmetic']:.2f}x faster if every FLOP takes the same time, "
-    text += f"{guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0"
-    text += "; --model estimates another model"
-    line("gain", text)
-    line("", f"never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of the steps are dense; {guess['compared']}")
-    seconds = guess["dense_seconds_per_step_about"]
-    if seconds is not None:
-        line("", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({guess['tflop_per_step']:,.0f} TFLOP)")
-    for text in _memory_lines(found["memory"]):
-        line("memory", text)
-    for problem in found["problems"]:
-        line("problem", problem, False)
-
-
-def _memory_lines(memory: dict[str, Any] | None) -> Iterator[str]:
-    if memory is None:
-        return
-    weights, active, plans = memory["weights_gb"], memory["activations_gb"], memory["plans_gb"]
-    several = f"{memory['transformers']} transformers of " if memory["transformers"] > 1 else ""
-    decode = "not known, use enable_tiling()" if memory["decode_gb"] is None else f"{memory['decode_gb']:.1f}"
-    yield (
-        f"in GB: weights {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), text encoders {memory['text_encoders_gb']:.1f}, "
-        f"activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
-        f"plans {plans['paper']:.2f} ({plans['fast']:.2f} with the fast profile), decoding {decode}"
-    )
-    for card, ways in memory["fits"].items():
-        yield f"{card} GB: " + ("; ".join(f"{way} ({memory['peaks_gb'][way]:.0f})" for way in ways) or "none of these ways")
 
 
 @contextlib.contextmanager
@@ -373,6 +327,11 @@ def _step_bar() -> Iterator[Callable[[str], Callable[[StepReport], None]]]:
 
 def _say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _warn(line: str | None) -> None:
+    if line:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 import platform
 import time
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from rich.table import Column, Table
+from rich.text import Text
 
 from parkattn.attend import dense_attention
 from parkattn.backend import resolve
-from parkattn.extras import INSTALL
+from parkattn.extras import install_command
 from parkattn.park import ParkConfig, park_attention
 from parkattn.record import environment
 from parkattn.scene import clustered_scene
@@ -32,14 +35,14 @@ STAGES = {
 HEAD_DIM = 128  # of Wan, HunyuanVideo and the shipped model
 NEEDED = {"torch": "everything", "numpy": "everything", "safetensors": "plans and checkpoints"}
 OPTIONAL = {
-    "diffusers": ("generate, compare", INSTALL),
-    "transformers": ("generate, compare", INSTALL),
-    "av": ("mp4 files", INSTALL),
-    "pillow": ("labels in side-by-side videos", INSTALL),
-    "triton": ("GPU kernels", "pip install triton"),
-    "accelerate": ("generate, compare", INSTALL),
+    "diffusers": ("generate, compare", install_command("video")),
+    "transformers": ("generate, compare", install_command("video")),
+    "av": ("mp4 files", install_command("video")),
+    "pillow": ("labels in side-by-side videos", install_command("video")),
+    "triton": ("GPU kernels", install_command("triton")),
+    "accelerate": ("generate, compare", install_command("video")),
     "lpips": ("the LPIPS column", "pip install lpips torchvision"),
-    "matplotlib": ("park scene", "pip install 'parkattn[plots]'"),
+    "matplotlib": ("park scene", install_command("plots")),
 }
 
 
@@ -118,7 +121,7 @@ def gpu_facts() -> list[dict[str, Any]]:
 
 def video_facts() -> dict[str, Any]:
     if importlib.util.find_spec("av") is None:
-        return {"mp4": False, "why": f"no package av; install it with: {INSTALL}"}
+        return {"mp4": False, "why": f"no package av; install it with: {install_command('video')}"}
     import av
 
     ready = CODEC in av.codecs_available
@@ -138,3 +141,76 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Table | str]:
+    """What `examine` found, for a console of any width: long texts go on below themselves."""
+    where, test = found["environment"], found["self_test"]
+    threads = f"{where['threads']} thread{'s' * (where['threads'] != 1)}"
+    python = f"{where['python']}, {where['torch']}, {threads} on {where['cpu']}"
+    gpus = [f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB" for gpu in found["gpu"]]
+    rows: list[tuple[bool | None, str, str]] = [(True, "python, torch", python)]
+    rows += [(True, "gpu", gpu) for gpu in gpus] or [(None, "gpu", "none: everything runs on the CPU")]
+    rows += [(found["video"]["mp4"], "video", found["video"]["why"])]
+    rows += [(found["shipped_model"]["whole"], "shipped model", found["shipped_model"]["why"])]
+    rows += [(test["passed"], "self-test", f"{test['detail']}, {test['seconds']:.1f} s")]
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for stage in found["stages"]:
+        kinds.setdefault((stage["uses"], stage["why"]), []).append(stage["stage"])
+    rows += [(None, "kernels", f"{', '.join(stages)}: {uses}; {why}") for (uses, why), stages in kinds.items()]
+    rows += [(None, "not here", f"{row['package']} (for {row['for']}): {row['install']}") for row in found["missing"]]
+    rows += [(False, "problem", problem) for problem in found["problems"]]
+    yield _grid(rows)
+    guess = found["estimate"]
+    frames, height, width = guess["video"]
+    chosen = ", the default; --model NAME takes another" if guess["model"] == default_model else ""
+    yield f"\nEstimate for {guess['model']}{chosen}\n{frames} frames of {height} x {width}: {guess['tokens']:,} tokens"
+    yield _grid([(None, name, text) for name, text in (*_gain_rows(guess), *_memory_rows(found["memory"]))])
+    if found["memory"] is not None:
+        yield _cards(found["memory"])
+
+
+def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "attention", f"{guess['attention_share']:.0%} of the work"
+    yield (
+        "gain",
+        f"about {guess['by_arithmetic']:.2f}x at density {guess['density_of_sparse_steps']:.2f} "
+        f"if every FLOP takes the same time, "
+        f"{guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0; "
+        f"never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of the steps are dense; "
+        f"{guess['compared']}",
+    )
+    if (seconds := guess["dense_seconds_per_step_about"]) is not None:
+        work = f"{guess['tflop_per_step']:,.0f} TFLOP"
+        yield "time", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({work})"
+
+
+def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if memory is None:
+        return
+    weights, active, plans = memory["weights_gb"], memory["activations_gb"], memory["plans_gb"]
+    several = f"{memory['transformers']} transformers of " if memory["transformers"] > 1 else ""
+    decode = "not known, use enable_tiling()" if memory["decode_gb"] is None else f"{memory['decode_gb']:.1f}"
+    yield (
+        "memory, in GB",
+        f"weights {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), "
+        f"text encoders {memory['text_encoders_gb']:.1f}, "
+        f"activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
+        f"plans {plans['paper']:.2f} ({plans['fast']:.2f} with the fast profile), decoding {decode}",
+    )
+
+
+def _cards(memory: dict[str, Any]) -> Table:
+    """Ways to run the model, and the cards that hold each."""
+    table = Table("weights, offload", Column("peak GB", justify="right"), *(f"{card} GB" for card in memory["fits"]))
+    for way, peak in memory["peaks_gb"].items():
+        table.add_row(way, f"{peak:.0f}", *("fits" if way in ways else "" for ways in memory["fits"].values()))
+    return table
+
+
+def _grid(rows: Iterable[tuple[bool | None, str, str]]) -> Table:
+    marks = {True: Text("ok", "green"), False: Text("no", "red"), None: Text("")}
+    grid = Table.grid(Column(width=2), Column(width=13), Column(overflow="fold"), padding=(0, 1))
+    for good, name, text in rows:
+        grid.add_row(marks[good], Text(name, "bold"), Text(text))
+    return grid

@@ -1,9 +1,10 @@
-"""What sparse attention can gain: attention's share of the work, what arithmetic makes of it, and a bound. No measurement.
+"""What sparse attention can gain: attention's share of the work, what arithmetic makes of it, and a bound.
 
-Compared are two runs of one model whose blocks are alike, both compiled or both stock. The arithmetic gives every FLOP the same
-speed, so it is an estimate: a dense kernel that is slow for its FLOPs, as with HunyuanVideo's mask, makes the real gain larger.
-Dense steps cost the same on both sides whatever the kernels do: that is the bound. Compiled blocks, which `enable` may bring
-along on a GPU, are a gain of their own on top of both.
+No measurement, but for `why_no_gain`, which reads a record. Compared are two runs of one model whose blocks are
+alike, both compiled or both stock. The arithmetic gives every FLOP the same speed, so it is an estimate: a dense
+kernel that is slow for its FLOPs, as with HunyuanVideo's mask, makes the real gain larger. Dense steps cost the same
+on both sides whatever the kernels do: that is the bound. Compiled blocks, which `enable` may bring along on a GPU,
+are a gain of their own on top of both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from parkattn.sprites import CHECKPOINT
 # dense bf16 tensor peak in TFLOP/s from the vendors' data sheets; a name is matched inside torch's device name
 GPUS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 5090": 209.0, "RTX 4090": 165.0, "RTX 3090": 71.0}
 UTILISATION = 0.5  # of the peak, for a rough time per step
+LITTLE = 0.05  # of the time of denoising: less than this is said to be little
 
 
 def shipped_size() -> ModelSize | None:
@@ -59,6 +61,7 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
     peak = gpu_peak(gpu)
     return {
         "model": model,
+        "video": [frames, height, width],
         "tokens": n,
         "attention_share": share,
         "density_of_sparse_steps": density,
@@ -75,3 +78,18 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
 
 def gpu_peak(name: str | None) -> float | None:
     return next((peak for known, peak in GPUS.items() if name and known.lower() in name.lower()), None)
+
+
+def why_no_gain(record: dict[str, Any]) -> str | None:
+    """One line for a record of `park generate` that saved nothing or little, with what to do; None where it gained."""
+    found, asked = record["measured"], record["request"]
+    saved, seconds = found["attention_seconds_saved"], found["seconds"]
+    if asked["method"] == "dense" or saved is None or saved > LITTLE * seconds["denoise"]:
+        return None
+    took, dense = seconds["attention"], seconds["attention"] + saved
+    how_much, steps = "Nothing" if saved <= 0 else "Little", len(found["steps"])
+    return (
+        f"{how_much} is gained at {record['tokens']:,} tokens and {steps} steps: "
+        f"attention took {took:.1f} s, dense attention would take about {dense:.1f} s; "
+        "make the video longer or larger, or pass --method dense."
+    )

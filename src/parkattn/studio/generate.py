@@ -190,7 +190,8 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
     entry = method_entry(request.method)
     config = entry.config.named(request.preset, model=model) if request.preset else entry.config.for_model(model)
     config = config.replace(**request.changes)
-    if request.model is None and "density_profile" in config.to_dict().keys() - request.changes.keys():
+    shipped = request.model is None or checkpoints.is_shipped(Path(request.model))
+    if shipped and "density_profile" in config.to_dict().keys() - request.changes.keys():
         config = config.replace(density_profile="sprites")  # the model in the box has been measured
     expect_layers(pipe, config)
     if not isinstance(config, Clusters):

@@ -6,9 +6,11 @@ here, on a few query rows of each call; the time that takes is kept apart and ne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,7 @@ class Observer:
         self.calls: list[Call] = []
         self.began: float | None = None
         self.measuring: dict[int, float] = {}  # step -> seconds spent on measuring, not on generating
+        self.dense_sample: float | None = None  # seconds of a dense call, where the method made none
         self._on_call = on_call
         self._step, self._branch = -1, ""  # the step under way and the branch that came first in it
 
@@ -56,6 +59,8 @@ class Observer:
         out, stats = self.method(q, k, v, site)
         marks = (begin, _mark(q.device))
         recall = self._recall(q, k, site, stats)
+        if stats.phase != "dense":
+            self._time_dense(site, q.device)
         call = Call(dataclasses.replace(site, dense=None, key_valid=None), dataclasses.replace(stats, plan=None), marks, recall)
         self.calls.append(call)
         if self._on_call is not None:
@@ -76,12 +81,32 @@ class Observer:
             self._step, self._branch = site.step, site.branch
         if not self.recall_rows or stats.plan is None or site.branch != self._branch:
             return None
-        synchronise(q.device)
+        with self._apart(site.step, q.device):
+            return sampled_recall(q, k, stats.plan, self.recall_rows, scale=site.scale)
+
+    def _time_dense(self, site: CallSite, device: torch.device) -> None:
+        """One dense call in the last step of a run that had none: without it nobody knows what was saved."""
+        last = site.total_steps is not None and site.step == site.total_steps - 1
+        if not last or site.layer != 0 or site.dense is None or torch.is_grad_enabled():
+            return
+        if self.dense_sample is not None or any(call.stats.phase == "dense" for call in self.calls):
+            return
+        with self._apart(site.step, device):
+            site.dense()  # the first call may choose its kernel
+            synchronise(device)
+            begin = time.perf_counter()
+            site.dense()
+            synchronise(device)
+            self.dense_sample = time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def _apart(self, step: int, device: torch.device) -> Iterator[None]:
+        """What is done inside is measuring, not generating."""
+        synchronise(device)
         begin = time.perf_counter()
-        found = sampled_recall(q, k, stats.plan, self.recall_rows, scale=site.scale)
-        synchronise(q.device)
-        self.measuring[site.step] = self.measuring.get(site.step, 0.0) + time.perf_counter() - begin
-        return found
+        yield
+        synchronise(device)
+        self.measuring[step] = self.measuring.get(step, 0.0) + time.perf_counter() - begin
 
 
 def sampled_recall(q: Tensor, k: Tensor, plan: Plan, rows: int, *, scale: float | None = None) -> Tensor:
@@ -123,8 +148,17 @@ def measured(observer: Observer, step_ends: list[float], total_steps: int) -> di
         "phase_seconds": {phase: sum(row.get("seconds", 0.0) for row in steps if row["phase"] == phase) for phase in PHASES},
         "phase_steps": {phase: sum(row["phase"] == phase for row in steps) for phase in PHASES},
         "attention_seconds": {phase: sum(c.seconds for c in calls if c.stats.phase == phase) for phase in PHASES},
+        "attention_seconds_saved": _saved(calls, observer.dense_sample),
         "measuring_seconds": sum(observer.measuring.values()),
     }
+
+
+def _saved(calls: list[Call], dense_sample: float | None) -> float | None:
+    """What as many dense calls would have taken, less what these took; None where no dense call was timed."""
+    dense = [call.seconds for call in calls if call.stats.phase == "dense"]
+    if not dense and dense_sample is not None:
+        dense = [dense_sample]
+    return statistics.median(dense) * len(calls) - sum(call.seconds for call in calls) if dense else None
 
 
 def _step_row(step: int, calls: list[Call]) -> dict[str, Any]:

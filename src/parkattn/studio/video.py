@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parkattn.extras import INSTALL, package
+from parkattn.extras import install_command, package
 
 Frames = NDArray[np.uint8]
 CODEC = "libx264"
@@ -24,7 +24,7 @@ def video_library() -> Any:
     av = package("av", "mp4 files")
     if CODEC not in av.codecs_available:
         raise ModuleNotFoundError(
-            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {INSTALL}"
+            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {install_command('video')}"
         )
     return av
 

@@ -1,0 +1,174 @@
+"""PARK in LightX2V's Wan models, as one more class in its open registry of attention.
+
+    from parkattn.hosts.lightx2v import register_attention
+
+    attention = register_attention("quality")         # before the pipeline is built
+    pipe.create_generator(attn_mode="park_attn", ...)  # or "self_attn_1_type": "park_attn" in a JSON config
+    print(attention.summary())                         # after a video
+
+Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid. A run is a
+schedule: `scheduler.prepare` makes new timesteps, and at the end of their last step plans are released.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parkattn.checks import expect_choice, expect_count, expect_string, shown
+from parkattn.engine import Engine
+from parkattn.engine.summary import Summary
+from parkattn.methods import configured_method
+from parkattn.site import AttentionMethod
+
+
+class RegisteredAttention:
+    """What all layers share: the engine, and where its run stands. One video at a time."""
+
+    def __init__(self, method: AttentionMethod, min_tokens: int) -> None:
+        self.engine = Engine(method, unknown_step="the scheduler has no step_index: the step is unknown")
+        self.min_tokens = min_tokens
+        self.declined = collections.Counter[str]()  # reason -> calls that are not self-attention of the video
+        self._running = False  # a run has begun since the last reset
+        self._timesteps: Any = None  # of that run
+        self._names: dict[int, list[int]] = {}  # layer -> numbers of the objects that have answered for it
+        self._calls: dict[int | None, collections.Counter[tuple[str, int, int]]] = {}  # step -> calls
+
+    def summary(self) -> Summary:
+        """What the last video did, per layer and in all."""
+        method = self.engine.method
+        return Summary.of(method.name, self.engine.log, method.state_bytes, missed=self.declined)
+
+    def reset(self) -> None:
+        """Forget plans and statistics: the next call begins a run."""
+        self.engine.reset()
+        self.declined.clear()
+        self._running, self._timesteps = False, None
+        self._names.clear()
+        self._calls.clear()
+
+    def attend(self, number: int, dense: Any, q: Tensor, k: Tensor, v: Tensor, told: Mapping[str, Any]) -> Tensor:
+        """[n h d] in, [n h*d] out. number: of the object that is asked; dense: LightX2V's own, for what stays dense."""
+        foreign = why_not_video(q, k, v, told)
+        if foreign is not None:
+            self.declined[foreign] += 1
+            return dense.apply(q=q, k=k, v=v, **told)
+        tokens, heads, dim = q.shape
+        layer, name, part = self._enter(number, told)
+        out = self.engine.attend(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            layer=layer,
+            dense=lambda: dense.apply(q=q, k=k, v=v, **told).reshape(tokens, heads, dim).transpose(0, 1)[None],
+            transformer=name,
+            part=part,
+            reason=self._why_dense(tokens),
+        )
+        self._leave()
+        return out[0].transpose(0, 1).flatten(1)
+
+    def _why_dense(self, tokens: int) -> str | None:
+        grid = self.engine.clock.grid
+        if grid is None or math.prod(grid) != tokens:
+            return f"{tokens} tokens are not those of the grid {grid}: text, sound or padding may be among them"
+        return f"{tokens} tokens are fewer than min_tokens={self.min_tokens}" if tokens < self.min_tokens else None
+
+    def _enter(self, number: int, told: Mapping[str, Any]) -> tuple[int, str, int]:
+        """Sets the clock. The layer, a name for the transformer, and which call of the layer in this forward it is."""
+        scheduler, layer, clock = told["scheduler"], int(told["block_idx"]), self.engine.clock
+        step, timesteps = getattr(scheduler, "step_index", None), getattr(scheduler, "timesteps", None)
+        went_back = step is not None and clock.step is not None and step < clock.step
+        if not self._running or timesteps is not self._timesteps or went_back:
+            self._begin(scheduler, timesteps)
+        clock.step, clock.grid = step, told.get("grid_sizes")
+        clock.branch = "cond" if getattr(scheduler, "infer_condition", True) else "uncond"
+        # Wan2.2's two transformers have blocks of the same numbers, and objects of their own
+        numbers = self._names.setdefault(layer, [])
+        if number not in numbers:
+            numbers.append(number)
+        place = numbers.index(number)
+        calls = self._calls.setdefault(step, collections.Counter())
+        part = calls[clock.branch, layer, number]  # above 0 where heads are attended one after the other
+        calls[clock.branch, layer, number] += 1
+        return layer, "transformer" if place == 0 else f"transformer_{place + 1}", part
+
+    def _begin(self, scheduler: Any, timesteps: Any) -> None:
+        self.reset()
+        sigmas, steps = getattr(scheduler, "sigmas", None), getattr(scheduler, "infer_steps", None)
+        levels = tuple(sigmas[:steps].tolist()) if isinstance(sigmas, Tensor) and steps is not None else ()
+        self.engine.begin_run(steps, levels if levels and len(levels) == steps else None)
+        self._running, self._timesteps = True, timesteps
+
+    def _leave(self) -> None:
+        """The run is over when its last step has had as many calls as any step before it."""
+        clock, calls = self.engine.clock, self._calls
+        if clock.step is None or clock.total_steps is None or clock.step != clock.total_steps - 1:
+            return
+        before = [counter.total() for step, counter in calls.items() if step != clock.step]
+        if before and calls[clock.step].total() == max(before):
+            self.engine.end_run()
+
+
+def why_not_video(q: Tensor, k: Tensor, v: Tensor, told: Mapping[str, Any]) -> str | None:
+    """Why a call is not self-attention of one video in a numbered block."""
+    if told.get("block_idx") is None or told.get("scheduler") is None:
+        return "a call without block_idx and scheduler, such as cross-attention"
+    if q.ndim != 3 or not q.shape == k.shape == v.shape:
+        return "q, k and v are not of one shape [tokens, heads, d]"
+    if told.get("attn_mask") is not None or told.get("causal") or told.get("drop_rate"):
+        return "the call has a mask or dropout"
+    sequences = [told[name].numel() - 1 for name in ("cu_seqlens_q", "cu_seqlens_kv") if told.get(name) is not None]
+    return "several sequences in one call" if any(count > 1 for count in sequences) else None
+
+
+def register_attention(
+    profile: str = "quality",
+    *,
+    name: str = "park_attn",
+    dense: str = "torch_sdpa",
+    model: str = "wan2.1-14b",
+    min_tokens: int = 8192,
+    **changes: Any,
+) -> RegisteredAttention:
+    """Puts PARK into LightX2V's registry of attention as name, which must be done before a model is built.
+
+    dense: the entry of the registry that answers what stays dense. model: whose preset the profile builds on.
+    changes override single fields of the profile, such as top_p.
+    """
+    expect_count("min_tokens", min_tokens, least=0)
+    expect_string("name", name)
+    method = configured_method("park", profile, model=model, **changes)
+    registry, template = _open_registry()
+    expect_choice("dense", dense, registry)
+    if name in registry:
+        raise ValueError(f"name: expected one that LightX2V's registry has not, got {shown(name)}; pass another name.")
+    state, numbers = RegisteredAttention(method, min_tokens), itertools.count()
+
+    class ParkAttnWeight(template):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.config: dict[str, Any] = {}
+            self.number, self.dense = next(numbers), registry[dense]()
+
+        @torch.compiler.disable
+        def apply(self, q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Tensor:
+            return state.attend(self.number, self.dense, q, k, v, told)
+
+    registry.register(ParkAttnWeight, key=name)
+    return state
+
+
+def _open_registry() -> tuple[Any, Any]:
+    """ATTN_WEIGHT_REGISTER with LightX2V's own entries, and the class that entries derive from."""
+    try:
+        importlib.import_module("lightx2v.common.ops.attn")
+    except ModuleNotFoundError as missing:
+        line = f"{missing.name}: expected for LightX2V, got no such package; run this where LightX2V runs."
+        raise ModuleNotFoundError(line, name=missing.name) from None
+    template = importlib.import_module("lightx2v.common.ops.attn.template")
+    return importlib.import_module("lightx2v.utils.registry_factory").ATTN_WEIGHT_REGISTER, template.AttnWeightTemplate

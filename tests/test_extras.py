@@ -1,0 +1,46 @@
+"""Install commands, in errors and in docs: each names an extra that exists, and works without a package index."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from parkattn.extras import install_command, package
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def test_a_missing_package_is_refused_with_the_command_of_its_extra():
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("plots"))):
+        package("no_such_package", "a picture", "plots")
+
+
+def test_sources_name_the_one_command_and_extras_that_exist():
+    sources = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))).replace("\\", "")
+    named = re.findall(r"(pip install \S*parkattn\[(\w+)\]\S?)", sources)
+    assert len(named) >= 6
+    for command, extra in named:
+        assert command == install_command(extra) and extra in EXTRAS
+
+
+def test_the_command_takes_the_installed_package_and_no_index():
+    command = install_command("video").replace("'", "").split()
+    options = ["--dry-run", "--no-index", "--disable-pip-version-check"]
+    done = subprocess.run([sys.executable, "-m", *command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_install_from_a_clone_or_a_wheel_or_into_what_is_installed(path):
+    """What readers type before anything is installed must not ask an index for parkattn."""
+    text = path.read_text()
+    for target, extras in re.findall(r"pip install (?:-e )?['\"]([^'\"\[]*)\[([\w,]+)\]", text):
+        assert set(extras.split(",")) <= EXTRAS
+        assert target in (".", "parkattn", "/path/to/parkattn", "parkattn-0.1.0-py3-none-any.whl")
+        # an extra by the package's name is for those who have the package: such a page says where to begin
+        assert target != "parkattn" or "quickstart.md#install" in text or "pip install '.[" in text
