@@ -170,3 +170,13 @@ def test_a_video_too_short_to_gain_gets_advice():
             log.add(CallSite(), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
         report = Summary.of("park", log, 0)
         assert ("too short to gain" in str(report)) == said == bool(report.to_dict()["advice"])
+
+
+def test_a_run_without_a_dense_call_says_its_cost_and_gets_advice_where_little_was_skipped():
+    for density, said in ((0.5, False), (0.9, True)):
+        log = RunLog()
+        for phase in ("anchor", "reuse"):
+            log.add(CallSite(), AttentionStats(phase, "", torch.full((1, 1), density)), lambda: 1.0)
+        report = Summary.of("park", log, 0)
+        assert f"what was saved is not known, since no call ran plain dense; {density:.0%} of dense attention was computed" in str(report)
+        assert ("cannot be much faster" in str(report)) == said == bool(report.to_dict()["advice"])

@@ -18,6 +18,11 @@ _SLOWER = (
     "plans and sparse attention took {:.2f} s longer than dense attention would have: the video is too short to gain; "
     "disable parkattn for it, or make it longer or larger"
 )
+_MUCH = (
+    "{:.0%} of dense attention was computed, so attention cannot be much faster: disable parkattn for such runs, "
+    "or make the video longer or larger, or take more steps"
+)
+MUCH = 2 / 3  # of dense attention: without plans and overhead it would be 1.5 times as fast
 PHASES = ("dense", "refresh", "reuse")  # always reported, in this order; what else a method reports comes after them
 
 
@@ -82,12 +87,17 @@ class Summary:
         entries = log.layers.values()
         times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in entries]
         saved = _saved(times)
-        slower = [] if saved is None or saved >= 0 else [_SLOWER.format(-saved)]
+        density = _mean([value for entry in log.layers.values() for value in entry.density])
+        sparse = any(phase not in ("dense", "anchor") for entry in entries for phase in entry.phases)
+        if saved is None and sparse and density is not None and density > MUCH:
+            slower = [_MUCH.format(density)]
+        else:
+            slower = [] if saved is None or saved >= 0 else [_SLOWER.format(-saved)]
         return cls(
             method=method,
             steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names},
             calls={phase: sum(row[phase] for row in rows) for phase in names},
-            density=_mean([value for entry in log.layers.values() for value in entry.density]),
+            density=density,
             dense_because=dict(reasons.most_common()),
             backends=sorted(log.backends),
             fused=dict(fused or {}),
@@ -106,14 +116,16 @@ class Summary:
     def __str__(self) -> str:
         if not self.layers:
             return "\n".join([f"{self.method}: nothing has run yet", *self._reasons()])
-        saved = "" if self.seconds_saved is None else f", about {self.seconds_saved:.1f} s saved"
+        saved = "what was saved is not known, since no call ran plain dense"
+        if self.seconds_saved is not None:
+            saved = f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}"
         widths = {phase: max(6, len(phase) + 1) for phase in self.calls}
         lines = [
             f"{self.method}: "
             + ", ".join(f"{len(self.steps[phase])} steps {phase}" for phase in self.steps if self.steps[phase])
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
-            f"attention took {sum(self.attention_seconds.values()):.1f} s{saved}",
+            f"attention took {sum(self.attention_seconds.values()):.1f} s, {saved}; {self.density:.0%} of dense attention was computed",
             *(f"sparse calls: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
             " ".join(
