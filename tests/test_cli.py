@@ -96,3 +96,10 @@ def test_benchmark_appends_records_with_their_environment(park, tmp_path, monkey
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["asked_density"] for record in records] == [0.5, 0.25, 0.1]
     assert all(record["environment"]["cpu"] and record["dense_ms"] > 0 for record in records)
+
+
+def test_help_and_version_import_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from parkattn.cli import main; main()"
+    for word in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr

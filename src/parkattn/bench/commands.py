@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
@@ -220,6 +219,8 @@ def _run(
     name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...], *, gate: str | None = None, **checked: bool
 ) -> None:
     """checked: what else the gate is told."""
+    import torch
+
     from parkattn.bench.gpu import GATES, MEASURES
     from parkattn.bench.problems import expect_all_pass
     from parkattn.bench.timing import bench_device, gpu_environment, roofline
