@@ -54,8 +54,8 @@ def _captured(selection, **site):
 def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path):
     chosen = Selection(layers=(1,), heads=(0, 3), steps=(0, 2), first_branch=True, values=True)
     valid = torch.arange(48).lt(40).unsqueeze(0)
-    calls = list(_captured(chosen, text=slice(0, 4), key_valid=valid, noise_levels=(1.0, 0.5, 0.1)).kept.values())
-    assert [call.name for call in calls] == ["transformer/1/0/cond", "transformer/1/2/cond"]
+    calls = list(_captured(chosen, text=slice(0, 4), key_valid=valid, noise_levels=(1.0, 0.5, 0.1), video=1, paired=True).kept.values())
+    assert [call.name for call in calls] == ["transformer/1/0/cond/1", "transformer/1/2/cond/1"]
     q, k, v = _problem()
     assert torch.equal(calls[1].q, (q + 2)[:, [0, 3]]) and torch.equal(calls[1].k, (k + 1)[:, [0, 3]])
     for again in ("c", "d", "e", "f"):

@@ -226,10 +226,11 @@ def expect_scale(scale: object) -> None:
 
 def expect_call_site(site: Any) -> None:
     """The fields of a `site.CallSite`, before a method reads them."""
-    for name in ("layer", "step"):
+    for name in ("layer", "step", "video"):
         expect_count(name, getattr(site, name, None), least=0)
     for name in ("branch", "transformer"):
         expect_string(name, getattr(site, name))
+    expect_flag("paired", site.paired)
     if site.total_steps is not None:
         expect_count("total_steps", site.total_steps)
     if site.grid is not None:

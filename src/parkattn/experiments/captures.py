@@ -1,7 +1,8 @@
 """Captures: q, k and, where asked for, v of chosen attention calls of any pipeline, in one safetensors file of bounded size.
 
-Tensors are named CALL.q, CALL.k, CALL.v and CALL.key_valid with CALL = TRANSFORMER/LAYER/STEP/BRANCH; the metadata hold
-what else a method may know about each call, under one name: safetensors writes several in no fixed order.
+Tensors are named CALL.q, CALL.k, CALL.v and CALL.key_valid with CALL = TRANSFORMER/LAYER/STEP/BRANCH, followed by /VIDEO from the
+second video of a batch on where a model attends to one after the other. The metadata hold what else a method may know about
+each call, under one name: safetensors writes several in no fixed order.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Captured:
 
     @property
     def name(self) -> str:
-        return f"{self.site.transformer}/{self.site.layer}/{self.site.step}/{self.site.branch}"
+        site = self.site
+        return f"{site.transformer}/{site.layer}/{site.step}/{site.branch}" + (f"/{site.video}" if site.video else "")
 
     def to(self, device: str) -> Captured:
         valid, values = (None if x is None else x.to(device) for x in (self.site.key_valid, self.site.values))
@@ -172,6 +174,7 @@ def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any])
         site = call.site
         sites[call.name] = {
             "transformer": site.transformer, "layer": site.layer, "step": site.step, "branch": site.branch, "total_steps": site.total_steps,
+            "video": site.video, "paired": site.paired,
             "grid": site.grid, "text": None if site.text is None else [site.text.start, site.text.stop], "scale": site.scale,
             "noise_levels": site.noise_levels,
         }  # fmt: skip
@@ -214,6 +217,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 def _call(name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:
     text, grid, levels = facts["text"], facts["grid"], facts["noise_levels"]
     plain = {part: facts[part] for part in ("layer", "step", "total_steps", "branch", "transformer", "scale")}
+    plain |= {part: facts[part] for part in ("video", "paired") if part in facts}  # older files have neither
     site = CallSite(
         **plain,
         grid=None if grid is None else tuple(grid),
