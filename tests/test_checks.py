@@ -15,6 +15,8 @@ q, k, v = strategies.gaussian_qkv(0, 2, 2, 7, 7, 16)
 KINDS = {"sparse": (q.to_sparse(), TypeError, "sparse"), "meta": (q.to("meta"), ValueError, "meta")}
 BAD_SCALES = [(float("nan"), ValueError), (float("inf"), ValueError), ("x", TypeError), (2**64, ValueError), (1e39, ValueError)]
 BAD_SITES = {
+    "video": [(-1, ValueError), ("0", TypeError)],
+    "paired": [(1, TypeError)],
     "layer": [(-1, ValueError), ("x", TypeError)],
     "step": [(-1, ValueError), (2.5, TypeError), (None, TypeError)],
     "total_steps": [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("x", TypeError)],
