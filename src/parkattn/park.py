@@ -47,11 +47,11 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
     refresh_top_p: float | None = None
     """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at anchors."""
     budget: Literal["row", "mass", "error"] = "row"
-    """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. mass: one threshold
-    for all rows, heads and layers keeps blocks whose keys draw at least (1 - p) / p times the mean key's attention. error: that
-    attention times the spread of scores inside a head's key blocks, which is what a stand-in gets wrong (`compensate`)."""
+    """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. mass: one
+    threshold for all rows, heads and layers keeps blocks whose keys draw at least (1 - p) / p times the mean key's
+    attention. error: that times the spread of scores inside a head's key blocks, which is what stand-ins get wrong."""
     query_tile: int | None = None
-    """Query blocks are cut into tiles of this many queries, each of which keeps key blocks of its own; None: whole blocks."""
+    """Query blocks are cut into tiles of this many queries, each of which keeps blocks of its own; None: not cut."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "wan2.1-1.3b": {**_PAPER, **_BORDERS, "key_clusters": 512},
@@ -71,7 +71,7 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
         expect_choice("importance", self.importance, ESTIMATORS)
         expect_choice("budget", self.budget, BUDGETS)
         if self.budget != "row" and self.top_p is None:
-            raise ValueError(f"budget: expected 'row' beside top_k={self.top_k}, got {self.budget!r}; set top_p instead of top_k.")
+            raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
         if self.query_tile is not None:
             expect_count("query_tile", self.query_tile)
         for name in ("short_top_p", "refresh_top_p"):
@@ -150,9 +150,9 @@ class ParkPlanner:
         elif config.budget == "row":
             mask = select_top_p(importance, share, sizes=keys.sizes, floor=config.floor)
         else:
-            spread = None
+            spread, of = None, roles.clustered_queries
             if config.budget == "error":
-                spread = score_spread(q, k, keys.centroids, keys.labels, query_valid=roles.clustered_queries, scale=site.scale)
+                spread = score_spread(q, k, keys.centroids, keys.labels, query_valid=of, scale=site.scale)
             mask = select_shared(importance, share, sizes=keys.sizes, floor=config.floor, spread=spread)
         return Plan(
             query_blocks,
@@ -169,7 +169,7 @@ class ParkPlanner:
 def _tiles(q: Tensor, blocks: Blocks, count: int, importance: str) -> Clustering:
     """The first `count` blocks as what importance is estimated for."""
     # means of tiles are a pass over q, and only this estimator reads them
-    means = segment_mean(q, blocks.labels, count)[0] if importance == "query-centroid" else q.new_empty(*q.shape[:2], 0, q.shape[3])
+    means = segment_mean(q, blocks.labels, count)[0] if importance == "query-centroid" else q[:, :, :0]
     return Clustering(blocks.labels, means, blocks.sizes[..., :count])
 
 

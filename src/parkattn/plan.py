@@ -75,10 +75,10 @@ def tiles(like: Tensor, size: int) -> Blocks:
 
 
 def cut_blocks(blocks: Blocks, own: int, size: int) -> tuple[Blocks, Tensor]:
-    """The first `own` blocks cut into tiles of `size` tokens, a block's last one shorter, and the block that each tile is of [b h tiles].
+    """The first `own` blocks in tiles of `size` tokens, a block's last one shorter, and each tile's block [b h tiles].
 
-    There are n // size + own tiles whatever the sizes are, so that nobody waits for a GPU to count them; the last may be empty.
-    Other blocks follow them as they are. No token changes its place.
+    There are n // size + own tiles whatever the blocks hold, so that nobody waits for a GPU to count them; the last may
+    be empty. Other blocks follow them as they are. No token changes its place.
     """
     count = blocks.tokens // size + own
     starts, labels = blocks.offsets[..., :own].long(), blocks.labels.long()
@@ -87,10 +87,12 @@ def cut_blocks(blocks: Blocks, own: int, size: int) -> tuple[Blocks, Tensor]:
     first = ends - tiles_of
     tile = torch.arange(count, device=labels.device).expand(*labels.shape[:2], count).contiguous()
     owner = torch.searchsorted(ends, tile, right=True).clamp(max=own - 1)
-    begin = (starts.gather(-1, owner) + (tile - first.gather(-1, owner)) * size).minimum(blocks.offsets[..., own : own + 1])
-    offsets = torch.cat([begin.to(torch.int32), blocks.offsets[..., own:]], -1)
+    begin = starts.gather(-1, owner) + (tile - first.gather(-1, owner)) * size
+    begin = begin.to(torch.int32).minimum(blocks.offsets[..., own : own + 1])
+    offsets = torch.cat([begin, blocks.offsets[..., own:]], -1)
     order = blocks.permutation().long()
-    place = torch.empty_like(order).scatter_(-1, order, torch.arange(blocks.tokens, device=order.device).expand_as(order))
+    place = torch.empty_like(order)
+    place.scatter_(-1, order, torch.arange(blocks.tokens, device=order.device).expand_as(order))
     home = labels.clamp(max=own - 1)
     inside = first.gather(-1, home) + (place - starts.gather(-1, home)) // size
     cut = torch.where(labels < own, inside, labels - own + count)

@@ -100,11 +100,11 @@ def exact(
 def score_spread(
     q: Tensor, k: Tensor, centroids: Tensor, key_labels: Tensor, *, query_valid: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """How far scores lie from those of their key blocks' centroids, root mean square over a head's queries and keys [b h]:
+    """How far scores lie from those of their blocks' centroids, root mean square over a head's queries and keys [b h]:
 
         s^2 = mean_ij (q_i . (k_j - c_v(j)) / sqrt(d))^2 = <Q^T Q, E^T E> / (n m d),    E_j = k_j - c_v(j).
 
-    QRKC makes it small. centroids [b h c d]; keys with a label >= c and queries that are not in query_valid [b n] take no part.
+    QRKC makes it small. centroids [b h c d]; keys with a label >= c and queries not in query_valid [b n] take no part.
     """
     factor = _scale(q, scale)
     valid = q.new_ones(q.shape[:1] + q.shape[2:3], dtype=torch.bool) if query_valid is None else query_valid
@@ -181,14 +181,14 @@ def select_top_k(importance: Tensor, ratio: float, *, sizes: Tensor | None = Non
 
 
 def select_shared(importance: Tensor, p: float, *, sizes: Tensor, floor: float = 0.0, spread: Tensor | None = None) -> Tensor:
-    """Keep a block whose keys draw at least (1 - p) / p times the attention of the mean key, and each row's heaviest block:
+    """Keep blocks whose keys draw at least (1 - p) / p times the attention of the mean key, and each row's heaviest:
 
         s W_uv / n_v >= tau / m,    tau = (1 - p) / p,    m = sum_v n_v,    s = 1 without `spread`.
 
-    W_uv / n_v is mass per cost, so no mask with as many token pairs keeps more mass over all rows, heads and layers. With
-    `spread` [b h] (`score_spread`) it is error per cost: what a stand-in gets wrong is its mass times s. The threshold is a
-    number and not a rank among the others: a head's mask does not depend on the heads beside it. p = 1 keeps every
-    non-empty block. sizes [b h kb]; floor: as in `select_top_p`.
+    W_uv / n_v is mass per cost, so no mask with as many token pairs keeps more mass over all rows, heads and layers.
+    With `spread` [b h] (`score_spread`) it is error per cost: what a stand-in gets wrong is its mass times s. The
+    threshold is a number and not a rank among the others: a head's mask does not depend on the heads beside it. p = 1
+    keeps every non-empty block. sizes [b h kb]; floor: as in `select_top_p`.
     """
     expect_fraction("p", p, zero=False)
     expect_fraction("floor", floor, zero=True)
