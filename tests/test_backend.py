@@ -213,7 +213,7 @@ def test_plans_equal_those_of_the_definitions(name):
         {"key_metric": "euclidean", "importance": "query-centroid"},
         {"alpha": 0.0},
         {"query_tile": 5, "importance": "query-centroid"},
-        {"top_p": 0.8, "top_k": None, "budget": "error", "query_tile": 8},
+        {"top_p": 0.8, "top_k": None, "budget": "error", "compensate": True, "query_tile": 8},
     ],
     ids=str,
 )

@@ -12,7 +12,12 @@ from plans import problem, token_mask
 from strategies import clustered
 
 SMALL = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=3, top_p=0.5, dense_steps=0, refresh_steps=(2,))
-RULES = [{"budget": "mass"}, {"budget": "error"}, {"query_tile": 5}, {"budget": "error", "query_tile": 5}]
+RULES = [
+    {"budget": "mass"},
+    {"budget": "error", "compensate": True},
+    {"query_tile": 5},
+    {"budget": "error", "compensate": True, "query_tile": 5},
+]
 
 
 def video(seed, heads=2, tokens=60):
@@ -37,6 +42,16 @@ def test_a_head_has_the_same_plan_whatever_heads_are_beside_it(rule):
     together = token_mask(build_plan(q, k, config))
     for h in range(3):
         assert torch.equal(token_mask(build_plan(q[:, h : h + 1], k[:, h : h + 1], config))[:, 0], together[:, h])
+
+
+def test_error_is_mass_where_nothing_stands_in_for_a_skipped_block():
+    q, k, _ = video(8)
+    gone, stood_in = (
+        [build_plan(q, k, SMALL.replace(budget=budget, compensate=compensate)).mask for budget in ("mass", "error")]
+        for compensate in (False, True)
+    )
+    assert torch.equal(*gone)
+    assert not torch.equal(*stood_in)
 
 
 @pytest.mark.parametrize("budget", ["row", "mass", "error"])
@@ -78,7 +93,7 @@ def test_a_warm_start_begins_from_the_clusters_that_tiles_were_cut_from():
 @pytest.mark.parametrize("rule", RULES)
 def test_a_held_plan_gives_the_output_of_the_plan_that_was_built(rule):
     q, k, v = video(6)
-    config = SMALL.replace(compensate=True, **rule)
+    config = SMALL.replace(**rule)
     method = Park(config)
     outs = [method(q, k, v, CallSite(step=step, total_steps=4)) for step in range(4)]
     assert [out.stats.phase for out in outs] == ["refresh", "reuse", "refresh", "reuse"]

@@ -49,7 +49,7 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
     budget: Literal["row", "mass", "error"] = "row"
     """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. mass: one
     threshold for all rows, heads and layers keeps blocks whose keys draw at least (1 - p) / p times the mean key's
-    attention. error: that times the spread of scores inside a head's key blocks, which is what stand-ins get wrong."""
+    attention. error: with compensate, that times the spread of scores in a head's blocks: what stand-ins get wrong."""
     query_tile: int | None = None
     """Query blocks are cut into tiles of this many queries, each of which keeps blocks of its own; None: not cut."""
 
@@ -151,7 +151,7 @@ class ParkPlanner:
             mask = select_top_p(importance, share, sizes=keys.sizes, floor=config.floor)
         else:
             spread, of = None, roles.clustered_queries
-            if config.budget == "error":
+            if config.budget == "error" and config.compensate:
                 spread = score_spread(q, k, keys.centroids, keys.labels, query_valid=of, scale=site.scale)
             mask = select_shared(importance, share, sizes=keys.sizes, floor=config.floor, spread=spread)
         return Plan(
