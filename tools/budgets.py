@@ -6,20 +6,26 @@ python tools/budgets.py calls.safetensors --out benchmarks/results/budgets.jsonl
 
 Every rule gets the budget at which its density, mean over all calls of the files, is the asked one. The error of a call
 is |out - dense| / |dense| over all its heads; "ratio" is its geometric mean over calls against that of top-p per row.
+
+python tools/budgets.py --videos benchmarks/results/budgets.jsonl    what settings of bench.frontier gain at equal cost
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from parkattn.bench.frontier import interval, read_records
 from parkattn.cluster import Clustering, cluster_keys, kmeans
 from parkattn.experiments.captures import Captured, read_captures
 from parkattn.park import ParkConfig
@@ -53,10 +59,7 @@ Rule = Callable[[Case, int | None, float], Tensor]  # case, tile, budget in (0, 
 
 
 def pooled(case: Case, tile: int | None, p: float, *, heads: bool, floor: float = 0.0) -> Tensor:
-    """Blocks by mass per cost until share p of the mass of a head, or of all heads, is kept, and each row's heaviest.
-
-    floor: every head also spends this share of what heads spend on average.
-    """
+    """Blocks by mass per cost until share p of the mass of a head, or of all, is kept; floor: of the mean head's cost."""
     importance, pairs = case.queries[tile][1], case.pairs(tile)
     mass = importance.double() * case.queries[tile][0].sizes.unsqueeze(-1)
     score = torch.where(pairs > 0, mass / pairs, -1.0).flatten(0 if heads else 2)
@@ -87,7 +90,6 @@ RULES: dict[str, tuple[Rule, tuple[int | None, ...]]] = {
         (None, 64, 128),
     ),
 }
-Name = tuple[str, int | None]
 
 
 def prepare(call: Captured) -> Case:
@@ -115,11 +117,9 @@ def solve(cases: list[Case], rule: Rule, tile: int | None, goal: float) -> tuple
     return min(((end, density(cases, rule, tile, end)) for end in (low, high)), key=lambda at: abs(at[1] - goal))
 
 
-def errors(case: Case, masks: dict[tuple[Name, float], Tensor]) -> dict[tuple[Name, float, bool], tuple[float, float]]:
-    """|out - dense| / |dense| over all heads and in the worst head, without and with compensation.
-
-    A key block enters an output as sums over its keys, so these are made once for all masks.
-    """
+def errors(case: Case, masks: dict[Any, Tensor]) -> dict[Any, tuple[float, float]]:
+    """|out - dense| / |dense| over all heads and in the worst head, without and with compensation."""
+    # a key block enters an output as sums over its keys: these are made once for all masks
     q, k, v = (x[0].float() for x in (case.call.q, case.call.k, case.call.site.values))
     scale, sizes = q.shape[-1] ** -0.5, case.keys.sizes[0]
     means = segment_mean(v[None], case.keys.labels, case.keys.clusters)[0][0]
@@ -147,41 +147,56 @@ def errors(case: Case, masks: dict[tuple[Name, float], Tensor]) -> dict[tuple[Na
     return {key: (float((e.sum() / norms.sum()).sqrt()), float((e / norms).sqrt().max())) for key, e in missed.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("captures", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    torch.set_grad_enabled(False)
-    cases = [prepare(call) for path in asked.captures for call in read_captures(path)[0]]
+def measure_rules(cases: list[Case]) -> list[dict[str, Any]]:
     names = [(name, tile) for name, (_, tiles) in RULES.items() for tile in tiles]
     budgets = {(name, goal): solve(cases, RULES[name[0]][0], name[1], goal) for name in names for goal in DENSITIES}
-    found = [
-        errors(case, {key: RULES[key[0][0]][0](case, key[0][1], at) for key, (at, _) in budgets.items()})
-        for case in cases
-    ]
-    records = []
-    for stand in (False, True):
-        for goal in DENSITIES:
-            for name in names:
-                ratios = [math.log(each[name, goal, stand][0] / each[(TODAY, None), goal, stand][0]) for each in found]
-                budget, reached = budgets[name, goal]
-                records.append({
-                    "format": FORMAT, "tokens": cases[0].call.q.shape[2], "rule": name[0], "query_tile": name[1],
-                    "compensate": stand, "asked": goal, "density": reached, "budget": budget, "calls": len(found),
-                    "error": statistics.fmean(each[name, goal, stand][0] for each in found),
-                    "worst_head": max(each[name, goal, stand][1] for each in found),
-                    "ratio": math.exp(statistics.fmean(ratios)), "better": sum(r < 0 for r in ratios),
-                    "environment": environment(),
-                })  # fmt: skip
-                r = records[-1]
-                print(
-                    f"{'stand-ins' if stand else 'gone':9} {goal:4} {reached:.3f}  error {r['error']:.4f}  "
-                    f"worst head {r['worst_head']:.3f}  ratio {r['ratio']:.3f}  better {r['better']}/{r['calls']}  "
-                    f"{name[0]}{'' if name[1] is None else f', tiles of {name[1]}'}"
-                )
-    if asked.out is not None:
-        append_records(asked.out, records)
+    found = [errors(c, {at: RULES[at[0][0]][0](c, at[0][1], p) for at, (p, _) in budgets.items()}) for c in cases]
+    records, facts = [], environment()
+    for stand, goal, name in itertools.product((False, True), DENSITIES, names):
+        each, (budget, reached) = [of[name, goal, stand] for of in found], budgets[name, goal]
+        ratios = [math.log(e / of[(TODAY, None), goal, stand][0]) for (e, _), of in zip(each, found, strict=True)]
+        row = {
+            "rule": name[0], "query_tile": name[1], "compensate": stand, "asked": goal, "density": reached,
+            "budget": budget, "error": statistics.fmean(e for e, _ in each), "worst_head": max(w for _, w in each),
+            "ratio": math.exp(statistics.fmean(ratios)), "better": sum(r < 0 for r in ratios), "calls": len(each),
+        }  # fmt: skip
+        print(*(f"{value:.3f}" if isinstance(value, float) else value for value in row.values()), sep="  ")
+        records.append({"format": FORMAT, "tokens": cases[0].call.q.shape[2], **row, "environment": facts})
+    return records
+
+
+def print_gains(path: Path) -> None:
+    """PSNR of each setting above that of top-p per row at its cost, between whose settings it is interpolated."""
+    runs: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    for r in read_records(path):
+        if r["method"] == "park":
+            runs.setdefault((r["setting"].split()[0], r["prompt"]), {})[r["setting"]] = r["cost"], r["psnr"]
+    gains: dict[str, list[tuple[float, float, float]]] = {}
+    for found in runs.values():
+        line = sorted(at for name, at in found.items() if "budget=" not in name and "query_tile=" not in name)
+        for name, (cost, psnr) in found.items():
+            row = float(np.interp(cost, *zip(*line, strict=True)))
+            gains.setdefault(name, []).append((psnr - row, cost, psnr))
+    for name, each in sorted(gains.items()):
+        gain, cost, psnr = zip(*each, strict=True)
+        means = (
+            f"cost {statistics.fmean(cost):.3f}  PSNR {statistics.fmean(psnr):.2f}  gain {statistics.fmean(gain):+.2f}"
+        )
+        print(f"{means} +- {interval(gain) or math.nan:.2f}, least {min(gain):+.2f}  prompts {len(gain)}  {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("captures", nargs="*", type=Path)
+    parser.add_argument("--videos", type=Path)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    if asked.videos is not None:
+        print_gains(asked.videos)
+    if asked.captures:
+        records = measure_rules([prepare(call) for path in asked.captures for call in read_captures(path)[0]])
+        if asked.out is not None:
+            append_records(asked.out, records)
 
 
 if __name__ == "__main__":
