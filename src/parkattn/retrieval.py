@@ -185,7 +185,7 @@ def select_shared(importance: Tensor, p: float, *, sizes: Tensor, floor: float =
 
         s W_uv / n_v >= tau / m,    tau = (1 - p) / p,    m = sum_v n_v,    s = 1 without `spread`.
 
-    W_uv / n_v is mass per cost, so no mask with as many token pairs keeps more mass over all rows, heads and layers.
+    W_uv / n_v is mass per cost: but for rows whose heaviest block is below it, no mask of as many pairs keeps more mass.
     With `spread` [b h] (`score_spread`) it is error per cost: what a stand-in gets wrong is its mass times s. The
     threshold is a number and not a rank among the others: a head's mask does not depend on the heads beside it. p = 1
     keeps every non-empty block. sizes [b h kb]; floor: as in `select_top_p`.
