@@ -206,10 +206,20 @@ def test_plans_equal_those_of_the_definitions(name):
 
 
 @in_interpreter
-@pytest.mark.parametrize("changes", [{}, {"key_metric": "euclidean", "importance": "query-centroid"}, {"alpha": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"key_metric": "euclidean", "importance": "query-centroid"},
+        {"alpha": 0.0},
+        {"query_tile": 5, "importance": "query-centroid"},
+        {"top_p": 0.8, "top_k": None, "budget": "error", "compensate": True, "query_tile": 8},
+    ],
+    ids=str,
+)
 def test_every_setting_with_a_kernel_equals_the_definition(changes):
     q, k = tokens(3, 4, 50, 64), tokens(4, 6, 40, 64)
-    ours, theirs = (build_plan(q, k, config_for(backend=backend, **changes)) for backend in ("triton", "reference"))
+    ours, theirs = (build_plan(q, k, config_for(backend=backend).replace(**changes)) for backend in ("triton", "reference"))
     expect_same_plan(ours, theirs)
 
 

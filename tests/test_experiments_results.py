@@ -206,6 +206,22 @@ def test_the_ablation_is_made_of_cells_that_matched_densities_has_too(tmp_path):
     assert margins["PARK above centroid at density 0.5"] == 1.5 and margins["park-no-pama above centroid at density 0.5"] == -0.5
 
 
+def test_each_rule_for_a_budget_has_a_row_and_a_finding_of_its_own(tmp_path):
+    lab = runner.Lab(quick(densities=(0.5,)), tmp_path)
+    cells = [cell for cell in EXPERIMENTS["budgets"].cells(lab) if cell.request["method"] == "park"]
+    assert len(cells) == len(catalogue.BUDGETS) == 5
+    psnr = {"row": 20.0, "tiles": 22.0, "mass": 21.0, "error": 24.0, "error and tiles": 23.0}
+    pairs = [quality("a", "park", psnr[name], compensate=True, **changes) for name, changes in catalogue.BUDGETS.items()]
+    result = EXPERIMENTS["budgets"].result(gathered(*pairs))
+    assert {finding.statement: (finding.margin, finding.verdict) for finding in result.findings} == {
+        "tiles above row at density 0.5": (2.0, "held"),
+        "mass above row at density 0.5": (1.0, "held"),
+        "error above mass at density 0.5": (3.0, "held"),
+        "error and tiles above error at density 0.5": (-1.0, "not held"),
+    }
+    assert all(name in to_markdown(result.table) for name in psnr)
+
+
 def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_table(tmp_path):
     lab = runner.Lab(quick(), tmp_path)
     cells, main = (EXPERIMENTS[name].cells(lab) for name in ("frontier", "tab:main_quality_efficiency"))

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from parkattn.backend import attend_planned, planning, resolve_for
 from parkattn.borders import fitting_multiple
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_finite, expect_fraction, shown
-from parkattn.plan import Plan, assign_roles
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_finite, expect_fraction, shown
+from parkattn.cluster import Clustering
+from parkattn.plan import Blocks, Plan, assign_roles, cut_blocks
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.retrieval import ESTIMATORS, kept_mass, select_top_k, select_top_p
+from parkattn.retrieval import ESTIMATORS, kept_mass, score_spread, select_shared, select_top_k, select_top_p
+from parkattn.segments import segment_mean
 from parkattn.settings import LONG_VIDEO, Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite
 
@@ -29,6 +31,8 @@ _PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_i
 _BORDERS = {"query_multiple": 64, "key_multiple": 32}
 # not the paper's: what stands in for skipped blocks (docs/corrections.md)
 _CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32, "share_branches": True, "own_dense": True}
+CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
+BUDGETS = ("row", "mass", "error")
 _BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
 
 
@@ -42,6 +46,12 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
     """top_p below 16,384 tokens, where attention is a smaller part of a step and each block a larger part of it; None: top_p."""
     refresh_top_p: float | None = None
     """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at anchors."""
+    budget: Literal["row", "mass", "error"] = "row"
+    """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. mass: one
+    threshold for all rows, heads and layers keeps blocks whose keys draw at least (1 - p) / p times the mean key's
+    attention. error: with compensate, that times the spread of scores in a head's blocks: what stand-ins get wrong."""
+    query_tile: int | None = None
+    """Query blocks are cut into tiles of this many queries, each of which keeps blocks of its own; None: not cut."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "wan2.1-1.3b": {**_PAPER, **_BORDERS, "key_clusters": 512},
@@ -59,6 +69,11 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_choice("importance", self.importance, ESTIMATORS)
+        expect_choice("budget", self.budget, BUDGETS)
+        if self.budget != "row" and self.top_p is None:
+            raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
+        if self.query_tile is not None:
+            expect_count("query_tile", self.query_tile)
         for name in ("short_top_p", "refresh_top_p"):
             if getattr(self, name) is not None:
                 expect_fraction(name, getattr(self, name), zero=False)
@@ -103,7 +118,7 @@ class ParkPlanner:
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         warm = earlier if config.warm_start else None
         iterations = config.kmeans_iterations if warm is None else config.warm_iterations
-        old_queries, old_keys = (None, None) if warm is None else (warm.queries.labels, warm.keys.labels)
+        old_queries, old_keys = (None, None) if warm is None else (_clusters_of(warm), warm.keys.labels)
 
         queries = verbs.kmeans(q, counts.queries, iterations=iterations, seed=config.seed, start=old_queries, valid=roles.clustered_queries)
         keys = verbs.cluster_keys(
@@ -122,14 +137,23 @@ class ParkPlanner:
         if counts.key_multiple > 1:
             keys = verbs.round_borders(k, keys, fitting_multiple(counts.key_multiple, k.shape[2], keys.clusters))
         query_blocks = verbs.arrange(*roles.query_blocks(queries.labels, queries.clusters))
+        memory = {}
+        if config.query_tile is not None:
+            query_blocks, memory[CLUSTER_OF_TILE] = cut_blocks(query_blocks, queries.clusters, config.query_tile)
+            queries = _tiles(q, query_blocks, memory[CLUSTER_OF_TILE].shape[-1], config.importance)
         key_blocks = verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters))
         importance = verbs.importance(config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
-        if config.top_k is not None:
+        share = config.top_p_for(q.shape[2])
+        if share is None:
+            assert config.top_k is not None
             mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
-        else:
-            share = config.top_p_for(q.shape[2])
-            assert share is not None
+        elif config.budget == "row":
             mask = select_top_p(importance, share, sizes=keys.sizes, floor=config.floor)
+        else:
+            spread, of = None, roles.clustered_queries
+            if config.budget == "error" and config.compensate:
+                spread = score_spread(q, k, keys.centroids, keys.labels, query_valid=of, scale=site.scale)
+            mask = select_shared(importance, share, sizes=keys.sizes, floor=config.floor, spread=spread)
         return Plan(
             query_blocks,
             key_blocks,
@@ -138,7 +162,21 @@ class ParkPlanner:
             keys.clusters,
             padding=site.key_valid is not None,
             estimated_mass=kept_mass(importance, mask, queries.sizes),
+            memory=memory,
         )
+
+
+def _tiles(q: Tensor, blocks: Blocks, count: int, importance: str) -> Clustering:
+    """The first `count` blocks as what importance is estimated for."""
+    # means of tiles are a pass over q, and only this estimator reads them
+    means = segment_mean(q, blocks.labels, count)[0] if importance == "query-centroid" else q[:, :, :0]
+    return Clustering(blocks.labels, means, blocks.sizes[..., :count])
+
+
+def _clusters_of(plan: Plan) -> Tensor:
+    """Labels [b h n] of the clusters that a plan's query blocks, or the blocks its tiles were cut from, are."""
+    labels, clusters = plan.queries.labels, plan.memory.get(CLUSTER_OF_TILE)
+    return labels if clusters is None else clusters.gather(-1, labels.long().clamp(max=clusters.shape[-1] - 1))
 
 
 def build_plan(

@@ -74,6 +74,31 @@ def tiles(like: Tensor, size: int) -> Blocks:
     return Blocks(labels.expand(b, h, n), None, offsets.expand(b, h, count + 1))
 
 
+def cut_blocks(blocks: Blocks, own: int, size: int) -> tuple[Blocks, Tensor]:
+    """The first `own` blocks in tiles of `size` tokens, a block's last one shorter, and each tile's block [b h tiles].
+
+    There are n // size + own tiles whatever the blocks hold, so that nobody waits for a GPU to count them; the last may
+    be empty. Other blocks follow them as they are. No token changes its place.
+    """
+    count = blocks.tokens // size + own
+    starts, labels = blocks.offsets[..., :own].long(), blocks.labels.long()
+    tiles_of = (blocks.sizes[..., :own].long() + size - 1) // size
+    ends = tiles_of.cumsum(-1)
+    first = ends - tiles_of
+    tile = torch.arange(count, device=labels.device).expand(*labels.shape[:2], count).contiguous()
+    owner = torch.searchsorted(ends, tile, right=True).clamp(max=own - 1)
+    begin = starts.gather(-1, owner) + (tile - first.gather(-1, owner)) * size
+    begin = begin.to(torch.int32).minimum(blocks.offsets[..., own : own + 1])
+    offsets = torch.cat([begin, blocks.offsets[..., own:]], -1)
+    order = blocks.permutation().long()
+    place = torch.empty_like(order)
+    place.scatter_(-1, order, torch.arange(blocks.tokens, device=order.device).expand_as(order))
+    home = labels.clamp(max=own - 1)
+    inside = first.gather(-1, home) + (place - starts.gather(-1, home)) // size
+    cut = torch.where(labels < own, inside, labels - own + count)
+    return Blocks(cut.to(torch.int32), blocks.order, offsets), owner.to(torch.int32)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which block pairs are computed.

@@ -97,6 +97,30 @@ def exact(
     return by_head([one_head(*head) for head in heads(q, query_labels, k, key_labels)], q)
 
 
+def score_spread(
+    q: Tensor, k: Tensor, centroids: Tensor, key_labels: Tensor, *, query_valid: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """How far scores lie from those of their blocks' centroids, root mean square over a head's queries and keys [b h]:
+
+        s^2 = mean_ij (q_i . (k_j - c_v(j)) / sqrt(d))^2 = <Q^T Q, E^T E> / (n m d),    E_j = k_j - c_v(j).
+
+    QRKC makes it small. centroids [b h c d]; keys with a label >= c and queries not in query_valid [b n] take no part.
+    """
+    factor = _scale(q, scale)
+    valid = q.new_ones(q.shape[:1] + q.shape[2:3], dtype=torch.bool) if query_valid is None else query_valid
+    chosen = valid.unsqueeze(1).expand(q.shape[:3])
+
+    def one_head(queries: Tensor, rows: Tensor, keys: Tensor, labels: Tensor, centers: Tensor) -> Tensor:
+        centers, count = centers.to(compute_dtype(q.dtype)), len(centers)
+        member = labels < count
+        queries = queries.to(centers.dtype) * rows.unsqueeze(-1)
+        errors = (keys.to(centers.dtype) - centers[labels.long().clamp(max=count - 1)]) * member.unsqueeze(-1)
+        total = ((queries.T @ queries) * (errors.T @ errors)).sum()
+        return (total / (rows.sum() * member.sum()).clamp(min=1)).sqrt() * factor
+
+    return by_head([one_head(*head) for head in heads(q, chosen, k, key_labels, centroids)], q).float()
+
+
 ESTIMATORS = {"pama": pama, "query-centroid": query_centroid, "full-key": full_key, "exact": exact}
 
 
@@ -156,6 +180,32 @@ def select_top_k(importance: Tensor, ratio: float, *, sizes: Tensor | None = Non
     return _unrank(_first(ranked, _share(occupied, ratio)), order, occupied, importance)
 
 
+def select_shared(importance: Tensor, p: float, *, sizes: Tensor, floor: float = 0.0, spread: Tensor | None = None) -> Tensor:
+    """Keep blocks whose keys draw at least (1 - p) / p times the attention of the mean key, and each row's heaviest:
+
+        s W_uv / n_v >= tau / m,    tau = (1 - p) / p,    m = sum_v n_v,    s = 1 without `spread`.
+
+    W_uv / n_v is mass per cost: but for rows whose heaviest block is below it, no mask of as many pairs keeps more mass.
+    With `spread` [b h] (`score_spread`) it is error per cost: what a stand-in gets wrong is its mass times s. The
+    threshold is a number and not a rank among the others: a head's mask does not depend on the heads beside it. p = 1
+    keeps every non-empty block. sizes [b h kb]; floor: as in `select_top_p`.
+    """
+    expect_fraction("p", p, zero=False)
+    expect_fraction("floor", floor, zero=True)
+    occupied = _occupied(importance, sizes)
+    members = sizes.unsqueeze(-2).float()
+    relative = importance.float() * (members.sum(-1, keepdim=True) / members.clamp(min=1))
+    if spread is not None:
+        relative = relative * spread[..., None, None]
+    # written as "not below" so that a NaN row keeps everything, as in select_top_p
+    mask = ~(relative < (1 - p) / p)
+    mask = mask | (torch.arange(mask.shape[-1], device=mask.device) == importance.argmax(-1, keepdim=True))
+    if floor > 0:
+        ranked, order = _rank(importance, occupied)
+        mask = mask | torch.zeros_like(mask).scatter_(-1, order, _first(ranked, _share(occupied, floor)))
+    return _kept(mask, occupied, importance)
+
+
 def kept_mass(importance: Tensor, mask: Tensor, query_sizes: Tensor) -> Tensor:
     """Share of the importance that a mask keeps, mean over query tokens: [b h qb kb], [b h qb] -> [b h]"""
     rows = query_sizes.to(importance.dtype)
@@ -184,6 +234,10 @@ def _first(like: Tensor, count: Tensor) -> Tensor:
 
 
 def _unrank(keep: Tensor, order: Tensor, occupied: Tensor, importance: Tensor) -> Tensor:
-    mask = torch.zeros_like(keep).scatter_(-1, order, keep)
+    return _kept(torch.zeros_like(keep).scatter_(-1, order, keep), occupied, importance)
+
+
+def _kept(mask: Tensor, occupied: Tensor, importance: Tensor) -> Tensor:
+    """The mask without blocks that have no key or no query."""
     has_queries = ~(importance.sum(-1, keepdim=True) == 0)
     return mask & occupied & has_queries

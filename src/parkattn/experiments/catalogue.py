@@ -32,6 +32,14 @@ QUERY_SHARES, KEY_SHARES = (0.5, 1.0, 1.5, 2.0, 2.5), {"hy": (0.5, 0.75), "wan":
 PAPER_KEYS = {"hy": 1024, "wan": 512}
 # steps at which plans are rebuilt, of 50; the first is where sparse attention begins
 SCHEDULES = ((10,), (10, 30), (10, 20, 30), (10, 20, 30, 40))
+# how one budget is spent on blocks that have stand-ins where they are skipped, by what is added to top-p per row
+BUDGETS: dict[str, dict[str, Any]] = {
+    "row": {},
+    "tiles": {"query_tile": 64},
+    "mass": {"budget": "mass"},
+    "error": {"budget": "error"},
+    "error and tiles": {"budget": "error", "query_tile": 64},
+}
 Request = Mapping[str, Any]
 
 
@@ -151,6 +159,38 @@ def _ablation_result(gathered: Gathered) -> Result:
     table = results.quality_table(gathered, ("variant", "guidance"), _by_method)
     found = [_each_guidance(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
     return Result(table.table, tuple(finding for each in found for finding in each))
+
+
+def _budgets(lab: Lab) -> list[Cell]:
+    rows = [("park", {"compensate": True, **changes}) for changes in BUDGETS.values()]
+    return _runs(lab, rows, densities=lab.evaluation.densities)
+
+
+def _by_budget(request: Request) -> Label:
+    if request["method"] in FLOORS:
+        return (request["method"], "", _guidance(request))
+    spent = {name: value for name, value in request["changes"].items() if name in ("budget", "query_tile")}
+    name = next(name for name, changes in BUDGETS.items() if changes == spent)
+    return (name, f"{request['density']:g}", _guidance(request))
+
+
+def _budgets_result(gathered: Gathered) -> Result:
+    table = results.quality_table(gathered, ("budget by", "asked", "guidance"), _by_budget)
+    densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
+
+    def spent(name: str, density: float) -> Chosen:
+        return lambda request: _by_budget(request)[:2] == (name, f"{density:g}")
+
+    findings = [
+        finding
+        for density in densities
+        for better, worse in (("tiles", "row"), ("mass", "row"), ("error", "mass"), ("error and tiles", "error"))
+        for finding in _each_guidance(
+            gathered, f"{better} above {worse} at density {density:g}", spent(better, density), spent(worse, density)
+        )
+    ]
+    figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), *_by_budget(request)[:2])))
+    return Result(table.table, tuple(findings), figure)
 
 
 Chosen = Callable[[Request], bool]
@@ -292,6 +332,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
         Experiment("ablation", "PARK's halves at equal density (not in the paper)", _halves, _halves_result),
+        Experiment("budgets", "Rules for spending one density (not in the paper)", _budgets, _budgets_result),
         Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU),
         Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result, _GPU),
         Experiment("scaling", "Time against density and length", partial(bench_cells, benchmark="scaling"), scaling_result, _GPU),

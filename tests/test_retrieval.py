@@ -1,0 +1,98 @@
+"""One threshold over rows, heads and layers: which blocks it keeps, and what weighs them."""
+
+import itertools
+
+import pytest
+import torch
+
+from parkattn.retrieval import pama, score_spread, select_shared, select_top_p
+from parkattn.segments import segment_mean
+from strategies import normal
+
+
+def importances(seed, *shape):
+    return (2 * normal(seed, *shape)).softmax(-1)
+
+
+def sizes_of(seed, *shape):
+    return torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("spread", [None, torch.tensor([[0.25, 4.0]])])
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.75])
+def test_blocks_above_the_threshold_and_the_heaviest_of_a_row_are_kept(p, spread):
+    importance, sizes = importances(1, 1, 2, 5, 7), sizes_of(2, 1, 2, 7)
+    mask = select_shared(importance, p, sizes=sizes, spread=spread)
+    for h, u, v in itertools.product(range(2), range(5), range(7)):
+        row, n = importance[0, h, u], sizes[0, h]
+        drawn = float(row[v] / n[v] * n.sum()) * (1 if spread is None else float(spread[0, h]))
+        assert bool(mask[0, h, u, v]) == (drawn >= (1 - p) / p or v == int(row.argmax()))
+
+
+def test_no_mask_with_as_many_token_pairs_keeps_more_mass():
+    importance, sizes = importances(3, 1, 1, 2, 5), sizes_of(4, 1, 1, 5)
+    queries = torch.tensor([3.0, 5.0], dtype=torch.float64)
+    kept = select_shared(importance, 0.6, sizes=sizes)[0, 0]
+    mass, cost = importance[0, 0] * queries[:, None], queries[:, None] * sizes[0, 0]
+    every = torch.tensor(list(itertools.product((0.0, 1.0), repeat=10)), dtype=torch.float64).view(-1, 2, 5)
+    as_many = (every * cost).sum((1, 2)) <= (kept * cost).sum()
+    assert (every * mass).sum((1, 2))[as_many].max() <= (kept * mass).sum() + 1e-12
+    assert 0 < int(kept.sum()) < 10
+
+
+def test_rows_and_heads_share_what_top_p_gives_to_each():
+    sharp, flat = torch.tensor([0.91, 0.03, 0.03, 0.03]), torch.full((4,), 0.25)
+    rows, sizes = torch.stack([sharp, flat]).view(1, 2, 1, 4), torch.full((1, 2, 4), 8, dtype=torch.int32)
+    assert select_top_p(rows, 0.9, sizes=sizes).sum(-1).flatten().tolist() == [1, 4]
+    assert select_shared(rows, 0.45, sizes=sizes).sum(-1).flatten().tolist() == [1, 1]
+    assert select_shared(rows, 0.55, sizes=sizes).sum(-1).flatten().tolist() == [1, 4]
+
+
+def test_empty_blocks_are_never_kept_and_p_of_one_keeps_all_others():
+    importance, sizes = importances(5, 1, 2, 4, 6), sizes_of(6, 1, 2, 6)
+    sizes[0, 0, 2] = 0
+    importance[0, 1, 3] = 0
+    mask = select_shared(importance, 1.0, sizes=sizes)
+    expected = (sizes > 0).unsqueeze(-2).expand_as(mask).clone()
+    expected[0, 1, 3] = False
+    assert torch.equal(mask, expected)
+
+
+def test_a_floor_keeps_that_share_of_every_row():
+    importance, sizes = importances(7, 1, 2, 5, 8), sizes_of(8, 1, 2, 8)
+    mask = select_shared(importance, 0.01, sizes=sizes, floor=0.5)
+    assert torch.equal(mask.sum(-1), torch.full((1, 2, 5), 4))
+    assert torch.equal(mask & (importance >= importance.sort(-1).values[..., 4:5]), mask)
+
+
+def test_a_row_of_nan_keeps_every_block():
+    importance, sizes = importances(9, 1, 1, 2, 4), sizes_of(10, 1, 1, 4)
+    importance[0, 0, 1] = torch.nan
+    assert select_shared(importance, 0.3, sizes=sizes)[0, 0, 1].all()
+
+
+def test_the_spread_is_the_mean_squared_distance_of_scores_from_those_of_centroids():
+    q, k = normal(11, 2, 2, 9, 4), normal(12, 2, 2, 12, 4)
+    labels = torch.randint(0, 4, (2, 2, 12), generator=torch.Generator().manual_seed(13), dtype=torch.int32)
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[0, 6:] = False
+    centroids, _ = segment_mean(k, labels, 3)  # label 3 takes no part
+    found = score_spread(q, k, centroids, labels, query_valid=valid)
+    for b, h in itertools.product(range(2), range(2)):
+        squares = [
+            float(q[b, h, i] @ (k[b, h, j] - centroids[b, h, labels[b, h, j]])) ** 2 / 4
+            for i in range(9)
+            for j in range(12)
+            if valid[b, i] and labels[b, h, j] < 3
+        ]
+        # sums in float64, the result rounded once to float32
+        assert float(found[b, h]) == pytest.approx((sum(squares) / len(squares)) ** 0.5, rel=2**-23)
+
+
+def test_what_a_stand_in_gets_wrong_vanishes_with_the_spread():
+    q, labels = normal(14, 1, 1, 6, 4), torch.arange(8).view(1, 1, 8).int() // 2
+    k = normal(15, 1, 1, 4, 4).repeat_interleave(2, dim=2)
+    assert float(score_spread(q, k, segment_mean(k, labels, 4)[0], labels)) == 0
+    importance = pama(q, k, torch.zeros(1, 1, 6, dtype=torch.int32), 1, labels, 4)
+    kept = select_shared(importance, 0.9, sizes=torch.full((1, 1, 4), 2), spread=torch.zeros(1, 1))
+    assert int(kept.sum()) == 1
