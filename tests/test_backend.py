@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
 from parkattn.attend import attend, dense_attention, gather, scatter
-from parkattn.backend import resolve
+from parkattn.backend import ReferenceBackend, resolve
+from parkattn.backend.triton import TritonBackend
 from parkattn.cluster import Clustering, initial_tokens
 from parkattn.plan import Blocks, arrange
 from parkattn.retrieval import ESTIMATORS
 from parkattn.reuse import PlanStore
+from parkattn.segments import segment_mean
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
@@ -224,7 +226,22 @@ def test_every_setting_with_a_kernel_equals_the_definition(changes):
 
 
 @in_interpreter
-@pytest.mark.parametrize("changes", [{"key_metric": "euclidean"}, {"key_clusters": 40}, {"query_multiple": 4, "key_multiple": 4}])
+def test_the_spread_of_scores_is_that_of_the_definition():
+    q, k = tokens(3, 4, 50, 64).expand(2, -1, -1, -1), tokens(4, 6, 48, 64, KEY_VALID)
+    query_valid = torch.arange(50).expand(2, -1) < torch.tensor([[50], [31]])
+    labels = torch.where(KEY_VALID.unsqueeze(1), torch.arange(48) % 5, 5).int().expand(2, 2, 48)
+    keys = Clustering(labels, *segment_mean(k, labels, 5))
+    how = {"valid": KEY_VALID, "query_valid": query_valid, "scale": None}
+    found = TritonBackend("interpreted", gluon=False).score_spread(q, k, keys, **how)
+    # sums of squares in fp32, one taken from the other
+    assert torch.allclose(found, ReferenceBackend("").score_spread(q.double(), k.double(), keys, **how).float(), rtol=1e-4)
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    "changes",
+    [{"key_metric": "euclidean"}, {"key_clusters": 40}, {"query_multiple": 4, "key_multiple": 4}, {"budget": "error", "compensate": True}],
+)
 def test_what_stands_in_padding_changes_nothing(changes):
     clean = tokens(2, 6, 48, 64, KEY_VALID, h=1)
     short = {"kmeans_iterations": 1, "warm_iterations": 1}

@@ -20,7 +20,7 @@ from parkattn.cluster import Clustering
 from parkattn.plan import Blocks, Plan, assign_roles, cut_blocks
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.retrieval import ESTIMATORS, kept_mass, score_spread, select_shared, select_top_k, select_top_p
+from parkattn.retrieval import ESTIMATORS, kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
 from parkattn.settings import LONG_VIDEO, Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite
@@ -150,9 +150,9 @@ class ParkPlanner:
         elif config.budget == "row":
             mask = select_top_p(importance, share, sizes=keys.sizes, floor=config.floor)
         else:
-            spread, of = None, roles.clustered_queries
+            spread, of = None, {"valid": roles.clustered_keys, "query_valid": roles.clustered_queries}
             if config.budget == "error" and config.compensate:
-                spread = score_spread(q, k, keys.centroids, keys.labels, query_valid=of, scale=site.scale)
+                spread = verbs.score_spread(q, k, keys, scale=site.scale, **of)
             mask = select_shared(importance, share, sizes=keys.sizes, floor=config.floor, spread=spread)
         return Plan(
             query_blocks,

@@ -27,7 +27,7 @@ from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_c
 from parkattn.cluster import Clustering, cluster_keys, first_centroids, kmeans, lloyd
 from parkattn.plan import Blocks, Plan, arrange
 from parkattn.residual import LowRank, factor
-from parkattn.retrieval import ESTIMATORS, QUERIES_AT_ONCE
+from parkattn.retrieval import ESTIMATORS, QUERIES_AT_ONCE, score_spread
 from parkattn.segments import compute_dtype, segment_mean
 from parkattn.settings import BACKENDS, KeyMetric
 from parkattn.site import CallSite
@@ -80,6 +80,11 @@ class Backend(Protocol):
         self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
     ) -> Tensor:
         """Estimated attention between clusters [b h c_q c_k]; the first c_q of query_blocks are the clusters."""
+
+    def score_spread(
+        self, q: Tensor, k: Tensor, keys: Clustering, *, valid: Tensor | None, query_valid: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Root mean square distance of scores from those of their key clusters' means [b h]; valid [b m]: the keys in clusters."""
 
     def arrange(self, labels: Tensor, count: int) -> Blocks:
         """Stable sort of labels [b h n] in [0, count) into blocks."""
@@ -159,6 +164,11 @@ class ReferenceBackend:
         self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
     ) -> Tensor:
         return ESTIMATORS[kind](q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
+
+    def score_spread(
+        self, q: Tensor, k: Tensor, keys: Clustering, *, valid: Tensor | None, query_valid: Tensor | None, scale: float | None
+    ) -> Tensor:
+        return score_spread(q, k, keys.centroids, keys.labels, query_valid=query_valid, scale=scale)  # labels tell what is valid
 
     def arrange(self, labels: Tensor, count: int) -> Blocks:
         return arrange(labels, count)

@@ -152,6 +152,19 @@ class TritonBackend:
         return weights.view(b, h, queries.clusters, keys.clusters)
 
     @on_its_gpu
+    def score_spread(
+        self, q: Tensor, k: Tensor, keys: Clustering, *, valid: Tensor | None, query_valid: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Centroids are means, so E^T E = K^T K - sum_v n_v c_v c_v^T: no pass over single keys' errors."""
+        from parkattn.kernels import cluster
+
+        sizes, centroids = keys.sizes.float(), keys.centroids.float()
+        weighted = centroids * (sizes / sizes.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+        errors = cluster.query_metric(k, valid) - weighted.mT @ centroids
+        square = (cluster.query_metric(q, query_valid) * errors).sum((-2, -1))
+        return square.clamp(min=0).sqrt() * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+    @on_its_gpu
     def arrange(self, labels: Tensor, count: int) -> Blocks:
         from parkattn.kernels import cluster
 
