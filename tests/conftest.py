@@ -1,10 +1,16 @@
 import gc
+import os
 
 import pytest
 import torch
 
+from interpreted import hasten_the_interpreter
+
 # half a minute and more each, so they start first: then the workers end together
 LONG = ("test_kernels_gluon", "test_setup", "test_backend", "test_kernels_retrieval", "test_golden", "test_experiments")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    hasten_the_interpreter()
 
 
 @pytest.fixture(autouse=True, scope="session")
