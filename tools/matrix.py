@@ -189,7 +189,8 @@ def make_environment(place: Path, log: Path, install: list[str]) -> float:
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     for arguments in (["pip>=25"], install):
         with log.open("a") as to:
-            command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+            options = ["--quiet", "--disable-pip-version-check", "--no-compile"]  # what is imported is compiled then
+            command = [python, "-m", "pip", "install", *options, *arguments]
             if subprocess.run(command, stdout=to, stderr=to).returncode:
                 raise RuntimeError(log.read_text()[-1500:])
     replace(stamp, json.dumps({"install": install, "seconds": time.monotonic() - begin}))
