@@ -154,6 +154,10 @@ LOAD = (
     f"video = pipe('{PROMPT}', height=96, width=160, num_frames=17, num_inference_steps=2, guidance_scale=1.0); "
     "print(video.frames[0].shape)"
 )
+ADAPT = LOAD.replace(
+    "parkattn.enable(",
+    "from peft import LoraConfig; pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=['to_q', 'to_v'])); parkattn.enable(",
+)
 TRACE = (
     "import tilelang; from parkattn.kernels import importance_tilelang as i; "
     "print(i.full_key_program(tilelang.language, 128, 1024, 'bfloat16', **i.TILES['full-k']))"
@@ -165,10 +169,13 @@ EXTRAS = {
     "plots": {"pictures": "park scene --out $OUT/scene"},
     "diffusers": {"a model loads and runs": f'python -c "{LOAD}"'},
     "video": {"park generate": VIDEO},
+    "lora": {"an adapted model runs": f'python -c "{ADAPT}"'},
+    "metrics": {"a video measured": f"{VIDEO} && park metrics $OUT/video.mp4 $OUT/video.mp4 --measures psnr,ssim,st_lpips,vmaf"},
     "triton": {"attention by the kernels, interpreted": INTERPRETED},
     "flashinfer": {"import (it needs a GPU)": "python -c 'from flashinfer import VariableBlockSparseAttentionWrapper'"},
     "tilelang": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
     "quant": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
+    "test": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports --help && playwright --version"},
     "sanitize": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
 }  # fmt: skip
 
