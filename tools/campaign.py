@@ -30,7 +30,7 @@ VIDEOS, WARM_UP = 200, 20
 GROWTH_MIB = 16
 HANG_SECONDS = 120
 FAMILIES = ("wan", "skyreels", "hunyuan", "cogvideo", "ltx", "mochi")
-NOT_OURS = ("hunyuan_dit", "hunyuandit", "hunyuan_image", "hunyuanimage", "ltx2", "wan_animate")
+NOT_OURS = ("hunyuan_dit", "hunyuandit", "hunyuan_image_", "hunyuanimage", "ltx2", "wan_animate")
 
 
 def store() -> bool:
