@@ -18,7 +18,7 @@ TOKENIZERS = ("AutoTokenizer", "T5Tokenizer", "T5TokenizerFast", "CLIPTokenizer"
 
 
 def _t5_config(*_: Any, **__: Any) -> transformers.T5Config:
-    return transformers.T5Config(vocab_size=1103, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
+    return transformers.T5Config(vocab_size=1103, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=0.0)
 
 
 def _t5_encoder(*_: Any, **__: Any) -> transformers.T5EncoderModel:
