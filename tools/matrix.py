@@ -178,6 +178,8 @@ EXTRAS = {
     "test": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports --help && playwright --version"},
     "sanitize": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
 }  # fmt: skip
+# torchvision of the index belongs to torch of the index, and does not load beside a CPU build that this machine may offer
+PLAIN_INDEX = ("metrics",)
 
 
 # -------------------------------------------------------------------------------- making and checking
@@ -358,12 +360,9 @@ def run(part: str, wanted: list[str], again: bool) -> int:
             found = examine(name, [*constraints, "-e", package, *row.pins, *row.tools], row.checks, ROOT)
         else:
             with tempfile.TemporaryDirectory() as elsewhere:  # where the sources are not importable
-                found = examine(
-                    name,
-                    ["-c", str(ROOT / "constraints.txt"), f"{wheel}[{name}]" if name else str(wheel)],
-                    row,
-                    Path(elsewhere),
-                )
+                install = ["-c", str(ROOT / "constraints.txt"), f"{wheel}[{name}]" if name else str(wheel)]
+                index = ["--isolated"] if name in PLAIN_INDEX else []
+                found = examine(name, [*index, *install], row, Path(elsewhere))
         keep(part, name, found, now)
     entries = recorded()[part]
     done = {name for name, entry in entries.items() if entry["passed"] and entry["sources"] == now}
