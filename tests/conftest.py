@@ -1,10 +1,20 @@
 import gc
+import os
 
 import pytest
 import torch
 
-# half a minute and more each, so they start first: then the workers end together
-LONG = ("test_kernels_gluon", "test_setup", "test_backend", "test_kernels_retrieval", "test_golden", "test_experiments")
+from interpreted import hasten_the_interpreter
+
+# those of half a minute, and the one that waits for the network, start first: then the workers end together
+LONG = (
+    "test_setup", "test_hosts_diffusers_fused", "test_golden", "test_experiments", "test_kernels_gluon", "test_hosts_diffusers_compile",
+    "test_bench_e2e", "test_baselines_pipelines", "test_properties_attention", "test_kernels_retrieval", "test_baselines_routed",
+    "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",
+)  # fmt: skip
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    hasten_the_interpreter()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -228,6 +228,7 @@ def test_kernels_compile_ahead_of_time(arch):
     from triton.compiler import ASTSource
 
     from parkattn.kernels import borders
+    from parkattn.kernels.triton_versions import FP_FUSION
 
     types = {
         "points": "*fp32",
@@ -248,7 +249,6 @@ def test_kernels_compile_ahead_of_time(arch):
     ]
     for kernel, constants, more in cases:
         signature = {name: "constexpr" if name in constants else (types | more).get(name, "i32") for name in kernel.arg_names}
-        built = triton.compile(
-            ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}
-        )
+        source, options = ASTSource(kernel, signature, constexprs=constants), {"num_warps": 4, **FP_FUSION}
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         assert built.metadata.shared <= 48 * 1024

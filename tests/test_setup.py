@@ -138,3 +138,8 @@ def test_every_dependency_names_its_lowest_version():
 def test_the_matrix_names_tests_that_exist():
     named = set(re.findall(r'"(test_\w+)"', (ROOT / "tools/matrix.py").read_text()))
     assert "test_reuse" in named and not {name for name in named if not (ROOT / f"tests/{name}.py").is_file()}
+
+
+def test_every_extra_has_a_job_in_the_matrix():
+    jobs = (ROOT / "tools/matrix.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}")[0]
+    assert {*EXTRAS, ""} == set(re.findall(r'^    "(\w*)":', jobs, re.MULTILINE))

@@ -42,6 +42,10 @@ REFUSED = (
         "no Gluon as the Hopper kernels need it, so the plain kernels are taken, with that reason; built with 3.4 for "
         "sm_80, PAMA spills registers, and no GPU has run them; torch 2.8 and 2.9 come with such a triton, torch 2.10 with 3.6",
     ),
+    (
+        "torchvision of the index beside a CPU build of torch",
+        "does not load, and no text encoder of transformers with it: `parkattn[metrics]` wants both from one index",
+    ),
     ("triton 3.6 with numpy >= 2.4", "the kernels run; only Triton's interpreter, which tests use, fails"),
 )
 
