@@ -117,7 +117,7 @@ def _profiles() -> str:
     for name, changes in config.PROFILES.items():
         sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
         lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
-    records = read_records(FRONTIER)
+    records = _complete(read_records(FRONTIER), list(config.PROFILES))
     measured = []
     order = list(config.PROFILES)
     for row in sorted(
@@ -133,6 +133,18 @@ def _profiles() -> str:
             f"| {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
         )
     return "\n".join([PROFILES, *lines, "", MEASURED, *measured]) + "\n"
+
+
+def _complete(records: list[dict[str, Any]], settings: list[str]) -> list[dict[str, Any]]:
+    """Those of prompts that every setting has, so that means are over the same videos."""
+
+    def video(record: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(record[name] for name in ("frames", "height", "width", "steps", "guidance", "prompt", "seed"))
+
+    shared = set.intersection(
+        *({video(record) for record in records if record["setting"] == setting} for setting in settings)
+    )
+    return [record for record in records if video(record) in shared]
 
 
 def _tokens(row: dict[str, Any]) -> int:

@@ -66,7 +66,7 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
         "attention_share": share,
         "density_of_sparse_steps": density,
         "dense_steps": dense_steps,
-        "compared": "compared with the same blocks, attention alone replaced; compiled blocks come on top",
+        "compared": "attention alone replaced, with the profile paper; compiled blocks and the profile fast gain more",
         "by_arithmetic": 1 / (1 - share * (1 - computed)),
         "by_arithmetic_without_any_attention_in_sparse_steps": 1 / (1 - share * (1 - dense_steps)),
         "bound": 1 / dense_steps,
