@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 import strategies
 from parkattn.methods import configured_method, make_method
@@ -98,3 +100,33 @@ def test_a_device_that_is_not_here_is_refused(tmp_path, device, error):
 def test_a_plan_that_is_not_there_is_one_line(tmp_path):
     refused(Plan.load, tmp_path / "absent", named="absent", came="no file", error=OSError)
     refused(Plan.load, tmp_path, named=tmp_path.name, came="no file", error=OSError)
+
+
+PLAN_PARTS = [f"{side}.{part}" for side in ("queries", "keys") for part in ("labels", "order", "offsets")]
+
+
+@pytest.mark.parametrize("part,how", [*((part, how) for part in PLAN_PARTS for how in ("gone", "flipped")), ("mask", "gone")])
+def test_a_plan_file_with_a_part_missing_or_inconsistent_is_refused(tmp_path, part, how):
+    path = tmp_path / "plan.safetensors"
+    build_plan(q, k, SMALL).save(path)
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    tensors = load_file(path)
+    if how == "gone":
+        del tensors[part]
+    else:
+        tensors[part] = tensors[part].flip(-1).contiguous()
+    path.write_bytes(save(tensors, metadata=facts))
+    with pytest.raises(ValueError, match=r"expected a plan written by Plan\.save"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("wrong", ["dense", 5, {}, SMALL], ids=["text", "number", "mapping", "config"])
+def test_a_plan_or_start_that_is_none_is_refused(wrong):
+    refused(park_attention, q, k, v, SMALL, plan=wrong, named="plan", came="", error=TypeError)
+    refused(build_plan, q, k, SMALL, start=wrong, named="start", came="", error=TypeError)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "top_p", [1]])
+def test_fields_that_are_no_mapping_are_refused(wrong):
+    refused(ParkConfig.from_dict, wrong, named="ParkConfig", came="", error=TypeError)

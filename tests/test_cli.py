@@ -103,3 +103,10 @@ def test_help_and_version_import_no_torch():
     for word in ("--help", "--version"):
         done = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_benchmark_says_what_it_is_doing(monkeypatch):
+    monkeypatch.setattr(cpu, "GRID", (4, 16, 16))
+    said = []
+    list(cpu.measure_cpu(densities=(0.5,), repeats=1, threads=1, advance=said.append))
+    assert said[0] == "correctness gate" and len(said) == cpu.rounds(1, 1)

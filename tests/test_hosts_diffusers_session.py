@@ -360,6 +360,21 @@ def test_a_pipeline_made_from_an_enabled_one_runs_as_it_did(kept):
     del before
 
 
+def test_a_pipeline_made_before_the_first_run_counts_its_steps():
+    pipe, kind = families.cogvideox(), families.FAMILIES["cogvideox"]
+    enable(pipe, SPARSE.replace(dense_steps=None))
+    kept = pipe, type(pipe).from_pipe(pipe)
+    kind.run(kept[1])
+    wanted = summary(kept[1]).calls
+    disable(kept[1])
+    enable(pipe, SPARSE.replace(dense_steps=None))
+    del kept
+    pipe = type(pipe).from_pipe(pipe)
+    gc.collect()
+    kind.run(pipe)
+    assert summary(pipe).calls == wanted and sum(wanted.values()) > wanted["dense"] > 0
+
+
 # what the clock reads
 
 

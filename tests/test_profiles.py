@@ -88,3 +88,9 @@ def test_a_budget_of_ones_own_holds_for_every_video_and_every_plan():
     assert shipped.replace(top_p=None, top_k=0.1).refresh_top_p is None
     with pytest.raises(ValueError, match="short_top_p: expected None beside top_k"):
         ParkConfig(top_p=None, top_k=0.1, short_top_p=0.5)
+
+
+def test_a_short_video_has_fewer_blocks_however_the_config_is_given():
+    for tokens in (1_920, 75_600):
+        assert ParkConfig(top_p=0.8).counts(tokens, tokens) == ParkConfig.for_model("wan2.1-14b", top_p=0.8).counts(tokens, tokens)
+    assert ParkConfig.for_model("wan2.1-14b").counts(1_920, 1_920)[:2] < (128, 512)

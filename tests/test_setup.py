@@ -143,3 +143,7 @@ def test_the_matrix_names_tests_that_exist():
 def test_every_extra_has_a_job_in_the_matrix():
     jobs = (ROOT / "tools/matrix.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}")[0]
     assert {*EXTRAS, ""} == set(re.findall(r'^    "(\w*)":', jobs, re.MULTILINE))
+
+
+def test_the_video_extra_requires_what_loading_needs():
+    assert {"accelerate", "diffusers", "av"} <= {re.split(r"[<>=;~!\[ ]", line)[0] for line in requirements("video")}

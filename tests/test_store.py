@@ -87,7 +87,7 @@ def test_two_processes_on_one_folder_share_the_cells_and_make_none_twice(tmp_pat
 
     def work(name: str) -> None:
         def slowly(making: Making) -> None:
-            if len(made) < 2:
+            if name not in [worker for _, worker in made]:
                 meet.wait(timeout=60)  # both are at work at the same time
             made.append((making.cell.name, name))
             make(making)
@@ -364,3 +364,21 @@ def test_the_package_has_one_atomic_write():
     sources = [path for path in (ROOT / "src/parkattn").rglob("*.py") if path.name != "files.py"]
     found = {path.name for path in sources if rivals.search(path.read_text())}
     assert found <= {"train.py"}, "train.py renames a folder, which no file write can do"
+
+
+@pytest.mark.parametrize(("name", "record"), [("generate", "a.json"), ("compare", "park.json")])
+def test_a_video_without_its_record_is_made_again_and_no_other(tmp_path, quiet, name, record):
+    disturb.COMMANDS[name](tmp_path, 0)
+    whole = disturb.contents(tmp_path)
+    quiet.clear()
+    (tmp_path / record).unlink()
+    disturb.COMMANDS[name](tmp_path, 0)
+    assert disturb.contents(tmp_path) == whole and len(quiet) == 1
+
+
+def test_compare_makes_truncated_frames_again(tmp_path, quiet):
+    disturb.run_compare(tmp_path, 0)
+    whole = disturb.contents(tmp_path)
+    os.truncate(tmp_path / "raw/dense.safetensors", 100)
+    disturb.run_compare(tmp_path, 0)
+    assert disturb.contents(tmp_path) == whole

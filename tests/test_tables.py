@@ -62,3 +62,9 @@ def test_a_record_that_changes_changes_its_table(tables, tmp_path, monkeypatch):
 def test_an_unknown_table_is_refused(tables):
     with pytest.raises(ValueError, match="got 'cpuu'; correct the marker"):
         tables.filled("<!-- table: cpuu -->\n<!-- /table -->")
+
+
+def test_quality_is_shown_at_the_guidance_that_users_run(tables):
+    rows = re.findall(r"^\| (\w+) \| (\d+) \|", tables.profiles(), re.MULTILINE)
+    for name in ("paper", "quality", "fast"):
+        assert {guidance for found, guidance in rows if found == name} >= {"1", "5"}

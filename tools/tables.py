@@ -205,7 +205,7 @@ def whole_models_and_memory() -> str:
             f"{found['memory']['state_with_guidance_gb']:.2f}",
         )  # fmt: skip
 
-    columns = "model | dense | refresh, cold | refresh, warm | reuse | bar of reuse | reuse, fuse=False | 50 steps"
+    columns = "model | dense | refresh, cold | refresh, warm | reuse | target of reuse | reuse, fuse=False | 50 steps"
     return markdown(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, _whole_models()))
 
 

@@ -239,7 +239,7 @@ class _SchedulerOf:
 
     def __init__(self, target: Any) -> None:
         self._target = weakref.ref(target)
-        self._last: Any = None
+        self._last: Any = getattr(target, "scheduler", None)
 
     def __call__(self) -> Any:
         target = self._target()
