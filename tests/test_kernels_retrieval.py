@@ -291,8 +291,8 @@ def kernels_and_tiles(arch, d, torch_dtype):
         tile = tiles.full_key_tile(d, torch_dtype, 80 if arch == 90 else arch, width)
         yield importance._full_key, block | {"BN": width}, tile, False
     if d == 128:
-        yield permute._gather_rows, block, tiles.permute_tile(*key), True
-        yield permute._copy_rows, block, tiles.permute_tile(*key), True
+        yield permute._gather_rows, block | {"ORDERED": True}, tiles.permute_tile(*key), True
+        yield permute._gather_rows, block | {"ORDERED": False}, tiles.permute_tile(*key), True
         yield permute._scatter_rows, block, tiles.permute_tile(*key), True
         yield importance._list_work, {"BLOCKS": 64, "KEYS": 256}, {"num_warps": 4}, False
         yield importance._add_partials, {"BN": 1024}, {"num_warps": 4}, False

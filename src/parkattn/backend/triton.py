@@ -263,8 +263,7 @@ class TritonBackend:
             from parkattn.kernels.attend_gluon import attend_hopper
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
-            rows = q if order is None else permute.gather_rows(q, order)
-            flat = [x if x.ndim == 3 else permute.copy_rows(x) for x in (rows, keys, values)]
+            flat = [permute.gather_rows(q, order), *(x if x.ndim == 3 else permute.gather_rows(x, None) for x in (keys, values))]
             attend = functools.partial(attend_hopper, *flat, *offsets, out_order=token_of_row)
         else:
             from parkattn.kernels.attend_triton import attend_ragged
