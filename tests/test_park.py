@@ -123,3 +123,11 @@ def test_budgets_that_cannot_be_are_refused_in_one_line(changes, said):
     with pytest.raises(ValueError, match="^" + said) as refused:
         SMALL.replace(**changes)
     assert "\n" not in str(refused.value)
+
+
+def test_tiles_out_of_a_file_tell_no_clusters_so_the_start_is_a_cold_one(tmp_path):
+    q, k, _ = video(7)
+    config = SMALL.replace(query_tile=5)
+    build_plan(q, k, config).save(tmp_path / "plan.safetensors")
+    begun, cold = build_plan(q + 0.1, k, config, start=Plan.load(tmp_path / "plan.safetensors")), build_plan(q + 0.1, k, config)
+    assert torch.equal(begun.queries.labels, cold.queries.labels) and torch.equal(begun.mask, cold.mask)

@@ -116,7 +116,7 @@ class ParkPlanner:
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = 0 if site.text is None else site.text.stop - site.text.start
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
-        warm = earlier if config.warm_start else None
+        warm = earlier if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries) else None
         iterations = config.kmeans_iterations if warm is None else config.warm_iterations
         old_queries, old_keys = (None, None) if warm is None else (_clusters_of(warm), warm.keys.labels)
 
@@ -171,6 +171,11 @@ def _tiles(q: Tensor, blocks: Blocks, count: int, importance: str) -> Clustering
     # means of tiles are a pass over q, and only this estimator reads them
     means = segment_mean(q, blocks.labels, count)[0] if importance == "query-centroid" else q[:, :, :0]
     return Clustering(blocks.labels, means, blocks.sizes[..., :count])
+
+
+def _tells_clusters(plan: Plan, clusters: int) -> bool:
+    """Whether the clusters of queries can be told from a plan: not from tiles that came out of a file, which holds no memory."""
+    return CLUSTER_OF_TILE in plan.memory or plan.query_clusters <= clusters
 
 
 def _clusters_of(plan: Plan) -> Tensor:
