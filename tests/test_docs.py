@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 import parkattn
-from parkattn import ParkConfig, build_plan
 from parkattn.engine import Clock, Engine
 from parkattn.engine.summary import Summary
 from parkattn.hosts import comfyui
@@ -25,7 +24,6 @@ from parkattn.hosts.diffusers.session import Session
 from parkattn.methods import MODULES
 from parkattn.plan import Blocks
 from parkattn.retrieval import ESTIMATORS
-from parkattn.scene import clustered_scene
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -395,22 +393,3 @@ def test_every_choice_of_a_config_is_a_literal():
 def test_no_page_uses_words_of_ours_alone():
     private = ("left no record", "bar of reuse", "meetings")
     assert [(name_of(path), word) for path in TEXTS for word in private if word in path.read_text()] == []
-
-
-def test_the_readme_names_its_paper_spells_out_its_words_and_says_how_to_install():
-    text = " ".join((ROOT / "README.md").read_text().split())
-    paper = "PARK: Accurate Block Retrieval for Sparse Attention in Video Diffusion Transformers"
-    for said in (
-        paper,
-        "QRKC, query-response key clustering",
-        "PAMA, per-query attention-mass aggregation",
-        "pip install '.[",
-        "CITATION.cff",
-    ):
-        assert said in text
-
-
-def test_the_density_in_the_readme_is_that_of_its_snippet():
-    q, k, *_ = clustered_scene()
-    density = build_plan(q, k, ParkConfig(top_p=0.9)).density().mean()
-    assert f"# {100 * density:.0f} %" in (ROOT / "README.md").read_text()

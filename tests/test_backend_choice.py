@@ -1,0 +1,129 @@
+"""Which backend is chosen and why, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from parkattn import CallSite, Park, ParkConfig, park_attention
+from parkattn.backend import resolve
+from parkattn.cluster import initial_tokens
+
+few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Answers about a GPU that is not here."""
+    pytest.importorskip("triton")
+    return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+def test_auto_takes_the_definitions_off_cuda_and_says_so():
+    for device in ("cpu", "meta"):
+        chosen = resolve("auto", torch.device(device), torch.float32, 48)
+        assert chosen.name == "reference" and "auto" in chosen.reason and device in chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "kernel"),
+    [((9, 0), 128, "Gluon"), ((9, 0), 64, "Gluon"), ((9, 0), 256, "Triton"), ((8, 0), 128, "Triton"), ((12, 0), 128, "Triton")],
+)
+def test_auto_takes_triton_on_cuda_with_the_reason_for_its_attention_kernel(gpu, capability, head_dim, kernel):
+    gpu(*capability)
+    chosen = resolve("auto", CUDA, torch.bfloat16, head_dim)
+    assert chosen.name == "triton"
+    assert f"attention in {kernel} because" in chosen.reason
+    assert chosen.gluon == (kernel == "Gluon")
+
+
+@pytest.mark.parametrize(
+    ("capability", "device", "dtype", "head_dim", "got"),
+    [
+        ((9, 0), CPU, torch.bfloat16, 128, "cpu"),
+        ((9, 0), CUDA, torch.float32, 128, "float32"),
+        ((9, 0), CUDA, torch.float64, 128, "float64"),
+        ((9, 0), CUDA, torch.bfloat16, 96, "96"),
+        ((7, 5), CUDA, torch.float16, 128, "sm_75"),
+    ],
+)
+@pytest.mark.parametrize("name", ["triton", "auto"])
+def test_what_the_kernels_cannot_run_is_refused_in_one_line_with_the_alternative(gpu, name, capability, device, dtype, head_dim, got):
+    if name == "auto" and device == CPU:
+        return
+    gpu(*capability)
+    with pytest.raises((ValueError, TypeError)) as refused:
+        resolve(name, device, dtype, head_dim)
+    message = str(refused.value)
+    assert got in message and "use backend='reference'" in message and "\n" not in message
+
+
+def test_a_call_on_the_cpu_is_refused_not_redirected():
+    pytest.importorskip("triton")
+    q = torch.randn(1, 1, 20, 64).bfloat16()
+    with pytest.raises(ValueError, match="use backend='reference'"):
+        park_attention(q, q, q, ParkConfig(backend="triton"))
+
+
+def test_missing_packages_name_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[flashinfer\]'"):
+        resolve("flashinfer", CUDA, torch.bfloat16, 128)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[triton\]'"):
+        resolve("triton", CUDA, torch.bfloat16, 128)
+
+
+def test_the_definitions_load_no_triton():
+    use = "import parkattn; x = torch.randn(1, 1, 30, 8); parkattn.park_attention(x, x, x)"
+    code = f"import sys, torch; before = 'triton' in sys.modules; {use}; print('triton' in sys.modules and not before)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_statistics_say_what_computed_a_sparse_step_and_why():
+    q = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
+    park = Park(ParkConfig(query_clusters=4, key_clusters=6, dense_steps=1))
+    said = [park(q, q, q, CallSite(step=step, total_steps=50)).stats.backend for step in (0, 1, 2)]
+    assert said == ["", *2 * [resolve("auto", CPU, torch.float32, 16).reason]]
+
+
+@pytest.mark.parametrize("verb", ["importance", "attend"])
+def test_out_of_memory_says_how_much_was_asked_for_and_what_to_do(monkeypatch, verb):
+    def full(*_args, **_named):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 139 GiB of which 1 GiB is free."
+        )
+
+    monkeypatch.setattr(f"parkattn.backend.ReferenceBackend.{verb}", full)
+    q = torch.randn(1, 2, 60, 16)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        park_attention(q, q, q, ParkConfig(query_clusters=4, key_clusters=6))
+    message = str(refused.value)
+    assert message.count("memory:") == 1 and "3.25 GiB" in message and "[1, 2, 60, 16]" in message and "fewer heads" in message
+    assert "\n" not in message and "3.25 GiB" in str(refused.value.__cause__)
+
+
+def test_an_unknown_backend_is_refused_when_the_config_is_made():
+    with pytest.raises(ValueError, match="backend: expected one of auto, flashinfer, reference, triton"):
+        ParkConfig(backend="cuda")
+    assert ParkConfig.from_dict(ParkConfig(backend="reference").to_dict()).backend == "reference"
+
+
+@given(st.integers(0, 99), st.integers(1, 60), st.integers(1, 40), st.floats(0.05, 1))
+@settings(deadline=None)
+def test_first_tokens_among_valid_ones_are_those_of_the_definition(seed, n, count, share):
+    from parkattn.backend.triton import _first_tokens
+
+    valid = torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share
+    valid[:, seed % n] = True
+    count = min(count, n)
+    for row, found in zip(valid, _first_tokens(torch.empty(2, 1, n, 1), count, seed, valid), strict=True):
+        members = row.nonzero().squeeze(1)
+        expected = members[initial_tokens(len(members), min(count, len(members)), seed)]
+        assert torch.equal(found, torch.cat([expected, expected[:1].expand(count - len(expected))]))
