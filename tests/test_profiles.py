@@ -80,14 +80,21 @@ def test_padded_text_keeps_its_residual():
     assert report.calls["anchor"] > 0 and report.calls["reuse"] > 0
 
 
-def test_a_budget_of_ones_own_holds_for_every_video_and_every_plan():
+def test_a_budget_of_ones_own_holds_for_every_plan():
     shipped = ParkConfig.profile("fast")
-    assert shipped.top_p_for(100) == shipped.short_top_p != shipped.top_p == shipped.top_p_for(20_000)
+    assert shipped.refresh_top_p is not None
     for own in (ParkConfig.profile("fast", top_p=0.6), shipped.replace(top_p=0.6)):
-        assert own.top_p_for(100) == own.top_p_for(20_000) == 0.6 and own.refresh_top_p is None
-    assert shipped.replace(top_p=None, top_k=0.1).refresh_top_p is None
-    with pytest.raises(ValueError, match="short_top_p: expected None beside top_k"):
-        ParkConfig(top_p=None, top_k=0.1, short_top_p=0.5)
+        assert own.top_p == 0.6 and own.refresh_top_p is None and own.budget == "error"
+    with pytest.raises(ValueError, match="refresh_top_p: expected None beside top_k"):
+        ParkConfig(top_p=None, top_k=0.1, refresh_top_p=0.5)
+
+
+def test_top_k_in_a_profile_is_a_share_of_each_rows_blocks():
+    shipped = ParkConfig.profile("fast")
+    for own in (ParkConfig.profile("fast", top_p=None, top_k=0.1), shipped.replace(top_p=None, top_k=0.1)):
+        assert own.budget == "row" and own.refresh_top_p is None and own.query_tile == shipped.query_tile
+    with pytest.raises(ValueError, match="budget: expected row beside top_k"):
+        shipped.replace(top_p=None, top_k=0.1, budget="error")
 
 
 def test_a_short_video_has_fewer_blocks_however_the_config_is_given():

@@ -22,7 +22,7 @@ from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.retrieval import ESTIMATORS, kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
-from parkattn.settings import LONG_VIDEO, Clusters, KeyMetric, PlannedConfig, Selection
+from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite
 
 # section "Implementations" of the paper; Wan and HunyuanVideo differ in the number of key blocks only
@@ -31,6 +31,8 @@ _PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_i
 _BORDERS = {"query_multiple": 64, "key_multiple": 32}
 # not the paper's: what stands in for skipped blocks (docs/corrections.md)
 _CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32, "share_branches": True, "own_dense": True}
+# not the paper's: each tile of the attention kernel chooses, by the error that stand-ins would leave (docs/concepts.md)
+_BY_ERROR = {"budget": "error", "query_tile": 128}
 CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
 BUDGETS = ("row", "mass", "error")
 _BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
@@ -42,8 +44,6 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
 
     importance: Literal["pama", "query-centroid", "full-key", "exact"] = "pama"
     """How much attention a query block gives to a key block: per query (pama), by the mean query, by all keys, or exactly."""
-    short_top_p: float | None = None
-    """top_p below 16,384 tokens, where attention is a smaller part of a step and each block a larger part of it; None: top_p."""
     refresh_top_p: float | None = None
     """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at anchors."""
     budget: Literal["row", "mass", "error"] = "row"
@@ -62,8 +62,8 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
 
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
-        "quality": {**_CORRECTED, "top_p": 0.85, "refresh_top_p": 0.9, "anchors": 12},
-        "fast": {**_CORRECTED, "top_p": 0.5, "short_top_p": 0.65, "refresh_top_p": 0.8, "anchors": 7},
+        "quality": {**_CORRECTED, **_BY_ERROR, "top_p": 0.7, "refresh_top_p": 0.9, "anchors": 12},
+        "fast": {**_CORRECTED, **_BY_ERROR, "top_p": 0.3, "refresh_top_p": 0.7, "anchors": 7},
     }
 
     def __post_init__(self) -> None:
@@ -74,15 +74,11 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
             raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
         if self.query_tile is not None:
             expect_count("query_tile", self.query_tile)
-        for name in ("short_top_p", "refresh_top_p"):
-            if getattr(self, name) is not None:
-                expect_fraction(name, getattr(self, name), zero=False)
-                if self.top_p is None:
-                    raise ValueError(f"{name}: expected None beside top_k={self.top_k}, got {getattr(self, name)}; leave out one of them.")
-
-    def top_p_for(self, tokens: int) -> float | None:
-        """The share of attention that is kept of this many queries."""
-        return self.short_top_p if self.short_top_p is not None and tokens < LONG_VIDEO else self.top_p
+        if self.refresh_top_p is not None:
+            expect_fraction("refresh_top_p", self.refresh_top_p, zero=False)
+            if self.top_p is None:
+                got = f"got {self.refresh_top_p}; leave out one of them."
+                raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
@@ -103,8 +99,10 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
 
 
 def _one_budget(changes: dict[str, Any]) -> dict[str, Any]:
-    """Whoever sets top_p or top_k means it for every video and every plan."""
-    return {"short_top_p": None, "refresh_top_p": None, **changes} if {"top_p", "top_k"} & changes.keys() else changes
+    """Whoever sets top_p or top_k means it for every plan, and top_k is a share of each row's blocks."""
+    if changes.get("top_k") is not None:
+        return {"refresh_top_p": None, "budget": "row", **changes}
+    return {"refresh_top_p": None, **changes} if "top_p" in changes else changes
 
 
 class ParkPlanner:
@@ -143,7 +141,7 @@ class ParkPlanner:
             queries = _tiles(q, query_blocks, memory[CLUSTER_OF_TILE].shape[-1], config.importance)
         key_blocks = verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters))
         importance = verbs.importance(config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
-        share = config.top_p_for(q.shape[2])
+        share = config.top_p
         if share is None:
             assert config.top_k is not None
             mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
@@ -246,7 +244,7 @@ class Park(PlannedMethod):
 
     def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
         config = _expect_config(config)
-        lone = None if config.refresh_top_p is None else config.replace(top_p=config.refresh_top_p, short_top_p=None)
+        lone = None if config.refresh_top_p is None else config.replace(top_p=config.refresh_top_p)
         super().__init__(name, ParkPlanner(config), config, between=None if lone is None else ParkPlanner(lone))
 
 

@@ -1,0 +1,128 @@
+"""How a plan and its residual age: errors some steps after the anchor, and what spreads of anchors leave in all.
+
+    python tools/residual_age.py --out benchmarks/results/residual_age.json    # measures once, then prints from the file
+
+One dense run of the small model is captured. The plan and the residual of step s answer the calls of later steps t; e is the
+relative error of the output, root mean square over the layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from parkattn.anchors import anchor_steps, log_signal_to_noise
+from parkattn.attend import dense_attention
+from parkattn.backend import ReferenceBackend
+from parkattn.experiments.captures import Selection, capture_calls
+from parkattn.methods import configured_method
+from parkattn.planned import make_plan
+from parkattn.record import environment
+from parkattn.residual import factor
+from parkattn.studio import checkpoints
+from parkattn.studio.generate import Request, fit_to_pipeline, prepare
+
+ASKED = {
+    "prompt": "a blue cross moves down over purple bricks",
+    "steps": 50,
+    "frames": 17,
+    "height": 128,
+    "width": 192,
+    "guidance": 1.0,
+}
+LAYERS, RANK, TOP_P, REACH = (1, 3, 5), 12, 0.5, 12  # REACH: steps after an anchor that are measured
+SPREADS = {"signal below a hundredth counts as a hundredth": (0, 3, 6, 12, 21, 31, 39)}
+Errors = dict[tuple[int, int], float]
+
+
+def measure() -> dict[str, object]:
+    request, folder = prepare(Request(method="dense", device="cpu", dtype="float32", **ASKED))
+    pipe = checkpoints.load_pipeline(folder, device="cpu", dtype="float32", offload="none")
+    calls = capture_calls(
+        pipe, fit_to_pipeline(request, pipe), Selection(layers=LAYERS, values=True, first_branch=True)
+    )
+    method, verbs = configured_method("park", "fast", top_p=TOP_P, residual_rank=RANK), ReferenceBackend("")
+    squares: dict[tuple[int, int], list[float]] = {}
+    for layer in LAYERS:
+        by_step = {call.site.step: call for call in calls if call.site.layer == layer}
+        exact = {step: dense_attention(call.q, call.k, call.site.values) for step, call in by_step.items()}
+        for first, call in by_step.items():
+            plan = make_plan(call.q, call.k, method.planner, call.site, None)
+
+            def sparse(step: int, plan=plan, by_step=by_step):
+                found = by_step[step]
+                return verbs.attend(found.q, found.k, found.site.values, plan, scale=None, compensate=True)
+
+            kept = factor(exact[first] - sparse(first), RANK).expand()
+            for step in range(first + 1, min(first + REACH, ASKED["steps"] - 1) + 1):
+                error = (sparse(step) + kept - exact[step]).norm() / exact[step].norm()
+                squares.setdefault((first, step), []).append(float(error) ** 2)
+    errors = [[first, step, math.sqrt(sum(each) / len(each))] for (first, step), each in squares.items()]
+    levels = list(calls[0].site.noise_levels)
+    asked = ASKED | {"layers": LAYERS, "rank": RANK, "top_p": TOP_P}
+    return {
+        "benchmark": "residual age",
+        "asked": asked,
+        "noise_levels": levels,
+        "errors": errors,
+        "environment": environment(),
+    }
+
+
+def error_at(errors: Errors, anchor: int, step: int) -> float:
+    """Beyond REACH e^2 goes on in proportion to the steps."""
+    last = max(later for first, later in errors if first == anchor)
+    return errors[anchor, step] if step <= last else errors[anchor, last] * math.sqrt((step - anchor) / (last - anchor))
+
+
+def left_by(errors: Errors, anchors: tuple[int, ...], steps: int) -> float:
+    """The sum of e^2 over the steps that are no anchors."""
+    return sum(
+        error_at(errors, max(a for a in anchors if a < step), step) ** 2 for step in range(steps) if step not in anchors
+    )
+
+
+def least_left(errors: Errors, count: int, steps: int) -> tuple[int, ...]:
+    """The anchors, the first step among them, that leave the least, by dynamic programming."""
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 1): (0.0, (0,))}
+    stretch = {
+        (first, end): sum(error_at(errors, first, step) ** 2 for step in range(first + 1, end))
+        for first in range(steps - 1)
+        for end in range(first + 1, steps + 1)
+    } | {(steps - 1, steps): 0.0}
+    for used in range(2, count + 1):
+        for step in range(used - 1, steps):
+            ways = [
+                (best[a, used - 1][0] + stretch[a, step], (*best[a, used - 1][1], step))
+                for a in range(step)
+                if (a, used - 1) in best
+            ]
+            best[step, used] = min(ways)
+    return min((best[a, count][0] + stretch[a, steps], best[a, count][1]) for a in range(count - 1, steps))[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    path = parser.parse_args().out
+    if not path.exists():
+        path.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    errors = {(first, step): error for first, step, error in found["errors"]}
+    levels, steps = tuple(found["noise_levels"]), len(found["noise_levels"])
+    reached = log_signal_to_noise(steps, levels)
+    print("anchor  e after 1, 4, 8 steps  growth of e^2 over 4 steps, per step and per unit of log signal-to-noise")
+    for first in (0, 1, 2, 3, 5, 8, 12, 20, 30, 38, 44):
+        after = [f"{errors[first, first + k]:.3f}" if (first, first + k) in errors else "     " for k in (1, 4, 8)]
+        grown = errors[first, first + 4] ** 2 - errors[first, first + 1] ** 2
+        passed = reached[first + 4] - reached[first + 1]
+        print(f"{first:6}  {'  '.join(after)}   {grown / 3:.4f}  {grown / passed:.3f}")
+    spreads = {f"equal distances, {count}": anchor_steps(count, steps, levels) for count in (7, 8)} | SPREADS
+    for name, anchors in (spreads | {"least, 7": least_left(errors, 7, steps)}).items():
+        print(f"sum of e^2 {left_by(errors, anchors, steps):.2f}: {', '.join(map(str, anchors))} ({name})")
+
+
+if __name__ == "__main__":
+    main()
