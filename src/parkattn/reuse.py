@@ -262,7 +262,11 @@ class PlanStore:
     @property
     def nbytes(self) -> int:
         plans = {id(entry.packed): entry.packed.nbytes for entry in self._held.values()}  # branches may share one
-        return sum(plans.values()) + sum(entry.residual_bytes for entry in self._held.values())
+        return sum(plans.values()) + self.residual_nbytes
+
+    @property
+    def residual_nbytes(self) -> int:
+        return sum(entry.residual_bytes for entry in self._held.values())
 
 
 class _PackedSide(NamedTuple):

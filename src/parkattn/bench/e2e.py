@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from parkattn.hosts.diffusers import enable, summary
 from parkattn.metrics.budget import solve_budget
 from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
+from parkattn.planned import PlannedMethod
 from parkattn.record import append_records
 from parkattn.reuse import History, Schedule
 from parkattn.site import CallSite
@@ -252,7 +253,7 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
     """
     model, transformer = ready.model, ready.transformer
     config = paper_config(ready)
-    runs, report = timed_phases(ready, config, PHASES_MEASURED, note)
+    runs, report, _ = timed_phases(ready, config, PHASES_MEASURED, note)
     with enable(transformer, config, total_steps=RUN_STEPS, fuse=False):
         unfused = [timed_forward(ready, 999.0 - step, f"{phase}, not fused", note) for step, phase in enumerate(PHASES_MEASURED[:2])]
     stock = timed_forward(ready, 999.0, "dense", note)
@@ -274,16 +275,21 @@ def paper_config(ready: Prepared) -> ParkConfig:
     return ready.model.config(top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),))
 
 
-def timed_phases(
-    ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Callable[[dict[str, Any]], None]
-) -> tuple[list[Watched], Summary]:
+class Phases(NamedTuple):
+    runs: list[Watched]
+    report: Summary
+    residual_bytes: int  # held after the last of them
+
+
+def timed_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Callable[[dict[str, Any]], None]) -> Phases:
     """One forward in each of these phases, which are those of the config's first steps."""
     # as in a whole run, whose length decides whether blocks are fused
-    with enable(ready.transformer, config, total_steps=RUN_STEPS):
+    with enable(ready.transformer, config, total_steps=RUN_STEPS) as session:
         runs = [timed_forward(ready, 999.0 - step, phase, note) for step, phase in enumerate(phases)]
         report = summary(ready.transformer)
+        residuals = session.method.plans.residual_nbytes if isinstance(session.method, PlannedMethod) else 0
     expect_phases(report.steps, phases)
-    return runs, report
+    return Phases(runs, report, residuals)
 
 
 def timed_forward(ready: Prepared, timestep: float, phase: str, note: Callable[[dict[str, Any]], None]) -> Watched:

@@ -138,12 +138,12 @@ def measure_profile(prepared: PreparedProfile, note: Note = lambda part: None) -
     """One forward of each kind. Dense comes last and stock: what enable changed is undone by then."""
     ready, profile = prepared.ready, prepared.profile
     model, config = ready.model, timed_config(ready, profile)
-    runs, report = timed_phases(ready, config, PHASES_TIMED, note)
+    runs, report, residual_bytes = timed_phases(ready, config, PHASES_TIMED, note)
 
     def note_plain(part: dict[str, Any]) -> None:
         note({**part, "corrected": False})
 
-    plain, plain_report = timed_phases(ready, paper_config(ready), PHASES_MEASURED, note_plain)
+    plain, plain_report, _ = timed_phases(ready, paper_config(ready), PHASES_MEASURED, note_plain)
     dense = {}
     if prepared.compiled_calls:
         with compiled_again(prepared.compiled_calls):
@@ -181,7 +181,7 @@ def measure_profile(prepared: PreparedProfile, note: Note = lambda part: None) -
         "attention_s": report.attention_seconds, "plain_attention_s": plain_report.attention_seconds,
         "runs": composed_runs,
         "finite": all(run.finite for run in [*runs, *plain, *dense.values()]),
-        "memory": state_record(ready, config, report, plain_report, **peaks),
+        "memory": state_record(ready, config, report, residual_bytes, plain_report, **peaks),
     }  # fmt: skip
 
 
@@ -201,19 +201,20 @@ def state_record(
     ready: Prepared,
     config: ParkConfig,
     report: Summary,
+    residual: int,
     plain: Summary,
     **peaks: float | None,
 ) -> dict[str, Any]:
-    """Plans have the same shapes with and without a residual, so the difference between the two is the residual.
+    """residual: bytes of one branch's residuals; what else is held is its plans.
 
     plans_with_guidance_gb: of the paper preset, whose branches share nothing.
     """
-    residual, plans = report.peak_state_bytes - plain.peak_state_bytes, plain.peak_state_bytes
+    plans = (1 if config.share_branches else 2) * (report.peak_state_bytes - residual)
     rank = config.rank_for(ready.model.tokens)
     return {
         **memory_record(ready.transformer, report, **peaks),
-        "state_with_guidance_gb": ((1 if config.share_branches else 2) * plans + 2 * residual) / 1e9,
-        "plans_with_guidance_gb": 2 * plans / 1e9,
+        "state_with_guidance_gb": (plans + 2 * residual) / 1e9,
+        "plans_with_guidance_gb": 2 * plain.peak_state_bytes / 1e9,
         "residual_with_guidance_gb": 2 * residual / 1e9,
         "residual_rank": rank,
     }
