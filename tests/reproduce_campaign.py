@@ -23,7 +23,7 @@ import torch
 import campaign_store
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
-from parkattn.experiments import report, reproduce, runner
+from parkattn.experiments import calibration, report, reproduce, runner
 from parkattn.experiments.captures import Captured
 from parkattn.park import ParkConfig
 from parkattn.site import CallSite
@@ -61,7 +61,7 @@ def without_a_model() -> Iterator[None]:
             (runner, "generate_frames", frames_of),
             (runner, "capture_calls", lambda *arguments: [call]),
             (runner, "spread_layers", lambda pipe: [0, 1]),
-            (runner, "solve_budget", lambda density, target: (0.5, target)),
+            (calibration, "solve_budget", lambda density, target: (0.5, target)),
             (runner, "environment", lambda: dict(disturb.WHEN)),
             (report, "environment", lambda: dict(disturb.WHEN)),
             (report, "draw", lambda figure: None),

@@ -22,7 +22,6 @@ OWN_FLOOR = "dense by our kernel"  # of PARK's backend, on a GPU: as exact, and 
 FLOORS = (FLOOR, OWN_FLOOR)
 ALL_DENSE = {"dense_fraction": 1.0, "own_dense": True}  # settings of PARK
 KEEPS = ("all", "records")
-MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +94,3 @@ def file_hash(path: Path) -> str:
     if found is None:
         raise ValueError(f"captures: expected a file written by park capture, got {path}, which cannot be read; check the path.")
     return found
-
-
-def density_refusal(budget: Record, method: str, density: float) -> str:
-    """Empty where the density is the one asked for."""
-    if abs(budget["density"] - density) <= MATCHED:
-        return ""
-    wanted = f"density: expected a {budget['field']} of {method} that gives {density:g} at this size"
-    return f"{wanted}, got {budget['density']:.2f} at best; compare it at its own settings."

@@ -17,8 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,18 @@ import torch
 
 from parkattn.experiments.bench_lines import measure_benchmark, read_lines
 from parkattn.experiments.blocks import blocks_for, preset_in, preset_of_capture
+from parkattn.experiments.calibration import (
+    budget_cell,
+    calibrated_field,
+    captured_steps,
+    cost_at,
+    cost_refusal,
+    dense_share,
+    density_refusal,
+    find_budget,
+    layers_in,
+    named_profile,
+)
 from parkattn.experiments.captures import MODEL, Captured, Selection, capture_calls, read_captures, spread_layers, write_captures
 from parkattn.experiments.evaluation import (
     ALL_DENSE,
@@ -37,19 +48,15 @@ from parkattn.experiments.evaluation import (
     Evaluation,
     Filled,
     UnreachableDensityError,
-    density_refusal,
     file_hash,
     named_cell,
 )  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
 from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, whole_run_cost
-from parkattn.methods import make_method, method_entry
-from parkattn.metrics.budget import solve_budget
+from parkattn.methods import configured_method, method_entry
 from parkattn.metrics.measures import MEASURES, Setting
 from parkattn.park import ParkConfig
-from parkattn.planned import PlannedMethod, make_plan
 from parkattn.record import environment
-from parkattn.reuse import dense_prefix
 from parkattn.settings import MethodConfig
 from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash, read_record
 from parkattn.studio import checkpoints
@@ -92,11 +99,9 @@ class Lab:
     def quality_cell(
         self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
     ) -> Cell:
-        """density: of the sparse steps, reached by the method's budget; None: by its own settings, or by those of a profile."""
+        """density: of the sparse steps, reached by the budget of the method or profile; None: by its own settings."""
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes | changes, "density": density}
-        if profile is not None:
-            # with its settings, so that a profile that changed is measured again
-            asked |= {"profile": profile, "profile_settings": dict(ParkConfig.PROFILES[profile])}
+        asked |= named_profile(profile)
         if self.evaluation.measures is not None:
             asked["measures"] = named_measures(self.evaluation.measures)
         label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")
@@ -135,6 +140,20 @@ class Lab:
             dataclasses.replace(self.base, prompt=understood(prompt, self.folder), seed=seed, guidance=guidance)
             for prompt in e.prompts for guidance in guidances for seed in e.seeds
         ]  # fmt: skip
+
+    def cost(self, asked: Mapping[str, Any]) -> float:
+        """Attention of the whole run as a share of all-dense, by the density that a quality cell asks for."""
+        return cost_at(asked["density"], self.dense_share(asked))
+
+    def dense_share(self, asked: Mapping[str, Any]) -> float:
+        """Of the calls of a quality cell's run, by its method's schedule."""
+        request = self._set_for(self.base, asked)
+        method = configured_method(request.method, request.preset, model=preset_in(self.folder), **request.changes)
+        return dense_share(method, self.base.steps or fit_to_pipeline(self.base, self.pipe).steps or 0, self._layers)
+
+    @functools.cached_property
+    def _layers(self) -> int:
+        return layers_in(self.folder)
 
     # how it is made
 
@@ -187,14 +206,15 @@ class Lab:
 
     def unreachable(self, cells: Sequence[Cell]) -> dict[str, str]:
         """Why cells were left out, as far as budgets that are there tell."""
-        found = {}
-        for cell in cells:
-            name, density = cell.request.get("method"), cell.request.get("density")
-            if name is not None and density is not None:
-                record = self.store.look(self._budget_cell(name, density, dict(cell.request["changes"]))).record
-                if record is not None and (reason := density_refusal(record["budget"], name, density)):
-                    found[cell.name] = reason
-        return found
+        asked = [cell for cell in cells if cell.request.get("density") is not None and "method" in cell.request]
+        return {cell.name: reason for cell in asked if (reason := self._refusal(cell))}
+
+    def _refusal(self, cell: Cell) -> str:
+        density, name = cell.request["density"], cell.request.get("profile") or cell.request["method"]
+        if not 0 < density < 1 and "profile" in cell.request:
+            return cost_refusal(name, density, self.dense_share(cell.request))
+        record = self.store.look(self._budget_cell(cell)).record
+        return "" if record is None else density_refusal(record["budget"], name, density)
 
     @functools.cached_property
     def measures(self) -> list[str]:
@@ -241,22 +261,18 @@ class Lab:
 
     def _make_frames(self, making: Making) -> Record:
         asked = making.cell.request
-        request = dataclasses.replace(self._fitted(making.cell), changes=dict(asked["changes"]))
-        request = for_method(request, asked["method"])
+        request = self._set_for(self._fitted(making.cell), asked)
         made = generate_frames(self.pipe, request, config_for(request, self.pipe), recall_rows=0)
         shown = np.linspace(0, len(made.frames) - 1, min(asked["shown"], len(made.frames))).round().astype(int)
         making.write(making.cell.files[0], _as_npy(made.frames[shown]))
         return {"shown": shown.tolist()}
 
     def _make_quality(self, making: Making) -> Record:
-        name, density = making.cell.request["method"], making.cell.request["density"]
-        changes = dict(making.cell.request["changes"])
+        name = making.cell.request["method"]
         # first, so that a density that cannot be reached costs nothing
-        budget = None if density is None else self._matched_budget(name, density, changes)
+        budget = None if making.cell.request["density"] is None else self._matched_budget(making.cell)
         reference, dense = self._reference(making.cell)
-        request = dataclasses.replace(self._fitted(making.cell), changes=changes, preset=making.cell.request.get("profile"))
-        request = dataclasses.replace(request, changes=ALL_DENSE) if name == OWN_FLOOR else request
-        request = for_method(request, {FLOOR: "dense", OWN_FLOOR: "park"}.get(name, name))
+        request = self._set_for(self._fitted(making.cell), making.cell.request)
         config = config_for(request, self.pipe)
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
@@ -294,7 +310,7 @@ class Lab:
     def _capture(self, cell: Cell) -> list[Captured]:
         request, asked = self._fitted(cell), cell.request["capture"]
         rest = {name: value for name, value in asked.items() if name != "steps"}
-        return capture_calls(self.pipe, request, Selection(**rest, steps=self._captured_steps(request, asked["steps"])))
+        return capture_calls(self.pipe, request, Selection(**rest, steps=captured_steps(asked["steps"], request.steps)))
 
     def _make_retrieval(self, making: Making) -> Record:
         config = ParkConfig.from_dict(making.cell.request["config"])
@@ -303,22 +319,10 @@ class Lab:
 
     def _make_budget(self, making: Making) -> Record:
         name, density = making.cell.request["method"], making.cell.request["density"]
-        entry = method_entry(name)
-        if not entry.budgets:
-            raise ValueError(f"method: expected one whose density can be set, got {name!r}; compare it at its own settings.")
+        calibrated_field(name)  # a method without one needs no capture
         calls = [call.to(self.base.device) for call in self._captured(making.cell)]
-        request = for_method(dataclasses.replace(self._fitted(making.cell), changes=dict(making.cell.request["changes"])), name)
-        config, field = config_for(request, self.pipe), entry.budgets[0]
-
-        def reached(value: float) -> float:
-            method = make_method(name, entry.with_budget(config, field, value))
-            if not isinstance(method, PlannedMethod):
-                raise ValueError(f"method: expected one that plans blocks, got {name!r}; compare it at its own settings.")
-            plans = [make_plan(call.q, call.k, method.planner, call.site, None) for call in calls]
-            return statistics.fmean(plan.density().mean().item() for plan in plans)
-
-        value, got = solve_budget(reached, density)
-        return {"budget": {"field": field, "value": value, "density": got}}
+        request = self._set_for(self._fitted(making.cell), making.cell.request)
+        return {"budget": find_budget(name, config_for(request, self.pipe), density, calls)}
 
     # what cells need of each other
 
@@ -358,19 +362,15 @@ class Lab:
     def _need(self, cell: Cell) -> Record:
         return self.store.fill([cell], self._make)[cell.name]
 
-    def _matched_budget(self, method: str, density: float, changes: dict[str, Any]) -> dict[str, Any]:
-        budget: dict[str, Any] = self._need(self._budget_cell(method, density, changes))["budget"]
-        if reason := density_refusal(budget, method, density):
+    def _matched_budget(self, cell: Cell) -> dict[str, Any]:
+        budget: dict[str, Any] = self._need(self._budget_cell(cell))["budget"]
+        if reason := self._refusal(cell):
             raise UnreachableDensityError(reason)
         return budget
 
-    def _budget_cell(self, method: str, density: float, changes: dict[str, Any]) -> Cell:
+    def _budget_cell(self, cell: Cell) -> Cell:
         spare = dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
-        return named_cell(
-            "budget",
-            f"{method}-at-{density:g}",
-            self._asked(spare) | {"method": method, "density": density, "changes": changes},
-        )
+        return budget_cell(self._asked(spare), cell.request)
 
     def _asked(self, request: Request) -> dict[str, Any]:
         """Without where the weights lie: their fingerprint tells models apart, and records can move."""
@@ -382,11 +382,11 @@ class Lab:
         asked = {name: value for name, value in cell.request.items() if name in fields}
         return fit_to_pipeline(Request(**asked, method="dense", model=self.base.model), self.pipe)
 
-    def _captured_steps(self, request: Request, which: str) -> tuple[int, ...]:
-        """The first sparse step of the paper's schedule, where a plan is made, and for calibration the last one too."""
-        assert request.steps
-        first = min(dense_prefix(ParkConfig(), request.steps), request.steps - 1)
-        return (first,) if which == "first" else tuple(sorted({first, request.steps - 1}))
+    def _set_for(self, request: Request, asked: Mapping[str, Any]) -> Request:
+        """With the method, profile and settings of what a cell asks."""
+        changes = ALL_DENSE if asked["method"] == OWN_FLOOR else dict(asked["changes"])
+        method = {FLOOR: "dense", OWN_FLOOR: "park"}.get(asked["method"], asked["method"])
+        return for_method(dataclasses.replace(request, changes=changes, preset=asked.get("profile")), method)
 
 
 def _as_npy(frames: Frames) -> bytes:
