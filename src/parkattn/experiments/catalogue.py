@@ -9,13 +9,13 @@ from typing import Any
 
 from parkattn.checks import did_you_mean
 from parkattn.experiments import results
+from parkattn.experiments.costs import cost_cells, cost_result
 from parkattn.experiments.evaluation import FLOOR, FLOORS
 from parkattn.experiments.frontier import frontier_cells, frontier_result
 from parkattn.experiments.kernel_tables import bench_cells, pama_result, qrkc_result, scaling_result
 from parkattn.experiments.paper_numbers import LABELS
-from parkattn.experiments.results import Gathered, Label, Result
+from parkattn.experiments.results import Chosen, Gathered, Label, Result
 from parkattn.experiments.runner import Lab
-from parkattn.experiments.tables import Finding
 from parkattn.methods import METHODS, method_entry
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
@@ -123,7 +123,7 @@ def _halves_result(gathered: Gathered) -> Result:
         finding
         for density in densities
         for name in ABLATIONS
-        for finding in _each_guidance(
+        for finding in results.psnr_findings(
             gathered, f"{name} above {NEITHER} at density {density:g}", _is(name, density=density), _is(NEITHER, density=density)
         )
     ]
@@ -143,7 +143,7 @@ def _matched_result(gathered: Gathered) -> Result:
         finding
         for density in densities
         for name in names
-        for finding in _each_guidance(
+        for finding in results.psnr_findings(
             gathered, f"PARK above {name} at density {density:g}", _is("park", density=density), _is(name, density=density)
         )
     ]
@@ -157,7 +157,7 @@ def _ablation(lab: Lab) -> list[Cell]:
 
 def _ablation_result(gathered: Gathered) -> Result:
     table = results.quality_table(gathered, ("variant", "guidance"), _by_method)
-    found = [_each_guidance(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
+    found = [results.psnr_findings(gathered, f"removing {what} loses PSNR", _is("park"), _is(name)) for name, what in ABLATIONS.items()]
     return Result(table.table, tuple(finding for each in found for finding in each))
 
 
@@ -185,7 +185,7 @@ def _budgets_result(gathered: Gathered) -> Result:
         finding
         for density in densities
         for better, worse in (("tiles", "row"), ("mass", "row"), ("error", "mass"), ("error and tiles", "error"))
-        for finding in _each_guidance(
+        for finding in results.psnr_findings(
             gathered, f"{better} above {worse} at density {density:g}", spent(better, density), spent(worse, density)
         )
     ]
@@ -193,22 +193,8 @@ def _budgets_result(gathered: Gathered) -> Result:
     return Result(table.table, tuple(findings), figure)
 
 
-Chosen = Callable[[Request], bool]
-
-
 def _is(method: str, **more: Any) -> Chosen:
     return lambda request: request["method"] == method and all(request[name] == value for name, value in more.items())
-
-
-def _each_guidance(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> list[Finding]:
-    """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
-    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
-    findings = []
-    for scale in scales:
-        place = f", guidance {scale:g}" if len(scales) > 1 else ""
-        at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in (upper, lower)]
-        findings.append(results.psnr_finding(gathered, statement + place, *at, tie=tie))
-    return findings
 
 
 def _sensitivity(kind: str, lab: Lab) -> list[Cell]:
@@ -238,7 +224,7 @@ def _sensitivity_result(gathered: Gathered) -> Result:
         values = sorted({c[side] for c in runs if c[other] == usual})
         fewest, most = ({side: value, other: usual} for value in (values[0], values[-1]))
         statement = f"{values[-1]} instead of {values[0]} {side.split('_')[0]} blocks lose nothing"
-        findings += _each_guidance(gathered, statement, _with(most), _with(fewest), tie=True)
+        findings += results.psnr_findings(gathered, statement, _with(most), _with(fewest), tie=True)
     return Result(table.table, tuple(findings))
 
 
@@ -264,7 +250,7 @@ def _schedule_result(gathered: Gathered) -> Result:
     asked = sorted((c.request["changes"]["refresh_steps"] for c in gathered.cells if c.request["method"] not in FLOORS), key=len)
     fewest, most = ({"refresh_steps": each} for each in (asked[0], asked[-1]))
     statement = f"{len(asked[-1])} refreshes instead of {len(asked[0])} lose nothing"
-    return Result(table.table, tuple(_each_guidance(gathered, statement, _with(most), _with(fewest), tie=True)))
+    return Result(table.table, tuple(results.psnr_findings(gathered, statement, _with(most), _with(fewest), tie=True)))
 
 
 def _example(lab: Lab) -> list[Cell]:
@@ -300,13 +286,17 @@ def _by_top_p(request: Request) -> Label:
 def _curve_result(gathered: Gathered) -> Result:
     table = results.quality_table(gathered, ("top-p", "guidance"), _by_top_p)
     statement = f"PSNR falls as top-p goes from {TOP_P[-1]:g} to {TOP_P[0]:g}"
-    found = _each_guidance(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
+    found = results.psnr_findings(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
     figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), "park", _by_top_p(request)[0])))
     return Result(table.table, tuple(found), figure)
 
 
 def _frontier(lab: Lab) -> list[Cell]:
     return frontier_cells(lab, _floors(lab), _methods(lab))
+
+
+def _costs(lab: Lab) -> list[Cell]:
+    return cost_cells(lab, _floors(lab), _methods(lab))
 
 
 _top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
@@ -331,6 +321,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", _curve, _curve_result),
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
+        Experiment("matched_costs", "Profiles against methods at one cost (not in the paper)", _costs, cost_result),
         Experiment("ablation", "PARK's halves at equal density (not in the paper)", _halves, _halves_result),
         Experiment("budgets", "Rules for spending one density (not in the paper)", _budgets, _budgets_result),
         Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU),

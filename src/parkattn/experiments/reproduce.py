@@ -138,7 +138,8 @@ def run_experiments(
     rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
     found = filled.records | lab.finished(rest)
     reasons = lab.unreachable([cell for cell in rest if cell.name not in found]) | reasons
-    results = {each.label: each.result(Gathered(asked[each.label], found, reasons, lab.load_frames, lab.lines)) for each in chosen}
+    given = found, reasons, lab.load_frames, lab.lines, lab.cost
+    results = {each.label: each.result(Gathered(asked[each.label], *given)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab, list(found.values())))
     made = len(set(lab.made) & set(filled.records))

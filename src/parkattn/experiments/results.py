@@ -82,6 +82,7 @@ class Gathered:
     failures: Mapping[str, str]
     load: Callable[[Record], Frames] | None = None  # frames of a record that has them
     lines: Sequence[Mapping[str, Any]] = ()  # of earlier measurements
+    cost: Callable[[Mapping[str, Any]], float] | None = None  # of a run, by the density that a request asks for
 
     def of(self, cells: Iterable[Cell]) -> list[Record]:
         return [self.records[cell.name] for cell in cells if cell.name in self.records]
@@ -262,25 +263,46 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
     return Result(Table(tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows)))
 
 
+Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
+
+
+def psnr_findings(
+    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False, costs_within: float | None = None
+) -> list[Finding]:
+    """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
+    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
+    findings = []
+    for scale in scales:
+        place = f", guidance {scale:g}" if len(scales) > 1 else ""
+        at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in (upper, lower)]
+        findings.append(psnr_finding(gathered, statement + place, *at, tie=tie, costs_within=costs_within))
+    return findings
+
+
 def psnr_finding(
-    gathered: Gathered,
-    statement: str,
-    upper: Callable[[Mapping[str, Any]], bool],
-    lower: Callable[[Mapping[str, Any]], bool],
-    *,
-    tie: bool = False,
+    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False, costs_within: float | None = None
 ) -> Finding:
-    """Mean over prompts and seeds of the difference in PSNR, on those that both have."""
-    sides = []
+    """Mean over prompts and seeds of the difference in PSNR, on those that both have.
+
+    costs_within: measured costs that are further apart, as shares of all-dense, are not compared.
+    """
+    sides: list[dict[tuple[Any, ...], Mapping[str, Any]]] = []
     for chosen in (upper, lower):
         cells = [cell for cell in gathered.cells if chosen(cell.request)]
-        sides.append({_place(record["request"]): record["row"]["psnr"] for record in gathered.of(cells)})
+        sides.append({_place(record["request"]): record["row"] for record in gathered.of(cells)})
         if not sides[-1]:
             return Finding(statement, None, reason=gathered.why_not(cells))
-    ahead = [psnr - sides[1][place] for place, psnr in sides[0].items() if place in sides[1]]
-    if not ahead:
+    both = [(row, sides[1][place]) for place, row in sides[0].items() if place in sides[1]]
+    if not both:
         return Finding(statement, None, reason="no prompt that both were run on")
-    return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
+    ahead = [one["psnr"] - other["psnr"] for one, other in both]
+    margin, spread = statistics.fmean(ahead), interval(ahead)
+    if costs_within is not None:
+        costs = [statistics.fmean(row["cost"] for row in side) for side in zip(*both, strict=True)]
+        if abs(costs[0] - costs[1]) > costs_within:
+            apart = f"costs differ: {costs[0]:.3f} and {costs[1]:.3f} of all-dense"
+            return Finding(statement, None, reason=f"{apart}, where the margin is {margin:+.2f} dB")
+    return Finding(statement, margin, "dB", spread, tie=tie)
 
 
 TRADED = {"psnr": "PSNR against dense, dB", "error": "relative error of frames"}
