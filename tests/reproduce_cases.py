@@ -21,6 +21,12 @@ def quick(**given):
     return reproduce.evaluation_for(quick=True, **asked)
 
 
+def matched_2k(**given):
+    """What the records in benchmarks/results/matched_2k were asked."""
+    asked = {"prompts": 8, "guidances": (1.0, 5.0), "densities": (0.1, 0.2, 0.3, 0.4, 0.5), "keep": "records", **given}
+    return reproduce.evaluation_for(model="tiny", prompt_file=None, quick=False, device="cpu", **asked)
+
+
 def quality(prompt, method, psnr, **changes):
     asked = {"prompt": prompt, "seed": 0, "guidance": 1.0, "method": method, "changes": changes, "density": 0.5}
     row = {

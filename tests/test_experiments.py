@@ -20,8 +20,8 @@ pytest.importorskip("diffusers")
 
 import reproduce_campaign
 from parkattn.experiments import commands, paper_numbers, reproduce, runner
-from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
 from parkattn.experiments.calibration import MATCHED
+from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
 from parkattn.store import Cell, read_record, sealed
 from parkattn.studio import checkpoints
 from parkattn.studio.prompts import Shard

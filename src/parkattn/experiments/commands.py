@@ -37,7 +37,8 @@ def reproduce(
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")] = None,
     densities: Annotated[
-        list[str] | None, typer.Option("--densities", "--density", help="Of matched_densities, separated by commas; 0.5 when not given.")
+        list[str] | None,
+        typer.Option("--densities", "--density", help="Of matched_densities and matched_costs, separated by commas; 0.5 when not given."),
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")] = None,
     steps: Annotated[int | None, typer.Option()] = None,

@@ -1,0 +1,109 @@
+"""Which density makes a run cost what is asked for, counted on schedules and held against measured runs."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("diffusers")
+
+from parkattn.anchors import anchor_count
+from parkattn.experiments import calibration, runner
+from parkattn.experiments.calibration import cost_at, dense_share, density_at, layers_in
+from parkattn.methods import configured_method, make_method
+from parkattn.park import ParkConfig
+from parkattn.reuse import History, Schedule, dense_prefix
+from parkattn.site import CallSite
+from parkattn.store import read_record
+from parkattn.studio import checkpoints
+from reproduce_cases import matched_2k, quick
+
+CELLS = Path(__file__).parents[1] / "benchmarks/results/matched_2k/cells"
+STEPS = (1, 2, 4, 12, 16, 30, 50, 80)
+PROFILES = [name for name in ParkConfig.PROFILES if name != "paper"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    return runner.Lab(matched_2k(), tmp_path_factory.mktemp("lab"))
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_share_of_dense_calls_is_that_of_the_prefix_the_anchors_and_the_dense_layers(steps):
+    prefix = dense_prefix(ParkConfig(), steps)
+    assert dense_share(make_method("park"), steps, 6) == pytest.approx(prefix / steps)
+    assert dense_share(configured_method("park", dense_layers=(0, 3)), steps, 6) == pytest.approx((2 + 4 * prefix / steps) / 6)
+    for name in PROFILES:
+        config = ParkConfig.profile(name)
+        assert dense_share(make_method("park", config), steps, 6) == pytest.approx(anchor_count(config, steps) / steps)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("shift", [1.0, 3.0, 8.0])
+def test_noise_levels_move_anchors_and_leave_their_number(steps, shift):
+    times = [1 - step / steps for step in range(steps)]
+    levels = tuple(shift * t / (1 + (shift - 1) * t) for t in times)
+    for name in PROFILES:
+        config = ParkConfig.profile(name)
+        schedule, refreshed, dense = Schedule(config), None, 0
+        for step in range(steps):
+            phase = schedule.phase(CallSite(step=step, total_steps=steps, noise_levels=levels), History(refreshed)).name
+            refreshed = step if phase in ("anchor", "refresh") else refreshed
+            dense += phase in ("dense", "anchor")
+        assert dense_share(make_method("park", config), steps, 1) == dense / steps
+
+
+def test_a_density_at_a_cost_gives_that_cost():
+    for share in (0.0, 0.14, 1 / 3, 0.375):
+        for cost in (0.4, 0.4375, 0.95):
+            # densities are rounded to six digits
+            assert cost_at(density_at(cost, share), share) == pytest.approx(cost, abs=5e-7)
+    assert density_at(0.325, 1 / 3) < 0 and density_at(1.0, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("method", ["park", "svg2", "svg-ear", "sparsepr", "sol", "xattention"])
+def test_measured_runs_cost_what_the_schedule_says(lab, method):
+    records = [read_record(path) for path in sorted(CELLS.glob(f"quality-{method}-at-0.1-*.json"))]
+    assert records
+    for record in records:
+        row = record["row"]
+        # means of float32 densities
+        assert row["cost"] == pytest.approx(cost_at(row["density"], lab.dense_share(record["request"])), abs=1e-6)
+
+
+def test_layers_are_counted_by_the_names_of_weights(monkeypatch):
+    folder = checkpoints.find_model(None)
+    assert layers_in(folder) == json.loads((folder / "transformer/config.json").read_text())["num_layers"]
+    names = [f"transformer_blocks.{i}.attn.to_q.{part}" for i in range(2) for part in ("weight", "bias")]
+    names += [f"single_transformer_blocks.{i}.attn.to_q.weight" for i in range(3)]
+    names += ["context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight", "transformer_blocks.0.ff.net.0.proj.weight"]
+    part = SimpleNamespace(name="transformer", class_name="HunyuanVideoTransformer3DModel", tensors=dict.fromkeys(names, (1,)))
+    monkeypatch.setattr(calibration, "judge_folder", lambda root: SimpleNamespace(components=(part,)))
+    assert layers_in(folder) == 5
+
+
+def test_cells_and_budgets_of_methods_keep_the_names_that_records_have(lab):
+    names = set()
+    for request in lab.requests():
+        cells = [lab.quality_cell(request, name, density=density) for name in ("park", "svg2") for density in (0.1, 0.2)]
+        names |= {each.name for cell in cells for each in (cell, lab._budget_cell(cell))}
+        names.add(lab.quality_cell(request, "sol").name)
+    assert names >= {
+        "quality-park-at-0.2-0535170b2b792143", "quality-svg2-at-0.2-03a1c0058b497072", "budget-park-at-0.1-7f90191be9c86318",
+        "budget-svg2-at-0.1-dc893c55f364b174",
+    }  # fmt: skip
+
+
+def test_a_profiles_budget_is_found_again_when_the_profile_changes(tmp_path, monkeypatch):
+    lab = runner.Lab(quick(), tmp_path)
+    request = lab.requests()[0]
+
+    def names():
+        cells = [lab.quality_cell(request, "park", density=0.5, profile=name) for name in (None, "fast")]
+        return [lab._budget_cell(cell).name for cell in cells]
+
+    before = names()
+    assert before[0].startswith("budget-park-at-0.5-") and before[1].startswith("budget-fast-at-0.5-")
+    monkeypatch.setitem(ParkConfig.PROFILES, "fast", {**ParkConfig.PROFILES["fast"], "anchors": 9})
+    assert [old == new for old, new in zip(before, names(), strict=True)] == [True, False]
