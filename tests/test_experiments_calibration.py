@@ -33,7 +33,8 @@ def lab(tmp_path_factory):
 def test_the_share_of_dense_calls_is_that_of_the_prefix_the_anchors_and_the_dense_layers(steps):
     prefix = dense_prefix(ParkConfig(), steps)
     assert dense_share(make_method("park"), steps, 6) == pytest.approx(prefix / steps)
-    assert dense_share(configured_method("park", dense_layers=(0, 3)), steps, 6) == pytest.approx((2 + 4 * prefix / steps) / 6)
+    two_layers = configured_method("park", dense_layers=(0, 3))
+    assert dense_share(two_layers, steps, 6) == pytest.approx((2 + 4 * prefix / steps) / 6)
     for name in PROFILES:
         config = ParkConfig.profile(name)
         assert dense_share(make_method("park", config), steps, 6) == pytest.approx(anchor_count(config, steps) / steps)
@@ -77,8 +78,12 @@ def test_layers_are_counted_by_the_names_of_weights(monkeypatch):
     assert layers_in(folder) == json.loads((folder / "transformer/config.json").read_text())["num_layers"]
     names = [f"transformer_blocks.{i}.attn.to_q.{part}" for i in range(2) for part in ("weight", "bias")]
     names += [f"single_transformer_blocks.{i}.attn.to_q.weight" for i in range(3)]
-    names += ["context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight", "transformer_blocks.0.ff.net.0.proj.weight"]
-    part = SimpleNamespace(name="transformer", class_name="HunyuanVideoTransformer3DModel", tensors=dict.fromkeys(names, (1,)))
+    names += [
+        "context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight",
+        "transformer_blocks.0.ff.net.0.proj.weight",
+    ]
+    tensors = dict.fromkeys(names, (1,))
+    part = SimpleNamespace(name="transformer", class_name="HunyuanVideoTransformer3DModel", tensors=tensors)
     monkeypatch.setattr(calibration, "judge_folder", lambda root: SimpleNamespace(components=(part,)))
     assert layers_in(folder) == 5
 
@@ -86,12 +91,13 @@ def test_layers_are_counted_by_the_names_of_weights(monkeypatch):
 def test_cells_and_budgets_of_methods_keep_the_names_that_records_have(lab):
     names = set()
     for request in lab.requests():
-        cells = [lab.quality_cell(request, name, density=density) for name in ("park", "svg2") for density in (0.1, 0.2)]
+        asked = [(name, density) for name in ("park", "svg2") for density in (0.1, 0.2)]
+        cells = [lab.quality_cell(request, name, density=density) for name, density in asked]
         names |= {each.name for cell in cells for each in (cell, lab._budget_cell(cell))}
         names.add(lab.quality_cell(request, "sol").name)
     assert names >= {
-        "quality-park-at-0.2-0535170b2b792143", "quality-svg2-at-0.2-03a1c0058b497072", "budget-park-at-0.1-7f90191be9c86318",
-        "budget-svg2-at-0.1-dc893c55f364b174",
+        "quality-park-at-0.2-0535170b2b792143", "quality-svg2-at-0.2-03a1c0058b497072",
+        "budget-park-at-0.1-7f90191be9c86318", "budget-svg2-at-0.1-dc893c55f364b174",
     }  # fmt: skip
 
 

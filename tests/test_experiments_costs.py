@@ -41,11 +41,15 @@ def test_methods_run_in_the_cells_of_matched_densities_and_profiles_at_each_cost
     assert {cell.name for cell in others} < {cell.name for cell in matched}
     assert {cell.request["method"] for cell in others} == {FLOOR, "park", *costs.RIVALS}
     # 3 of 12 steps are dense in the paper's schedule; three methods also leave one of 6 layers dense
-    wanted = {*(0.25 + 0.75 * d for d in lab.evaluation.densities), *(0.375 + 0.625 * d for d in lab.evaluation.densities)}
-    assert {round(lab.cost(cell.request), 5) for cell in others if cell.request["density"]} == {round(cost, 5) for cost in wanted}
+    wanted = {
+        *(0.25 + 0.75 * d for d in lab.evaluation.densities),
+        *(0.375 + 0.625 * d for d in lab.evaluation.densities),
+    }
+    wanted = {round(cost, 5) for cost in wanted}
+    assert {round(lab.cost(cell.request), 5) for cell in others if cell.request["density"]} == wanted
     for name in PROFILES:
         asked = [lab.cost(cell.request) for cell in cells if cell.request.get("profile") == name]
-        assert len(asked) == 16 * 9 and {round(cost, 5) for cost in asked} == {round(cost, 5) for cost in wanted}
+        assert len(asked) == 16 * 9 and {round(cost, 5) for cost in asked} == wanted
 
 
 def test_methods_that_are_chosen_are_the_ones_with_a_budget(tmp_path):
@@ -55,23 +59,30 @@ def test_methods_that_are_chosen_are_the_ones_with_a_budget(tmp_path):
 
 
 def test_a_profile_above_a_method_at_its_cost_holds_and_one_below_does_not():
-    pairs = [_pair(prompt, *row) for prompt in "ab" for row in (("fast", 30.0, 0.6), ("svg2", 28.0, 0.61), ("sol", 31.0, 0.58))]
+    rows = (("fast", 30.0, 0.6), ("svg2", 28.0, 0.61), ("sol", 31.0, 0.58))
+    pairs = [_pair(prompt, *row) for prompt in "ab" for row in rows]
     found = {finding.statement: finding for finding in _result(*pairs).findings}
     assert list(found) == ["fast above svg2 at cost 0.6", "fast above sol at cost 0.6"]
-    assert [(each.verdict, each.margin, each.spread) for each in found.values()] == [("held", 2.0, 0.0), ("not held", -1.0, 0.0)]
+    assert [(each.verdict, each.margin, each.spread) for each in found.values()] == [
+        ("held", 2.0, 0.0),
+        ("not held", -1.0, 0.0),
+    ]
 
 
 def test_measured_costs_that_differ_are_not_compared_and_the_finding_says_so():
     near, far = ([_pair("a", "fast", 30.0, 0.6), _pair("a", "svg2", 28.0, 0.6 + apart)] for apart in (0.029, 0.031))
     assert _result(*near).findings[0].held
     finding = _result(*far).findings[0]
-    assert finding.held is None and finding.reason == "costs differ: 0.600 and 0.631 of all-dense, where the margin is +2.00 dB"
+    assert finding.held is None
+    assert finding.reason == "costs differ: 0.600 and 0.631 of all-dense, where the margin is +2.00 dB"
 
 
 def test_findings_pair_prompts_at_one_guidance_and_one_cost():
     rows = [("a", 1.0, 0.5), ("b", 1.0, 0.5), ("a", 5.0, 0.5), ("a", 1.0, 0.25)]
     pairs = [
-        _pair(p, name, 20.0 + 10 * d + g + ahead, 0.2 + 0.8 * d, d, g) for p, g, d in rows for name, ahead in (("fast", d), ("paper", 0))
+        _pair(prompt, name, 20.0 + 10 * density + scale + ahead, 0.2 + 0.8 * density, density, scale)
+        for prompt, scale, density in rows
+        for name, ahead in (("fast", density), ("paper", 0))
     ]
     pairs.append(_pair("c", "fast", 90.0, 0.6))
     result = _result(*pairs)
@@ -90,21 +101,27 @@ def test_a_row_says_the_cost_asked_and_measured_and_a_missing_one_why():
     good, bad = _pair("a", "fast", 30.0, 0.63), _pair("a", "svg2", 28.0, 0.6)
     result = _result(good, bad, failures={bad[0].name: "grid: too small"})
     shown = [dict(zip((c.name for c in result.table.columns), row, strict=True)) for row in result.table.shown()]
-    assert (shown[0]["setting"], shown[0]["cost asked"], shown[0]["cost"], shown[0]["PSNR"]) == ("fast", "0.600", "0.630", "30.00")
+    assert (shown[0]["setting"], shown[0]["cost asked"], shown[0]["cost"], shown[0]["PSNR"]) == (
+        "fast",
+        "0.600",
+        "0.630",
+        "30.00",
+    )
     assert shown[1]["note"] == "not run: grid: too small" and "grid: too small" in result.findings[0].reason
     assert "svg2" in to_markdown(result.table)
 
 
 def test_a_cost_below_a_profiles_dense_calls_is_left_out_with_a_reason_and_makes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("a cost that cannot be had loaded the model"))
+    loaded = "a cost that cannot be had loaded the model"
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail(loaded))
     lab = runner.Lab(matched_2k(), tmp_path)
-    cells = [cell for cell in EXPERIMENTS[LABEL].cells(lab) if cell.request.get("profile") == "fast" and cell.request["density"] <= 0]
+    fast = [cell for cell in EXPERIMENTS[LABEL].cells(lab) if cell.request.get("profile") == "fast"]
+    cells = [cell for cell in fast if cell.request["density"] <= 0]
     records, failures, left_out = lab.fill(cells)
     assert cells and not records and not failures and set(left_out) == {cell.name for cell in cells}
     share, cost = (lab.dense_share(cells[0].request), lab.cost(cells[0].request))
-    assert set(left_out.values()) == {
-        f"cost: expected one between {share:.3g}, the dense calls of fast, and 1, got {cost:.3g}; ask for another density."
-    }
+    wanted = f"cost: expected one between {share:.3g}, the dense calls of fast, and 1"
+    assert set(left_out.values()) == {f"{wanted}, got {cost:.3g}; ask for another density."}
 
 
 def test_a_profile_reaches_a_density_by_its_own_plans_and_keeps_its_other_settings(tmp_path):

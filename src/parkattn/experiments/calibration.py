@@ -5,6 +5,7 @@ cost = a + (1 - a) density, where a is the share of calls that the method's sche
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from parkattn.site import AttentionMethod, CallSite
 from parkattn.store import Cell, Record
 from parkattn.studio.model_folder import judge_folder
 
+OWN_SETTINGS = "compare it at its own settings."
 MATCHED = 0.05  # a density further off is not the one that was asked for
 
 
@@ -33,20 +35,21 @@ def named_profile(profile: str | None) -> dict[str, Any]:
 
 def budget_cell(spare: Mapping[str, Any], wanted: Mapping[str, Any]) -> Cell:
     """The budget of a quality cell's request. spare: what is asked of the prompt that budgets are found on."""
-    asked = {name: wanted[name] for name in ("method", "density", "changes", "profile", "profile_settings") if name in wanted}
-    return named_cell("budget", f"{wanted.get('profile') or wanted['method']}-at-{wanted['density']:g}", {**spare, **asked})
+    fields = ("method", "density", "changes", "profile", "profile_settings")
+    label = f"{wanted.get('profile') or wanted['method']}-at-{wanted['density']:g}"
+    return named_cell("budget", label, {**spare, **{name: wanted[name] for name in fields if name in wanted}})
 
 
 def calibrated_field(method: str) -> str:
     """The budget that a density is reached by."""
     budgets = method_entry(method).budgets
     if not budgets:
-        raise ValueError(f"method: expected one whose density can be set, got {method!r}; compare it at its own settings.")
+        raise ValueError(f"method: expected one whose density can be set, got {method!r}; {OWN_SETTINGS}")
     return budgets[0]
 
 
 def captured_steps(which: str, steps: int | None) -> tuple[int, ...]:
-    """The first sparse step of the paper's schedule, where a plan is made, and for calibration ("spread") the last one too."""
+    """The paper's first sparse step, where a plan is made; for calibration ("spread") the last one too."""
     assert steps
     first = min(dense_prefix(ParkConfig(), steps), steps - 1)
     return (first,) if which == "first" else tuple(sorted({first, steps - 1}))
@@ -58,7 +61,8 @@ def find_budget(method: str, config: MethodConfig, density: float, calls: Sequen
 
     def reached(value: float) -> float:
         planner = _planned(make_method(method, method_entry(method).with_budget(config, field, value))).planner
-        return statistics.fmean(make_plan(call.q, call.k, planner, call.site, None).density().mean().item() for call in calls)
+        plans = (make_plan(call.q, call.k, planner, call.site, None) for call in calls)
+        return statistics.fmean(plan.density().mean().item() for plan in plans)
 
     value, got = solve_budget(reached, density)
     return {"field": field, "value": value, "density": got}
@@ -69,7 +73,7 @@ def density_refusal(budget: Record, name: str, density: float) -> str:
     if abs(budget["density"] - density) <= MATCHED:
         return ""
     wanted = f"density: expected a {budget['field']} of {name} that gives {density:g} at this size"
-    return f"{wanted}, got {budget['density']:.2f} at best; compare it at its own settings."
+    return f"{wanted}, got {budget['density']:.2f} at best; {OWN_SETTINGS}"
 
 
 def cost_refusal(name: str, density: float, share: float) -> str:
@@ -108,12 +112,12 @@ def dense_share(method: AttentionMethod, steps: int, layers: int) -> float:
 def layers_in(folder: Path) -> int:
     """Attention layers of the transformer in a diffusers folder, by the names of its weights: nothing is loaded."""
     part = next(part for part in judge_folder(folder).components if part.name == "transformer")
-    sides = [(f"{blocks}.", f".{attention}.") for blocks, attention in MODELS[part.class_name].blocks]
-    names = [(begin, name[len(begin) :].partition(end)) for begin, end in sides for name in part.tensors if name.startswith(begin)]
-    return len({(begin, number) for begin, (number, found, _) in names if found and number.isdecimal()})
+    patterns = [rf"({re.escape(blocks)}\.\d+\.{re.escape(own)})\." for blocks, own in MODELS[part.class_name].blocks]
+    found = (re.match(pattern, name) for pattern in patterns for name in part.tensors)
+    return len({match[1] for match in found if match})
 
 
 def _planned(method: AttentionMethod) -> PlannedMethod:
     if not isinstance(method, PlannedMethod):
-        raise ValueError(f"method: expected one that plans blocks, got {method.name!r}; compare it at its own settings.")
+        raise ValueError(f"method: expected one that plans blocks, got {method.name!r}; {OWN_SETTINGS}")
     return method

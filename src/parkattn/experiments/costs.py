@@ -1,7 +1,7 @@
 """PARK's profiles against other methods where both compute as much attention over the whole run, dense steps included.
 
-A method at a density costs a + (1 - a) density, a being the share of calls that its own schedule leaves dense. Every cost that
-the paper's settings and the other methods have at the densities of the evaluation is asked of every profile.
+A method at a density costs a + (1 - a) density, a being the share of calls that its own schedule leaves dense. Every
+cost that the paper's settings and the other methods have at the densities of the evaluation is asked of every profile.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Request = Mapping[str, Any]
 Row = tuple[str, float | None, float | None]  # setting, density and guidance that are asked for
 
 COLUMNS = (
-    Column("setting"), Column("cost asked", 3), Column("guidance"), Column("runs"), Column("cost", 3), Column("density", 3),
-    Column("PSNR", 2), Column("±", 2), Column("error", 4), Column("seconds", 2), Column("note"),
+    Column("setting"), Column("cost asked", 3), Column("guidance"), Column("runs"), Column("cost", 3),
+    Column("density", 3), Column("PSNR", 2), Column("±", 2), Column("error", 4), Column("seconds", 2), Column("note"),
 )  # fmt: skip
 
 
@@ -63,10 +63,14 @@ def cost_result(gathered: Gathered) -> Result:
         at = {setting: density for (setting, density), each in asked.items() if each == cost}
         for profile in filter(_is_profile, at):
             for rival in (name for name in at if not _is_profile(name)):
-                statement, sides = f"{profile} above {rival} at cost {cost:.3g}", ((name, at[name]) for name in (profile, rival))
-                findings += results.psnr_findings(gathered, statement, *(_is(*side) for side in sides), costs_within=EQUAL)
-    runs = results.runs_by(gathered, lambda request: (_scale(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"))
-    return Result(table, tuple(findings), results.trade_off(runs))
+                statement = f"{profile} above {rival} at cost {cost:.3g}"
+                chosen = [_is(name, at[name]) for name in (profile, rival)]
+                findings += results.psnr_findings(gathered, statement, *chosen, costs_within=EQUAL)
+
+    def point(request: Request) -> results.Label:
+        return _scale(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
+
+    return Result(table, tuple(findings), results.trade_off(results.runs_by(gathered, point)))
 
 
 def _setting(request: Request) -> str:
@@ -90,7 +94,7 @@ def _is(setting: str, density: float | None) -> Chosen:
 
 
 def _asked_costs(gathered: Gathered) -> dict[tuple[str, float | None], float]:
-    """By setting and density; a profile's cost is the one that it was asked for, which its rounded density is next to."""
+    """By setting and density; a profile's is the cost it was asked for, next to that of its rounded density."""
     assert gathered.cost is not None
     requests = {_row(cell.request)[:2]: cell.request for cell in gathered.cells if cell.request["method"] not in FLOORS}
     found = {what: gathered.cost(request) for what, request in requests.items()}
