@@ -4,7 +4,9 @@ import os
 
 import numpy as np
 
+from parkattn.park import ParkConfig
 from parkattn.studio.page import render_page
+from parkattn.studio.scores import variant_label
 from parkattn.studio.video import still, write_mp4
 
 FRAMES, FPS = 24, 12
@@ -29,9 +31,12 @@ def method_row(name: str, level: float, *, equal: bool = False) -> dict:
         for i in range(4)
     ]
     sparse = name != "dense"
+    before, _, last = name.rpartition("-")
+    method, profile = (before, last) if last in ParkConfig.PROFILES else (name, None)
     psnr = PSNR if sparse and not equal else [100.0] * FRAMES
     return {
-        "method": name, "config": {}, "command": f"park generate x --method {name}", "verdict": VERDICT.format(name),
+        "name": name, "label": variant_label(method, profile), "method": method, "profile": profile, "config": {},
+        "command": f"park generate x --method {method}", "verdict": VERDICT.format(variant_label(method, profile)),
         "psnr": {"mean": sum(psnr) / FRAMES, "worst": min(psnr), "per_frame": psnr},
         "equal_frames": sum(y == 100 for y in psnr), "worst_frame": {"frame": psnr.index(min(psnr)), "psnr": min(psnr), "place": "centre"},
         "ssim": {"mean": 0.9, "worst": 0.8}, "lpips": None, "speedup": 1.3, "steps": steps, "density": level,

@@ -88,6 +88,12 @@ def test_help_is_shown_without_a_traceback(park, command):
     assert "Usage" in shown.stdout + shown.stderr and "Traceback" not in shown.stderr
 
 
+@pytest.mark.parametrize("command", [[], ["generate"], ["compare"], ["doctor"], ["bench"], ["bench", "e2e"], ["reproduce"]])
+def test_help_shows_a_flag_by_its_name_alone(park, command):
+    text = park(*command, "--help").stdout
+    assert "--help" in text and "bool" not in text.lower()
+
+
 def test_benchmark_appends_records_with_their_environment(park, tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "GRID", (4, 16, 16))
     path = tmp_path / "results" / "cpu.jsonl"

@@ -160,7 +160,8 @@ def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their
     assert report.attention_seconds == {"dense": 14.0, "refresh": 2.5, "reuse": 5.0}
     # layer 0: two sparse calls instead of 3 s each; layer 1 has nothing to be compared with
     assert report.seconds_saved == 2 * 3.0 - 3.5
-    assert "attention took 21.5 s, about 2.5 s saved" in str(report)
+    assert report.seconds_saved_at_most is None
+    assert "attention took 21.5 s, about 2.5 s saved, by the dense calls of this run" in str(report)
 
 
 def test_a_video_too_short_to_gain_gets_advice():
@@ -178,5 +179,29 @@ def test_a_run_without_a_dense_call_says_its_cost_and_gets_advice_where_little_w
         for phase in ("anchor", "reuse"):
             log.add(CallSite(), AttentionStats(phase, "", torch.full((1, 1), density)), lambda: 1.0)
         report = Summary.of("park", log, 0)
-        assert f"what was saved is not known, since no call ran plain dense; {density:.0%} of dense attention was computed" in str(report)
+        assert f"at most 0.0 s saved, by the anchors, dense calls that also build a plan; {density:.0%} of dense attention" in str(report)
         assert ("cannot be much faster" in str(report)) == said == bool(report.to_dict()["advice"])
+
+
+def _summary_of(calls):
+    log = RunLog()
+    for layer, phase, seconds in calls:
+        log.add(CallSite(layer=layer), AttentionStats(phase, "", torch.full((1, 1), 0.5)), lambda seconds=seconds: seconds)
+    return Summary.of("park", log, 0)
+
+
+def test_with_anchors_alone_what_was_saved_is_a_bound_by_the_shortest_of_them():
+    report = _summary_of([(0, "anchor", 9.0), (0, "reuse", 1.0), (0, "anchor", 4.0), (0, "reuse", 1.5), (1, "dense", 5.0)])
+    # layer 1 stays dense and has nothing to be compared with
+    assert report.seconds_saved is None and report.seconds_saved_at_most == 2 * 4.0 - 2.5
+    assert "at most 5.5 s saved, by the anchors" in str(report) and not report.advice
+    slower = _summary_of([(0, "anchor", 1.0), (0, "reuse", 3.0)])
+    assert slower.seconds_saved_at_most == -2.0
+    assert "at least 2.0 s lost, by the anchors" in str(slower) and "too short to gain" in slower.advice[0]
+
+
+def test_without_dense_calls_and_anchors_the_summary_says_why_nothing_is_known_of_savings():
+    report = _summary_of([(0, "refresh", 2.0), (0, "reuse", 1.0)])
+    assert report.seconds_saved is report.seconds_saved_at_most is None
+    assert "what was saved is not known, since no layer has dense calls to compare with" in str(report)
+    assert _summary_of([(0, "dense", 2.0)]).seconds_saved == 0.0

@@ -21,7 +21,7 @@ from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
 from parkattn.store import Cell, Making, Store, sealed
 from parkattn.studio import ablation, checkpoints, compare, generate, video
-from parkattn.studio.gain import why_no_gain
+from parkattn.studio.gain import what_was_saved, why_no_gain
 from parkattn.studio.generate import Request
 from parkattn.studio.observe import Observer, measured, sampled_recall
 
@@ -190,6 +190,7 @@ def test_a_run_without_dense_calls_times_one_apart_and_one_with_them_none():
         assert len(asked_for) == by_method + timed and bool(by_method) == (profile == "paper")
         found = measured(observer, [1.0, 2.0, 3.0, 4.0], 4)
         assert found["attention_seconds_saved"] is not None and (3 in observer.measuring) == bool(timed)
+        assert found["attention_saved_against"] == ("sample" if timed else "run")
 
 
 def test_a_run_that_gains_nothing_says_so_in_one_line_with_what_to_do():
@@ -202,6 +203,9 @@ def test_a_run_that_gains_nothing_says_so_in_one_line_with_what_to_do():
     assert "dense attention would take about 4.0 s" in line
     assert line.endswith("make the video longer or larger, or pass --method dense.") and "\n" not in line
     assert why_no_gain(record("park", 0.1)).startswith("Little is gained")
+    against = {"attention_seconds_saved": 2.0, "attention_saved_against": "sample"}
+    assert what_was_saved(against) == "dense attention would take about 2.0 s more, by one dense call that was timed apart"
+    assert what_was_saved({"attention_seconds_saved": None}) == "what was saved is not known, since no dense call was timed"
     assert [why_no_gain(record(*given)) for given in (("park", 3.0), ("park", None), ("dense", 0.0))] == [None] * 3
 
 

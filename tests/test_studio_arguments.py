@@ -29,6 +29,13 @@ CASES = {
     "no LoRA": (["generate", EXAMPLE, "--lora", "x.safetensors"], "lora: expected a LoRA in a safetensors file", "no such file"),
     "a pickled LoRA": (["compare", "--lora", "."], "lora: expected a LoRA in a safetensors file", "a pickle can run code"),
     "a setting of no method": (["compare", "--methods", "dense,park", "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
+    "a profile nearly right": (
+        ["compare", "--profile", "paper,fats"],
+        "profile: expected one of paper, quality, fast",
+        "did you mean fast?",
+    ),
+    "no profile": (["compare", "--profile", ","], "profile: expected names separated by commas", "got ','"),
+    "a profile of no method": (["compare", "--methods", "dense", "--profile", "fast"], "profile: expected none", "dense has no profiles"),
     "no sparse step": (["ablation", "--steps", "1"], "steps: expected more than the 1 that are dense", "got 1"),
     "seeds no generator takes": (["ablation", "--seeds", f"0,{2**64}"], "seeds: expected", str(2**64)),
     "no method": (["ablation", "--methods", ","], "expected", "got ''"),
@@ -69,7 +76,7 @@ def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp
 
     def run(request, names, out, **options):
         asked.update(request=request, names=names, out=out)
-        return {"tokens": 7128, "timing_warning": None, "methods": [{"method": "dense", "psnr": {"mean": 100.0}, "ssim": {"mean": 1.0}, "density": 1.0,
+        return {"tokens": 7128, "timing_warning": None, "methods": [{"label": "dense", "psnr": {"mean": 100.0}, "ssim": {"mean": 1.0}, "density": 1.0,
                 "recall": None, "seconds": {"denoise": 2.0, "attention": 1.0}, "speedup": 1.0}]}  # fmt: skip
 
     monkeypatch.setattr(compare, "compare", run)

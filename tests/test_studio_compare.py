@@ -1,4 +1,4 @@
-"""`park compare` over several prompts and seeds, from a picture, and with a LoRA: on pipelines of a few thousand weights."""
+"""`park compare` over several profiles, prompts and seeds, from a picture, and with a LoRA: on pipelines of a few thousand weights."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ pytest.importorskip("av")
 pytest.importorskip("PIL")
 
 import tiny_pipelines as tiny
-from parkattn import cli
+from parkattn import METHODS, cli
 from parkattn.sprites.grammar import EXAMPLE
 from parkattn.store import sealed
 from parkattn.studio import checkpoints, compare, video
@@ -31,7 +31,8 @@ OTHER = EXAMPLE.replace("red", "green")
 def run(request, out, **options):
     """What was made and what was kept, and the report."""
     events = []
-    report = compare.compare(request, ["dense", "park"], out, recall_rows=8, announce=lambda *event: events.append(event), **options)
+    options = {"methods": ["dense", "park"], "recall_rows": 8} | options
+    report = compare.compare(request, out=out, announce=lambda *event: events.append(event), **options)
     return (
         [name for name, event in events if event == "done"],
         [name for name, event in events if event == "kept"],
@@ -237,3 +238,39 @@ def test_a_lora_is_in_every_method_and_another_file_is_another_request(tmp_path)
     assert made == ["dense", "park"] and "--lora" in report["command"] and report["settings"]["lora_hash"]
     for method in made:
         assert not np.array_equal(*(video.read_mp4(tmp_path / folder / f"{method}.mp4") for folder in ("plain", "adapted")))
+
+
+@pytest.fixture(scope="module")
+def profiles(model, tmp_path_factory):  # noqa: F811
+    request, out = asked(model, steps=4), tmp_path_factory.mktemp("profiles")
+    methods = ["dense", "park", "sta"]
+    return request, methods, out, run(request, out, methods=methods, profiles=["paper", "fast"])
+
+
+def test_profiles_stand_beside_each_other_and_beside_methods_that_have_none(profiles):
+    _, _, out, (made, _, report) = profiles
+    assert made == ["dense", "park-paper", "park-fast", "sta"]
+    assert [row["label"] for row in report["methods"]] == ["dense", "PARK, paper", "PARK, fast", "sta"]
+    paper, fast = report["methods"][1:3]
+    assert (paper["config"]["anchors"], fast["config"]["anchors"]) == (None, 7) and fast["profile"] == "fast"
+    assert not np.array_equal(*(video.read_mp4(out / f"park-{name}.mp4") for name in ("paper", "fast")))
+    assert fast["verdict"].startswith("PARK, fast: ") and "PARK, fast" in (out / "index.html").read_text()
+    lines = [line.split(",")[:2] for line in (out / "metrics.csv").read_text().splitlines()]
+    assert lines == [["method", "profile"], ["dense", ""], ["park", "paper"], ["park", "fast"], ["sta", ""]]
+    assert "--profile paper,fast" in report["command"]
+
+
+def test_a_profile_that_is_added_later_leaves_the_others(profiles, monkeypatch):
+    request, methods, out, (made, _, _) = profiles
+    added, kept, report = run(request, out, methods=methods, profiles=["paper", "quality", "fast"])
+    assert added == ["park-quality"] and kept == made
+    assert [row["name"] for row in report["methods"]] == ["dense", "park-paper", "park-quality", "park-fast", "sta"]
+    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("one profile is a variant of the several"))
+    assert run(dataclasses.replace(request, preset="fast"), out, methods=methods)[1] == ["dense", "park-fast", "sta"]
+
+
+def test_two_variants_of_one_name_are_refused(model, monkeypatch):  # noqa: F811
+    entry = dataclasses.replace(METHODS["sta"], name="park-fast")
+    monkeypatch.setitem(METHODS.data, "park-fast", entry)
+    with pytest.raises(ValueError, match="profile: expected names that tell methods apart, got park-fast twice"):
+        compare.choose_variants(asked(model), ["dense", "park", "park-fast"], ["fast"])

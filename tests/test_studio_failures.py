@@ -71,7 +71,9 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--width", "8"], "width: expected a multiple of 16 for this model, got 8; try 16."),
         ([SENTENCE, "--frames", "16"], "frames: expected a multiple of 4 plus 1 for this model, got 16; try 17."),
         ([SENTENCE, "--method", "parc"], "method: expected one of centroid, dense, park"),
-        ([SENTENCE, "--preset", "wan9"], "preset: expected one of fast, hunyuanvideo"),
+        ([SENTENCE, "--profile", "wan9"], "profile: expected one of paper, quality, fast, hunyuanvideo"),
+        ([SENTENCE, "--profile", "fats"], "got 'fats'; did you mean fast?"),
+        ([SENTENCE, "--method", "dense", "--profile", "fast"], "profile: expected none, since dense has no profiles, got 'fast'"),
         ([SENTENCE, "--set", "top_q=0.9"], "got top_q; did you mean top_p?"),
         ([SENTENCE, "--set", "top_p"], "--set: expected NAME=VALUE, got 'top_p'"),
         ([SENTENCE, "--device", "cuda:7"], "device: expected one this machine has"),
@@ -174,13 +176,13 @@ def test_a_gpu_this_machine_has_not_is_refused_by_number(monkeypatch):
 def test_slower_than_dense_is_explained_only_where_attention_is_small():
     def report(attention: float, speedup: float | None) -> dict:
         rows = [
-            {"method": "dense", "speedup": 1.0, "seconds": {"attention": attention, "denoise": 10.0}},
-            {"method": "park", "speedup": speedup},
+            {"label": "dense", "speedup": 1.0, "seconds": {"attention": attention, "denoise": 10.0}},
+            {"label": "PARK, fast", "speedup": speedup},
         ]
         return {"tokens": 1288, "methods": rows}
 
     said = commands._why_slower(report(1.0, 0.7))
-    assert "park, because at 1,288 tokens attention is only 10% of dense denoising" in said
+    assert "PARK, fast, because at 1,288 tokens attention is only 10% of dense denoising" in said
     assert [commands._why_slower(report(*case)) for case in ((1.0, 1.2), (7.0, 0.7), (1.0, None))] == [None] * 3
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
 from parkattn.studio import memory
-from parkattn.studio.doctor import examine
+from parkattn.studio.doctor import examine, shown_examination
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 AT_720P = {"frames": 81, "height": 720, "width": 1280}
@@ -111,6 +113,22 @@ def test_doctor_says_what_fits():
     assert found["fits"]["24"] == ["bfloat16, group offload", "float8, group offload"]
     assert "float8, model offload" in found["fits"]["48"] and "bfloat16" not in found["fits"]["48"]
     assert "bfloat16" in found["fits"]["80"]
+
+
+def test_doctor_says_which_parts_the_readme_counts_and_which_a_whole_video_takes():
+    found = examine(model="wan2.1-14b", **AT_720P, gpu="H200", density=0.25)
+    parts = found["memory"]
+    measured = next(line["memory"]["dense_peak_gb"] for line in records("e2e") if line["model"] == "wan2.1-14b" and not line["compiled"])
+    assert bounds(parts["transformer_forward_gb"], measured)  # the figure of README's table
+    alone = parts["transformer_forward_gb"] + parts["text_encoders_gb"] + parts["autoencoder_gb"] + parts["plans_gb"]["paper"]
+    decoding = parts["decode_gb"] - parts["activations_gb"]["stock"] - parts["plans_gb"]["paper"]
+    assert parts["peaks_gb"]["bfloat16"] == pytest.approx(alone + max(0, decoding))
+    console = Console(width=200, file=io.StringIO())
+    for part in shown_examination(found, "wan2.1-14b"):
+        console.print(part)
+    text = " ".join(console.file.getvalue().split())
+    assert "37.4 are a dense forward of the transformer alone, which README's table has" in text
+    assert all(word in text for word in ("text encoders 11.4", "VAE 0.3", "decoding 11.6", "with the plans of paper"))
 
 
 def test_the_shipped_model_needs_no_estimate():

@@ -37,14 +37,8 @@ from comparison_pages import (
 from parkattn.studio.page import SCRIPTS, render_page
 
 BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-]
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+QUIET += ["--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +167,7 @@ def test_the_heat_map_grows_with_its_gain_and_says_what_white_means(browser, pag
 def test_blink_shows_both_in_turn_no_faster_than_is_safe(browser, page_file):
     tab = opened(browser, page_file[0], "#mode=blink&every=0.4&frame=4", **DESKTOP)
     until(tab, "document.getElementById('tag-a').textContent === 'dense'")
-    until(tab, "document.getElementById('tag-a').textContent === 'park'")
+    until(tab, "document.getElementById('tag-a').textContent === 'PARK'")
     until(tab, f"({RED})(10) > 35")
     assert float(tab.locator("#every").get_attribute("min")) >= 1 / 3  # at most three flashes a second
     tab.click("[data-mode=wipe]")
@@ -302,9 +296,9 @@ def test_the_maps_show_layers_by_step_and_by_head(browser, page_file):
     tab = opened(browser, page_file[0])
     assert tab.locator(".heat rect").count() == 3 * 4
     assert tab.locator(".heat rect[fill='var(--line)']").count() == 3  # dense steps
-    assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of park by layer and step: mean 0.80, from 0.70 to 0.90"
+    assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of PARK by layer and step: mean 0.80, from 0.70 to 0.90"
     tab.click("[data-heat=density]")
-    assert "density of park by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
+    assert "density of PARK by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
     tab.click("[data-axis=head]")
     assert tab.locator(".heat rect").count() == 3 * 2
 
@@ -388,3 +382,15 @@ def test_axe_has_no_serious_finding(browser, gallery_page, wide_page, axe, size,
     serious = [(each["id"], each["nodes"][0]["html"][:120]) for each in found if each["impact"] in ("serious", "critical")]
     assert not serious, serious
     picture(tab, f"axe-{theme}-{size['viewport']['width']}-{kind}")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["1440x900", "390x844"])
+def test_profiles_of_one_method_are_told_apart(browser, tmp_path, size):
+    tab = opened(browser, write_page(tmp_path, {"dense": 0, "park-paper": 20, "park-quality": 30, "park-fast": 40})[0], **size)
+    assert tab.locator("#b option").all_inner_texts() == ["dense", "PARK, paper", "PARK, quality", "PARK, fast"]
+    assert tab.locator("#b").input_value() == "park-paper" and tab.title() == "PARK against dense attention"
+    tab.locator("#b").select_option("park-fast")
+    until(tab, "document.getElementById('tag-b').textContent === 'PARK, fast'")
+    assert tab.locator("#verdict").inner_text().startswith("PARK, fast: ")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= size["viewport"]["width"] and not tab.failures
+    picture(tab, f"profiles-{size['viewport']['width']}")

@@ -10,7 +10,7 @@ from parkattn.studio.scores import over_cases, verdict, worst_frame
 def row(frames, wanted, **changes) -> dict:
     psnr = psnr_per_frame(frames, wanted)
     equal = sum(np.array_equal(*pair) for pair in zip(frames, wanted, strict=True))
-    found = {"method": "park", "speedup": 1.27, "equal_frames": equal, "worst_frame": worst_frame(psnr, frames, wanted)}
+    found = {"label": "PARK, fast", "speedup": 1.27, "equal_frames": equal, "worst_frame": worst_frame(psnr, frames, wanted)}
     return found | {"psnr": {"mean": float(np.mean(psnr)), "worst": min(psnr), "per_frame": psnr}} | changes
 
 
@@ -41,7 +41,7 @@ def test_the_verdict_names_speed_worst_frame_and_place(clip):
     frames = clip.copy()
     frames[7, 2, 2] += 50
     text = verdict(row(frames, clip), 10, rough=False)
-    assert text.startswith("PARK: 1.27× the speed of dense; worst frame 8 of 10 (0.7 s) ")
+    assert text.startswith("PARK, fast: 1.27× the speed of dense; worst frame 8 of 10 (0.7 s) ")
     assert "dB, strongest in the upper left; mean " in text
     assert text.endswith("with 9 equal frames (no 8-bit value differs) at 100 dB.")
     assert "about 1.27×" in verdict(row(frames, clip), 10, rough=True)

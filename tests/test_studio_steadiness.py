@@ -19,8 +19,8 @@ def run(dense: list[float], around: list[float] = (), attention: list[float] | N
 
 def compared(dense: list[dict], park: list[dict], speedup: float | None = 1.3) -> list[dict]:
     return [
-        {"method": "dense", "speedup": 1.0, "steadiness": steadiness(dense, dense)},
-        {"method": "park", "speedup": speedup, "steadiness": steadiness(park, dense)},
+        {"method": "dense", "label": "dense", "speedup": 1.0, "steadiness": steadiness(dense, dense)},
+        {"method": "park", "label": "PARK, fast", "speedup": speedup, "steadiness": steadiness(park, dense)},
     ]
 
 
@@ -44,9 +44,14 @@ def test_density_that_changes_from_step_to_step_is_no_unsteadiness():
         # one step of eight that hung: 12 s too much of 28
         (run([2.0] * 7 + [14.0]), QUIET[1], 12 / 28, "in the run of dense, steps of equal work differed by 43% on average"),
         # another job during half of the sparse steps: 3 s too much of 3 + 6 + 4
-        (QUIET[0], run([2.0] * 2, [1.0] * 3 + [2.0] * 3), 3 / 13, "in the run of park, steps of equal work differed by 23% on average"),
+        (
+            QUIET[0],
+            run([2.0] * 2, [1.0] * 3 + [2.0] * 3),
+            3 / 13,
+            "in the run of PARK, fast, steps of equal work differed by 23% on average",
+        ),
         # another job all through one run: nothing differs inside of it
-        (QUIET[0], run([3.0] * 2, [1.5] * 6), 0.5, "dense steps in the run of park and in that of dense differed by 50%"),
+        (QUIET[0], run([3.0] * 2, [1.5] * 6), 0.5, "dense steps in the run of PARK, fast and in that of dense differed by 50%"),
     ],
 )
 def test_each_kind_of_disturbance_is_seen_and_named(dense, park, share, said):

@@ -12,15 +12,38 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
+from typer.core import TyperCommand, TyperGroup
 
 import parkattn
 from parkattn.bench import commands as bench
 from parkattn.experiments import commands as experiments
 from parkattn.studio import commands as studio
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers.")
+
+class _PlainFlags:
+    """Help that shows a flag as it is typed, by its name alone; newer versions of typer put <bool> beside it."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        found: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class PlainCommand(_PlainFlags, TyperCommand):
+    pass
+
+
+class PlainGroup(_PlainFlags, TyperGroup):
+    pass
+
+
+app = typer.Typer(
+    cls=PlainGroup, no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers."
+)
 app.registered_commands += studio.app.registered_commands + experiments.app.registered_commands
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench.app, name="bench", cls=PlainGroup)
 console = Console()
 # typer brings its own copy of click, or uses the installed one: the classes are asked of typer itself
 CommandLineError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -195,6 +218,10 @@ def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     pass
+
+
+for registered in (*app.registered_commands, *bench.app.registered_commands):
+    registered.cls = PlainCommand
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,9 @@ class Summary:
     attention_seconds: dict[str, float]
     """Phase -> time in attention, plans included."""
     seconds_saved: float | None
-    """Against the layer's own dense calls (median); None where none ran dense."""
+    """Against the layer's own dense calls (median); None where no layer has dense calls and others."""
+    seconds_saved_at_most: float | None
+    """Where that is None: against the layer's shortest anchor, a dense call that also builds a plan; None without anchors."""
     state_bytes: int
     """Held now."""
     peak_state_bytes: int
@@ -86,13 +88,15 @@ class Summary:
         reasons.update(missed or {})
         entries = log.layers.values()
         times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in entries]
-        saved = _saved(times)
+        saved = _saved(times, "dense", statistics.median)
+        at_most = _saved(times, "anchor", min) if saved is None else None
         density = _mean([value for entry in log.layers.values() for value in entry.density])
         sparse = any(phase not in ("dense", "anchor") for entry in entries for phase in entry.phases)
-        if saved is None and sparse and density is not None and density > MUCH:
-            slower = [_MUCH.format(density)]
+        known = saved if at_most is None else at_most
+        if known is not None and known < 0:
+            slower = [_SLOWER.format(-known)]
         else:
-            slower = [] if saved is None or saved >= 0 else [_SLOWER.format(-saved)]
+            slower = [_MUCH.format(density)] if saved is None and sparse and density is not None and density > MUCH else []
         return cls(
             method=method,
             steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names},
@@ -103,6 +107,7 @@ class Summary:
             fused=dict(fused or {}),
             attention_seconds={phase: sum(sum(layer[phase]) for layer in times) for phase in names},
             seconds_saved=saved,
+            seconds_saved_at_most=at_most,
             state_bytes=state_bytes,
             peak_state_bytes=max(state_bytes, log.peak_state_bytes),
             layers=rows,
@@ -116,16 +121,13 @@ class Summary:
     def __str__(self) -> str:
         if not self.layers:
             return "\n".join([f"{self.method}: nothing has run yet", *self._reasons()])
-        saved = "what was saved is not known, since no call ran plain dense"
-        if self.seconds_saved is not None:
-            saved = f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}"
         widths = {phase: max(6, len(phase) + 1) for phase in self.calls}
         lines = [
             f"{self.method}: "
             + ", ".join(f"{len(self.steps[phase])} steps {phase}" for phase in self.steps if self.steps[phase])
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
-            f"attention took {sum(self.attention_seconds.values()):.1f} s, {saved}; {self.density:.0%} of dense attention was computed",
+            f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed",
             *(f"sparse calls: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
             " ".join(
@@ -142,6 +144,17 @@ class Summary:
             lines.append(f"{row['transformer']:14} {row['layer']:5} {counts} {row['density']:8.2f} {mass:>6}")
         return "\n".join(lines + self._reasons())
 
+    def _saved(self) -> str:
+        if self.seconds_saved is not None:
+            return f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}, by the dense calls of this run"
+        if self.seconds_saved_at_most is None:
+            return "what was saved is not known, since no layer has dense calls to compare with"
+        bound, saved = self.seconds_saved_at_most, self.seconds_saved_at_most >= 0
+        return (
+            f"at {'most' if saved else 'least'} {abs(bound):.1f} s {'saved' if saved else 'lost'}, by the anchors, "
+            "dense calls that also build a plan"
+        )
+
     def _reasons(self) -> list[str]:
         because = [f"dense {count}x: {reason}" for reason, count in self.dense_because.items()]
         return because + [f"advice: {line}" for line in self.advice]
@@ -153,8 +166,10 @@ def _mean(values: list[Tensor]) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def _saved(times: list[dict[str, list[float]]]) -> float | None:
-    sparse = [[s for phase, seconds in layer.items() if phase != "dense" for s in seconds] for layer in times]
-    both = zip(times, sparse, strict=True)
-    measured = [(statistics.median(layer["dense"]), own) for layer, own in both if layer["dense"]]
-    return sum(dense * len(own) - sum(own) for dense, own in measured) if measured else None
+def _saved(times: list[dict[str, list[float]]], phase: str, choose: Callable[[list[float]], float]) -> float | None:
+    """Seconds of the calls that are not of this phase, against as many of one that is. choose: which one, out of a layer's."""
+    others = [[s for each, seconds in layer.items() if each != phase for s in seconds] for layer in times]
+    if times and not any(others):
+        return 0.0
+    measured = [(choose(layer[phase]), own) for layer, own in zip(times, others, strict=True) if own and layer.get(phase)]
+    return sum(one * len(own) - sum(own) for one, own in measured) if measured else None

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from parkattn.studio.terminal import console, interruptible, say, step_bars, waiting, warn
+
 if TYPE_CHECKING:
-    from parkattn.studio.generate import Request, StepReport
+    from parkattn.studio.generate import Request
     from parkattn.studio.prompts import Item
 
 app = typer.Typer(add_completion=False)
-console = Console()
+IMPORTING = "importing PyTorch"
 DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
 ESTIMATED_MODEL = "wan2.1-14b"  # by `park doctor`, when none is named
 
@@ -26,8 +24,12 @@ Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--preset", "--profile", help="quality, fast or paper, or a model's settings by name (park presets); the model's when not given."
+        "--profile", "--preset", help="paper, quality or fast, or a model's settings by name (park presets); the model's when not given."
     ),
+]
+Profiles = Annotated[
+    str | None,
+    typer.Option("--profile", "--preset", help="As in park generate; several separated by commas, as in paper,fast: a video of each."),
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable.")
@@ -79,13 +81,14 @@ def generate(
     overwrite: Overwrite = False,
 ) -> None:
     """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
-    from parkattn.studio.gain import why_no_gain
-    from parkattn.studio.generate import Request, generate_video
-
     if (prompt is None) == (prompts is None):
         raise ValueError(
             "prompt: expected either a prompt or --prompts FILE, got " + ("neither" if prompt is None else "both") + "; pass one."
         )
+    with waiting(IMPORTING):
+        from parkattn.studio.gain import what_was_saved, why_no_gain
+        from parkattn.studio.generate import Request, generate_video
+
     request = Request(
         prompt=prompt or "", model=model, method=method, preset=preset, changes=changes_from(settings), seed=seed, steps=steps, height=height,
         width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
@@ -95,23 +98,19 @@ def generate(
         _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
         return
     out = out if out is not None else Path("out/video.mp4")
-    with _interruptible("nothing was written"), _step_bar() as bar:
-        record, made = generate_video(request, out, overwrite=overwrite, progress=bar(method), say=_say)
+    with interruptible("nothing was written"), step_bars() as bars:
+        record, made = generate_video(request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say)
     found = record["measured"]
     if not made:
-        console.print(
-            f"{out} is done already, with these settings; pass --overwrite to make it again.", markup=False, highlight=False, soft_wrap=True
-        )
+        say(f"{out} is done already, with these settings; pass --overwrite to make it again.")
         return
-    seconds, saved = found["seconds"], found["attention_seconds_saved"]
-    gained = saved is not None and saved > 0 and method != "dense"
-    about = f" (dense attention would take about {saved:.1f} s more)" if gained else ""
-    _say(
-        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising{about}, "
-        f"{seconds['decode']:.1f} s decoding"
+    seconds = found["seconds"]
+    say(
+        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding"
+        f"{'' if method == 'dense' else '; ' + what_was_saved(found)}"
     )
-    _warn(why_no_gain(record))
-    console.print(f"wrote {out} and {out.with_suffix('.json').name}", markup=False, highlight=False, soft_wrap=True)
+    warn(why_no_gain(record))
+    say(f"wrote {out} and {out.with_suffix('.json').name}")
 
 
 def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
@@ -127,26 +126,33 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
         nonlocal too_short
         too_short = why_no_gain(record)
         spent = record["measured"]["seconds"]["total"]
-        console.print(f"{who}{place}/{of} {item.video}, {spent:.1f} s", markup=False, highlight=False, soft_wrap=True)
+        say(f"{who}{place}/{of} {item.video}, {spent:.1f} s")
 
-    with _interruptible(f"finished videos are kept in {out}; run again to go on"), _step_bar() as bar:
+    with interruptible(f"finished videos are kept in {out}; run again to go on"), step_bars() as bars:
         # the bars of several processes would write over each other
-        steps = (lambda item, place, of: bar(f"{place}/{of}")) if shard.ranks == 1 else None
-        outcome = generate_videos(request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, say=_say)
-    _warn(too_short)
+        steps = (lambda item, place, of: bars.begin(f"{place}/{of}")) if shard.ranks == 1 else None
+        outcome = generate_videos(
+            request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, stage=bars.stage, say=say
+        )
+    warn(too_short)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
-    console.print(f"{who}{outcome.made} made, {outcome.kept} done already{index}", markup=False, highlight=False, soft_wrap=True)
+    say(f"{who}{outcome.made} made, {outcome.kept} done already{index}")
 
 
 @app.command()
 def compare(
     prompt: Annotated[str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")] = None,
-    methods: Annotated[str | None, typer.Option(help="Names separated by commas, or all; dense is always among them.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Names separated by commas, or all; dense is always among them. When not given: PARK and its ablations, with several profiles PARK alone."
+        ),
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line (# begins a comment): a gallery.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
     model: Model = None,
-    preset: Preset = None,
+    profiles: Profiles = None,
     settings: Settings = None,
     seed: Seed = 0,
     steps: Steps = None,
@@ -165,33 +171,35 @@ def compare(
     recall_rows: Annotated[int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")] = 128,
     overwrite: Overwrite = False,
 ) -> None:
-    """Methods side by side on the same prompts and seeds: videos, metrics and a page to look at. What is finished is kept."""
-    from parkattn.studio.compare import DEFAULT_PROMPT, choose_methods
-    from parkattn.studio.compare import compare as run
-    from parkattn.studio.generate import Request
+    """Methods and profiles side by side on the same prompts and seeds: videos, metrics and a page to look at. What is finished is kept."""
+    with waiting(IMPORTING):
+        from parkattn.studio.compare import DEFAULT_PROMPT, SHORT_METHODS, choose_methods, choose_profiles
+        from parkattn.studio.compare import compare as run
+        from parkattn.studio.generate import Request
 
-    names = choose_methods(methods)
+    wanted = choose_profiles(profiles)
+    names = choose_methods(SHORT_METHODS if methods is None and len(wanted) > 1 else methods)
     if prompt is not None and prompts is not None:
         raise ValueError("prompt: expected either a prompt or --prompts FILE, got both; pass one.")
     if seeds is not None and seed != 0:
         raise ValueError(f"seeds: expected either --seed or --seeds, got {seed} and {seeds}; pass one.")
     request = Request(
-        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, preset=preset, changes=changes_from(settings), seed=seed,
+        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, changes=changes_from(settings), seed=seed,
         steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
         device=device, dtype=dtype, offload=offload, image=image, lora=lora,
     )  # fmt: skip
-    with _interruptible(f"methods that were finished are kept in {out}; run again to go on"), _step_bar() as bar:
-        current = {"show": bar(names[0])}
+    with interruptible(f"methods that were finished are kept in {out}; run again to go on"), step_bars() as bars:
+        current = {"show": bars.begin(names[0])}
 
         def announce(method: str, event: str) -> None:
             if event == "kept":
                 console.print(f"{method}: done already, kept", highlight=False)
             elif event == "start":
-                current["show"] = bar(method)
+                current["show"] = bars.begin(method)
 
         report = run(
-            request, names, out, prompts=prompts, seeds=_numbers(seeds) if seeds is not None else (), overwrite=overwrite,
-            recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, say=_say,
+            request, names, out, profiles=wanted, prompts=prompts, seeds=_numbers(seeds) if seeds is not None else (),
+            overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, stage=bars.stage, say=say,
         )  # fmt: skip
     cases = report.get("cases", [])
     shown = request.prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
@@ -199,7 +207,7 @@ def compare(
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
         table.add_row(
-            row["method"],
+            row["label"],
             "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}",
             f"{row['ssim']['mean']:.4f}",
             f"{row['density']:.0%}",
@@ -209,10 +217,10 @@ def compare(
         )
     console.print(table)
     for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
-        _say(row["verdict"])
+        say(row["verdict"])
     for note in (report["timing_warning"], _why_slower(report)):
-        _warn(note)
-    console.print(f"open {(out / 'index.html').resolve().as_uri()}", markup=False, highlight=False, soft_wrap=True)
+        warn(note)
+    say(f"open {(out / 'index.html').resolve().as_uri()}")
 
 
 @app.command()
@@ -229,11 +237,11 @@ def _why_slower(report: dict[str, Any]) -> str | None:
     """Where attention is a small part of a step, planning costs more than sparse attention can save."""
     dense, *others = report["methods"]
     share = dense["seconds"]["attention"] / dense["seconds"]["denoise"]
-    slower = [row["method"] for row in others if row["speedup"] is not None and row["speedup"] < 1]
+    slower = [row["label"] for row in others if row["speedup"] is not None and row["speedup"] < 1]
     if not slower or share > 0.5:
         return None
     return (
-        f"Slower than dense: {', '.join(slower)}, because at {report['tokens']:,} tokens attention is only {share:.0%} of dense denoising; "
+        f"Slower than dense: {' and '.join(slower)}, because at {report['tokens']:,} tokens attention is only {share:.0%} of dense denoising; "
         "make the video longer or larger to see a gain."
     )
 
@@ -267,9 +275,9 @@ def ablation(
         prompt="held out", changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames,
         device=device, dtype=dtype,
     )  # fmt: skip
-    with _interruptible(f"finished runs are kept in {out}; run again to go on"):
-        table = run_ablation(request, asked, out, overwrite=overwrite, say=_say)
-    _say(to_markdown(table))
+    with interruptible(f"finished runs are kept in {out}; run again to go on"):
+        table = run_ablation(request, asked, out, overwrite=overwrite, say=say)
+    say(to_markdown(table))
 
 
 @app.command()
@@ -292,55 +300,6 @@ def doctor(
         for part in shown_examination(found, ESTIMATED_MODEL):
             console.print(part, highlight=False)
     raise typer.Exit(0 if found["healthy"] else 1)
-
-
-@contextlib.contextmanager
-def _step_bar() -> Iterator[Callable[[str], Callable[[StepReport], None]]]:
-    """bar(method) begins a line; what it returns moves it."""
-    columns = (
-        TextColumn("{task.description:14}"),
-        BarColumn(),
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}  {task.fields[state]:24}"),
-    )
-    progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-
-    def begin(method: str) -> Callable[[StepReport], None]:
-        task = None
-
-        def move(report: StepReport) -> None:
-            nonlocal task
-            state = "done" if report.phase == "done" else f"{report.phase}, density {report.density:.0%}"
-            if task is None:
-                # started here, so that a command which refuses leaves no empty line
-                progress.start()
-                task = progress.add_task(method, total=report.total, state=state)
-            progress.update(task, completed=report.step, total=report.total, state=state)
-
-        return move
-
-    try:
-        yield begin
-    finally:
-        if progress.tasks:
-            progress.stop()
-
-
-def _say(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _warn(line: str | None) -> None:
-    if line:
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _interruptible(left: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print(f"stopped; {left}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
 
 
 def _numbers(seeds: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Several methods on the same prompts and seeds: each video, the side-by-side, the metrics and the page."""
+"""Several methods and profiles on the same prompts and seeds: each video, the side-by-side, the metrics and the page."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from parkattn.store import FINISHED, Cell, Content, Making, Record, Say, Store
 from parkattn.studio import checkpoints
 from parkattn.studio.generate import FORMAT as GENERATION
 from parkattn.studio.generate import (
+    LOADING,
+    READING,
     UNASKED,
     Progress,
     Request,
+    Stage,
     config_for,
+    expect_profile,
     expect_settings_used,
     fit_to_pipeline,
     for_method,
@@ -39,16 +43,17 @@ from parkattn.studio.generate import (
 from parkattn.studio.observe import RECALL_ROWS
 from parkattn.studio.page import page_digest, render_page
 from parkattn.studio.prompts import read_prompts, video_name
-from parkattn.studio.scores import flat_line, head_lines, method_row, over_cases, to_csv, verdict
+from parkattn.studio.scores import flat_line, head_lines, method_row, over_cases, to_csv, variant_label, variant_name, verdict
 from parkattn.studio.steadiness import timing_warning
 from parkattn.studio.video import Frames, side_by_side, still, video_library, write_mp4
 
 DEFAULT_PROMPT = EXAMPLE
 DEFAULT_METHODS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
-REFERENCE = "dense"
+REFERENCE, MAIN = "dense", "park"
+SHORT_METHODS = f"{REFERENCE},{MAIN}"  # where none are asked for and there are several profiles
 FORMAT = "parkattn.comparison.1"
 
-Announce = Callable[[str, str], None]  # (cell: a method, or prompt, seed and method; "start" | "done" | "kept")
+Announce = Callable[[str, str], None]  # (cell: a variant, or prompt, seed and variant; "start" | "done" | "kept")
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,32 @@ def choose_methods(asked: str | None) -> list[str]:
     return [REFERENCE, *dict.fromkeys(name for name in names if name != REFERENCE)]
 
 
+def choose_profiles(asked: str | None) -> list[str]:
+    """Names out of "a,b", each once."""
+    names = list(dict.fromkeys(filter(None, map(str.strip, (asked or "").split(",")))))
+    if asked is not None and not names:
+        raise ValueError(f"profile: expected names separated by commas, got {asked!r}; write for example quality,fast.")
+    return names
+
+
+def choose_variants(request: Request, methods: Sequence[str], profiles: Sequence[str]) -> dict[str, Request]:
+    """Name -> the request of every method with every profile that it has; a method that has none of them comes once."""
+    variants: dict[str, Request] = {}
+    used = set[str | None]()
+    for method in methods:
+        asked = [for_method(dataclasses.replace(request, preset=profile), method) for profile in profiles or (None,)]
+        for each in [own for own in asked if own.preset is not None] or asked[:1]:
+            name = variant_name(method, each.preset)
+            if name in variants and variants[name] != each:
+                raise ValueError(f"profile: expected names that tell methods apart, got {name} twice; leave one of them out.")
+            variants[name] = each
+            used.add(each.preset)
+    for profile in profiles:
+        if profile not in used:
+            expect_profile(MAIN if MAIN in methods else methods[-1], profile)
+    return variants
+
+
 def choose_cases(request: Request, prompts: Path | None = None, seeds: Sequence[int] = ()) -> list[Case]:
     """Every prompt with every seed, the request's own where none are given; names do not depend on a line's place."""
     for seed in seeds:
@@ -93,27 +124,34 @@ def compare(
     methods: list[str],
     out: Path,
     *,
+    profiles: Sequence[str] = (),
     prompts: Path | None = None,
     seeds: Sequence[int] = (),
     overwrite: bool = False,
     recall_rows: int = RECALL_ROWS,
     progress: Progress | None = None,
     announce: Announce = lambda method, event: None,
+    stage: Stage = lambda what: None,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Everything under `out`; what is finished there is kept, a report whose videos did not change among it."""
+    """Everything under `out`; what is finished there is kept, a report whose videos did not change among it.
+
+    profiles: each in a video of its own, for every method that has it; the request's where none are given.
+    """
     video_library()
     expect_settings_used(request, methods)
+    profiles = profiles or ([] if request.preset is None else [request.preset])
+    variants = choose_variants(request, methods, profiles)
+    stage(READING)
     cases = choose_cases(request, prompts, seeds)
     requests: dict[str, Request] = {}
     places: dict[str, tuple[Case, str]] = {}
-    for method in methods:
-        first = dataclasses.replace(for_method(request, method), prompt=cases[0].prompt, seed=cases[0].seed)
-        asked, folder = prepare(first)
+    for variant, own in variants.items():
+        asked, folder = prepare(dataclasses.replace(own, prompt=cases[0].prompt, seed=cases[0].seed))
         for case in cases:
-            name = case.file(method)
+            name = case.file(variant)
             requests[name] = dataclasses.replace(asked, prompt=understood(case.prompt, folder), seed=case.seed)
-            places[name] = case, method
+            places[name] = case, variant
     store, pipe, warm = Store(out, say), None, set[str]()
 
     def make(making: Making) -> None:
@@ -122,31 +160,42 @@ def compare(
         asked = requests[name]
         announce(name, "start")
         if pipe is None:
+            stage(LOADING)
             pipe = pipeline_for(asked, folder)
             for each in requests.values():  # a prompt that is too long is found before the first video
                 fit_to_pipeline(each, pipe)
-        _run(pipe, asked, making, recall_rows, progress, warm=asked.method in warm)
-        warm.add(asked.method)
+        variant = places[name][1]
+        if variant not in warm:
+            stage("warming up, untimed: kernels are compiled" if asked.device.startswith("cuda") else "warming up, untimed")
+        _run(pipe, asked, making, recall_rows, progress, warm=variant in warm)
+        warm.add(variant)
         announce(name, "done")
 
-    cells = [method_cell(requests[case.file(method)], case) for case in cases for method in methods]
+    cells = [variant_cell(requests[case.file(variant)], case) for case in cases for variant in variants]
     records = store.fill(cells, make, overwrite=overwrite, kept=lambda cell: announce(cell.name, "kept"))
     found: dict[Case, dict[str, Record]] = {case: {} for case in cases}
     for name, record in records.items():
-        case, method = places[name]
-        found[case][method] = record
-    command = repeat_comparison(requests[cells[0].name], request, methods, out, prompts, seeds)
+        case, variant = places[name]
+        found[case][variant] = record
+    command = repeat_comparison(requests[cells[0].name], request, methods, profiles, out, prompts, seeds)
+    stage("measuring the videos and writing the page")
     return write_report(found, out, say, command=command)
 
 
-def method_cell(request: Request, case: Case) -> Cell:
-    """A prepared request under its method's name; raw frames are a part of it, and so never another request's."""
-    name = case.file(request.method)
+def variant_cell(request: Request, case: Case) -> Cell:
+    """A prepared request under its variant's name; raw frames are a part of it, and so never another request's."""
+    name = case.file(variant_name(request.method, request.preset))
     return Cell(name=name, format=GENERATION, request=request.to_dict(), files=(f"{name}.mp4", raw_name(name)))
 
 
 def repeat_comparison(
-    resolved: Request, request: Request, methods: list[str], out: Path, prompts: Path | None, seeds: Sequence[int]
+    resolved: Request,
+    request: Request,
+    methods: list[str],
+    profiles: Sequence[str],
+    out: Path,
+    prompts: Path | None,
+    seeds: Sequence[int],
 ) -> str:
     """The command that makes the comparison again. resolved: one of its requests, for what was filled in."""
     left_out = {*UNASKED, "method", "preset", "seed"} if seeds else {*UNASKED, "method", "preset"}
@@ -154,7 +203,7 @@ def repeat_comparison(
     words = ["park", "compare", *([resolved.prompt] if prompts is None else ["--prompts", str(prompts)])]
     words += ["--methods", ",".join(methods), "--out", out.name]
     words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
-    words += ["--preset", request.preset] if request.preset else []
+    words += ["--profile", ",".join(profiles)] if profiles else []
     words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     return shlex.join(words)
@@ -163,7 +212,7 @@ def repeat_comparison(
 def write_report(
     found: Mapping[Case, Mapping[str, Record]], out: Path, say: Say = lambda line: None, *, command: str = ""
 ) -> dict[str, Any]:
-    """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished methods in `out`."""
+    """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished variants in `out`, by name."""
     store = Store(out, say)
     sheets = {case: case.file("side_by_side.mp4") for case in found}
     asked = {
@@ -193,10 +242,10 @@ def write_report(
         "environment": environment(),
     }
     videos = [
-        {method: store.load(record, case.file(f"{method}.mp4")) for method, record in records.items()}
+        {name: store.load(record, case.file(f"{name}.mp4")) for name, record in records.items()}
         for case, records in found.items()
     ]  # fmt: skip
-    shown = {case: records.get("park") or [*records.values()][-1] for case, records in found.items()}
+    shown = {case: _main_record(records) for case, records in found.items()}
     stills = [still(_load_raw(store, record, case)) for case, record in shown.items()]
     named = [{"case": case["name"]} for case in cases]
     facts = [{"prompt": case["prompt"], "seed": case["seed"]} for case in cases]
@@ -204,13 +253,13 @@ def write_report(
     heads = [line | named[i] for i, case in enumerate(cases) for row in case["methods"] for line in head_lines(row)]
     contents: dict[str, Content] = {
         "metrics.csv": to_csv(lines),
-        "heads.csv": to_csv(heads or [{"method": "", "layer": "", "head": ""}]),
+        "heads.csv": to_csv(heads or [{"method": "", "profile": "", "layer": "", "head": ""}]),
         "index.html": render_page(report, videos, stills).encode(),
     }
     for case, records in found.items():
         contents[sheets[case]] = lambda path, case=case, records=records: write_mp4(  # type: ignore[misc]
             path,
-            side_by_side({m: _load_raw(store, record, case) for m, record in records.items()}, REFERENCE),
+            side_by_side({_label_of(record): _load_raw(store, record, case) for record in records.values()}, REFERENCE),
             first["resolved"]["fps"],
         )
     return store.put(cell, report, contents)
@@ -224,7 +273,7 @@ def _case_report(store: Store, case: Case, records: Mapping[str, Record]) -> dic
     warning = timing_warning(rows)
     for row in rows[1:]:
         row["verdict"] = verdict(row, reference["resolved"]["fps"], rough=warning is not None)
-    files = {method: case.file(f"{method}.mp4") for method in records}
+    files = {name: case.file(f"{name}.mp4") for name in records}
     return {
         "name": case.name, "prompt": reference["resolved"]["prompt"], "seed": case.seed, "tokens": reference["tokens"],
         "timing_warning": warning, "videos": files, "side_by_side": case.file("side_by_side.mp4"), "methods": rows,
@@ -258,4 +307,14 @@ def raw_name(name: str) -> str:
 
 def _load_raw(store: Store, record: Record, case: Case) -> Frames:
     """The very frames of the record: hashes of both are compared, names prove nothing."""
-    return safetensors.numpy.load(store.load(record, raw_name(case.file(record["resolved"]["method"]))))["frames"]
+    name = variant_name(record["resolved"]["method"], record["resolved"]["preset"])
+    return safetensors.numpy.load(store.load(record, raw_name(case.file(name))))["frames"]
+
+
+def _label_of(record: Record) -> str:
+    return variant_label(record["resolved"]["method"], record["resolved"]["preset"])
+
+
+def _main_record(records: Mapping[str, Record]) -> Record:
+    """The one that a gallery shows: PARK's first, else the last."""
+    return next((record for record in records.values() if record["resolved"]["method"] == MAIN), [*records.values()][-1])

@@ -193,10 +193,15 @@ def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     decode = "not known, use enable_tiling()" if memory["decode_gb"] is None else f"{memory['decode_gb']:.1f}"
     yield (
         "memory, in GB",
-        f"weights {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), "
-        f"text encoders {memory['text_encoders_gb']:.1f}, "
-        f"activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
-        f"plans {plans['paper']:.2f} ({plans['fast']:.2f} with the fast profile), decoding {decode}",
+        f"transformer {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), "
+        f"its activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
+        f"plans {plans['paper']:.2f} ({plans['quality']:.2f} with quality, {plans['fast']:.2f} with fast), "
+        f"text encoders {memory['text_encoders_gb']:.1f}, VAE {memory['autoencoder_gb']:.1f}, decoding {decode}",
+    )
+    yield (
+        "of these",
+        f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone, which README's table has; "
+        "the table below has whole videos: every part (activations and decoding take turns), with the plans of paper",
     )
 
 

@@ -80,6 +80,15 @@ def gpu_peak(name: str | None) -> float | None:
     return next((peak for known, peak in GPUS.items() if name and known.lower() in name.lower()), None)
 
 
+def what_was_saved(found: dict[str, Any]) -> str:
+    """What attention saved in a run, and from which dense calls that is known. found: a record's "measured"."""
+    saved = found["attention_seconds_saved"]
+    if saved is None:
+        return "what was saved is not known, since no dense call was timed"
+    by = {"run": "by the dense calls of this run", "sample": "by one dense call that was timed apart"}[found["attention_saved_against"]]
+    return f"dense attention would take about {abs(saved):.1f} s {'more' if saved >= 0 else 'less'}, {by}"
+
+
 def why_no_gain(record: dict[str, Any]) -> str | None:
     """One line for a record of `park generate` that saved nothing or little, with what to do; None where it gained."""
     found, asked = record["measured"], record["request"]

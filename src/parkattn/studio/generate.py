@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.checks import LARGEST_COUNT, expect_choice, shown
+from parkattn.checks import LARGEST_COUNT, did_you_mean, shown
 from parkattn.extras import package
 from parkattn.hosts.diffusers import Session, expect_layers
 from parkattn.methods import configured_method, make_method, method_entry
@@ -85,6 +85,8 @@ class Generation:
 
 
 Progress = Callable[[StepReport], None]
+Stage = Callable[[str], None]  # told what begins before the first step, in words for people
+READING, LOADING = "reading the model's files", "loading the model"
 
 
 def prepare(request: Request) -> tuple[Request, Path]:
@@ -113,10 +115,20 @@ def prepare(request: Request) -> tuple[Request, Path]:
     if request.guidance is not None and not (math.isfinite(request.guidance) and request.guidance >= 0):
         raise ValueError(f"guidance: expected a number from 0 on, got {request.guidance}; 1 is none, 3 to 6 are usual.")
     if request.preset is not None:
-        config = method_entry(request.method).config
-        expect_choice("preset", request.preset, [*config.PROFILES, *config.PRESETS])
+        expect_profile(request.method, request.preset)
     configured_method(request.method, request.preset, **request.changes)
     return dataclasses.replace(request, **filled), folder
+
+
+def expect_profile(method: str, name: str) -> None:
+    """name: what --profile (or --preset, another word for it) was given."""
+    config = method_entry(method).config
+    known = [*config.PROFILES, *sorted(config.PRESETS)]
+    if not known:
+        raise ValueError(f"profile: expected none, since {method} has no profiles, got {shown(name)}; leave out --profile.")
+    if name not in known:
+        advice = did_you_mean(name, known, "pick one of these.")
+        raise ValueError(f"profile: expected one of {', '.join(known)}, got {shown(name)}; {advice}")
 
 
 def understood(prompt: str, folder: Path) -> str:
@@ -180,8 +192,6 @@ def expect_settings_used(request: Request, methods: Sequence[str]) -> None:
         if name not in used and configured:
             configured_method(configured[0], **{name: value})  # says which names there are
             raise AssertionError(name)
-    if request.preset is not None and configured and all(for_method(request, method).preset is None for method in configured):
-        method_entry(configured[0]).config.named(request.preset)
 
 
 def config_for(request: Request, pipe: Any) -> MethodConfig:
@@ -207,6 +217,12 @@ def pipeline_for(request: Request, folder: Path) -> Any:
     if request.lora is not None:
         add_lora(pipe, request.lora, request.lora_hash)
     return pipe
+
+
+def first_stage(request: Request) -> str:
+    """What happens between a loaded model and the end of its first attention call."""
+    compiling = ", then compiling kernels for the first step" if request.device.startswith("cuda") else ""
+    return f"encoding the prompt{compiling}"
 
 
 def generate_frames(
@@ -272,17 +288,26 @@ def expect_finite_video(name: str, values: Any, step: int) -> None:
 
 
 def generate_video(
-    request: Request, out: Path, *, overwrite: bool = False, progress: Progress | None = None, say: Say = lambda line: None
+    request: Request,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    stage: Stage = lambda what: None,
+    say: Say = lambda line: None,
 ) -> tuple[dict[str, Any], bool]:
     """out and out.with_suffix(".json"); the record, and whether it was made now (False: it was there already)."""
     if out.suffix != ".mp4":
         raise ValueError(f"out: expected a file name ending in .mp4, got {out}; rename it.")
     video_library()
+    stage(READING)
     request, folder = prepare(request)
     cell, made = video_cell(request, out.name), []
 
     def make(making: Making) -> None:
+        stage(LOADING)
         pipe = pipeline_for(request, folder)
+        stage(first_stage(request))
         made.append(make_video(pipe, request, making, progress=progress))
 
     records = Store(out.parent, say).fill([cell], make, overwrite=overwrite)

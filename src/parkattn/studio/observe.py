@@ -149,6 +149,7 @@ def measured(observer: Observer, step_ends: list[float], total_steps: int) -> di
         "phase_steps": {phase: sum(row["phase"] == phase for row in steps) for phase in PHASES},
         "attention_seconds": {phase: sum(c.seconds for c in calls if c.stats.phase == phase) for phase in PHASES},
         "attention_seconds_saved": _saved(calls, observer.dense_sample),
+        "attention_saved_against": _saved_against(calls, observer.dense_sample),
         "measuring_seconds": sum(observer.measuring.values()),
     }
 
@@ -159,6 +160,13 @@ def _saved(calls: list[Call], dense_sample: float | None) -> float | None:
     if not dense and dense_sample is not None:
         dense = [dense_sample]
     return statistics.median(dense) * len(calls) - sum(call.seconds for call in calls) if dense else None
+
+
+def _saved_against(calls: list[Call], dense_sample: float | None) -> str | None:
+    """Which dense calls `_saved` is an estimate from: "run", "sample" (one that was timed apart), or None."""
+    if any(call.stats.phase == "dense" for call in calls):
+        return "run"
+    return None if dense_sample is None else "sample"
 
 
 def _step_row(step: int, calls: list[Call]) -> dict[str, Any]:

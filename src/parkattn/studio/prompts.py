@@ -18,7 +18,20 @@ import torch
 
 from parkattn.store import FINISHED, Cell, Making, Record, Say, Store
 from parkattn.studio import checkpoints
-from parkattn.studio.generate import Progress, Request, fit_to_pipeline, make_video, pipeline_for, prepare, understood, video_cell
+from parkattn.studio.generate import (
+    LOADING,
+    READING,
+    Progress,
+    Request,
+    Stage,
+    first_stage,
+    fit_to_pipeline,
+    make_video,
+    pipeline_for,
+    prepare,
+    understood,
+    video_cell,
+)
 from parkattn.studio.video import video_library
 
 FORMAT = "parkattn.prompts.1"
@@ -110,6 +123,7 @@ def generate_videos(
     overwrite: bool = False,
     progress: Callable[[Item, int, int], Progress | None] | None = None,
     finished: Callable[[Item, int, int, dict[str, Any]], None] | None = None,
+    stage: Stage = lambda what: None,
     say: Say = lambda line: None,
 ) -> Outcome:
     """This rank's videos and records in `out`, and the index once every rank's are there. request.prompt is not used.
@@ -121,6 +135,7 @@ def generate_videos(
     video_library()
     items = read_prompts(prompts)
     take_device(request.device, shard)
+    stage(READING)
     request, folder = prepare(replace(request, prompt=items[0].prompt))
     asked: dict[Item, Request] = {}
     lines: dict[str, int] = {}
@@ -143,6 +158,7 @@ def generate_videos(
     todo = {cells[item].name: item for item in mine if item not in done}
     made: list[Item] = []
     if todo:
+        stage(LOADING)
         pipe = pipeline_for(request, folder)
         expect_whole_prompts(request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts)
 
@@ -150,6 +166,8 @@ def generate_videos(
         item = todo[making.cell.name]
         made.append(item)
         follow = progress(item, len(made), len(todo)) if progress is not None else None
+        if len(made) == 1:
+            stage(first_stage(request))
         record = make_video(pipe, asked[item], making, progress=follow)
         if finished is not None:
             finished(item, len(made), len(todo), record)

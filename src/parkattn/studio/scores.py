@@ -19,11 +19,26 @@ CONCENTRATED = 0.25  # share of a frame's squared error in one ninth of it, from
 QUALITIES = ("psnr", "ssim", "lpips")
 
 
+def variant_name(method: str, profile: str | None) -> str:
+    """What files and rows of a method are called, with the profile or preset that was asked for."""
+    return method if profile is None else f"{method}-{profile}"
+
+
+def variant_label(method: str, profile: str | None) -> str:
+    """The same for people."""
+    title = "PARK" if method == "park" else method
+    return title if profile is None else f"{title}, {profile}"
+
+
 def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames) -> dict[str, Any]:
     """One method against the reference. frames, wanted: raw frames of both."""
     found, base = record["measured"], reference["measured"]
+    method, profile = record["resolved"]["method"], record["resolved"]["preset"]
     row: dict[str, Any] = {
-        "method": record["resolved"]["method"],
+        "name": variant_name(method, profile),
+        "label": variant_label(method, profile),
+        "method": method,
+        "profile": profile,
         "config": record["resolved"]["config"],
         "command": record["command"],
     }
@@ -55,7 +70,7 @@ def worst_frame(psnr: list[float], frames: Frames, wanted: Frames) -> dict[str, 
 
 def verdict(row: dict[str, Any], fps: int, rough: bool) -> str:
     """Speed and the worst frame in one line. rough: the times cannot be trusted."""
-    name, count = "PARK" if row["method"] == "park" else row["method"], len(row["psnr"]["per_frame"])
+    name, count = row["label"], len(row["psnr"]["per_frame"])
     if row["speedup"] is None:
         speed = "speed not comparable (made on another machine)"
     else:
@@ -88,7 +103,7 @@ def _over(rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> dict[
     def denoise(of: list[dict[str, Any]]) -> float:
         return sum(row["seconds"]["denoise"] for row in of)
 
-    whole: dict[str, Any] = {"method": rows[0]["method"], "config": rows[0]["config"], "cases": len(rows)}
+    whole: dict[str, Any] = {name: rows[0][name] for name in ("name", "label", "method", "profile", "config")} | {"cases": len(rows)}
     for name in QUALITIES:
         known = [row[name] for row in rows if row[name] is not None]
         furthest = max if name == "lpips" else min
@@ -110,6 +125,7 @@ def flat_line(row: dict[str, Any]) -> dict[str, Any]:
     recall = row["recall"] or {}
     line = {
         "method": row["method"],
+        "profile": row["profile"] or "",
         "psnr_db": row["psnr"]["mean"],
         "psnr_worst_frame_db": row["psnr"]["worst"],
         "ssim": row["ssim"]["mean"],
@@ -133,6 +149,7 @@ def head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "method": row["method"],
+            "profile": row["profile"] or "",
             "layer": layer,
             "head": head,
             "density": value,

@@ -33,14 +33,19 @@ def timing_warning(rows: list[dict[str, Any]]) -> str | None:
     """One sentence to stand beside the speed-ups, or None. rows: of a comparison, the reference first."""
     if not any(row["speedup"] is not None for row in rows[1:]):
         return None
-    spread, whose = max((row["steadiness"]["step_spread"] or 0.0, row["method"]) for row in rows)
-    apart, other = max((row["steadiness"]["dense_apart"] or 0.0, row["method"]) for row in rows)
+    spread, whose = max((row["steadiness"]["step_spread"] or 0.0, _title(row)) for row in rows)
+    apart, other = max((row["steadiness"]["dense_apart"] or 0.0, _title(row)) for row in rows)
     if max(spread, apart) <= UNSTEADY:
         return None
     if spread >= apart:
         found = f"in the run of {whose}, steps of equal work differed by {spread:.0%} on average"
     else:
-        found = f"dense steps in the run of {other} and in that of {rows[0]['method']} differed by {apart:.0%}"
+        found = f"dense steps in the run of {other} and in that of {_title(rows[0])} differed by {apart:.0%}"
     return (
         f"The speed-up is rough, because timing was unsteady ({found}): to measure it well, run again on a quiet machine with --overwrite."
     )
+
+
+def _title(row: dict[str, Any]) -> str:
+    """Rows that were recorded before there were labels have none."""
+    return row.get("label", row["method"])

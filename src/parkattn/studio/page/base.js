@@ -3,7 +3,9 @@
 const data = JSON.parse(document.getElementById("data").textContent),
   settings = data.settings,
   cases = data.cases;
-const names = cases[0].methods.map((m) => m.method),
+const names = cases[0].methods.map((m) => m.name),
+  titles = Object.fromEntries(cases[0].methods.map((m) => [m.name, m.label])),
+  titled = (name) => titles[name],
   $ = (id) => document.getElementById(id),
   each = (selector) => [...document.querySelectorAll(selector)];
 const PALETTE = ["#8a93a6", "#7c5cff", "#e8912d", "#1fa97c", "#e2557b", "#2f8fdd", "#b0a000", "#9c6b4e"];
@@ -61,7 +63,7 @@ $("theme").onclick = () => {
 };
 
 /* one setting each: its first value, and how a word of the address becomes one (undefined: not one of its values) */
-const main = names.includes("park") ? "park" : names[names.length - 1];
+const main = (cases[0].methods.find((m) => m.method === "park") || cases[0].methods[names.length - 1]).name;
 const choice = (values) => (word) => values.find((value) => String(value) === word);
 const number = (low, high) => (word) => (word !== "" && isFinite(word) ? clamp(+word, low, high) : undefined);
 const SETTINGS = {
@@ -118,5 +120,5 @@ function when(wanted, tell) {
 Object.assign(state, readAddress());
 addEventListener("hashchange", () => set(readAddress()));
 const current = () => cases[state.case],
-  rowOf = (name) => current().methods.find((m) => m.method === name);
+  rowOf = (name) => current().methods.find((m) => m.name === name);
 const compared = () => (state.b !== "dense" ? state.b : state.a);

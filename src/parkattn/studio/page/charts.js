@@ -25,7 +25,7 @@ function showCurve() {
       shape("polyline", {
         points: m.psnr.per_frame.map((y, x) => px(x) + "," + py(y)).join(" "),
         fill: "none",
-        stroke: colour(m.method),
+        stroke: colour(m.name),
         "stroke-width": m === shownRow ? 2.5 : 1.2,
         "vector-effect": "non-scaling-stroke",
         "stroke-linejoin": "round",
@@ -50,7 +50,7 @@ function showCurve() {
       place = (100 * (frame + 0.5)) / frames,
       point = make("i"),
       worst = make("span", { class: "worst" }, `worst, ${decibel(shownRow.worst_frame.psnr)}`);
-    point.style.background = colour(shownRow.method);
+    point.style.background = colour(shownRow.name);
     point.style.left = place + "%";
     point.style.top = `calc(6px + (100% - 12px) * ${py(shownRow.psnr.per_frame[frame]) / 100})`;
     worst.style.left = clamp(place, 24, 84) + "%";
@@ -99,7 +99,7 @@ function chart(title, key, show, top) {
   const points = (m) =>
     m.method === "dense" && key !== "seconds" ? [] : m.steps.map((s) => [s.step, s[key], s.phase]);
   const series = current()
-    .methods.map((m) => ({ name: m.method, points: points(m).filter((p) => p[1] != null && isFinite(p[1])) }))
+    .methods.map((m) => ({ name: m.name, points: points(m).filter((p) => p[1] != null && isFinite(p[1])) }))
     .filter((s) => s.points.length);
   if (!series.length) return [];
   const all = series.flatMap((s) => s.points),
@@ -125,7 +125,7 @@ function chart(title, key, show, top) {
       title +
       " by step: " +
       series
-        .map((s) => `${s.name} from ${show(s.points[0][1])} to ${show(s.points[s.points.length - 1][1])}`)
+        .map((s) => `${titled(s.name)} from ${show(s.points[0][1])} to ${show(s.points[s.points.length - 1][1])}`)
         .join(", "),
   });
   for (const y of ticks)
@@ -148,7 +148,8 @@ function chart(title, key, show, top) {
       }),
     );
     for (const p of s.points)
-      if (p[2] === "refresh") svg.append(shape("circle", { cx: px(p[0]), cy: py(p[1]), r: 3.6, fill: colour(s.name) }));
+      if (p[2] === "refresh" || p[2] === "anchor")
+        svg.append(shape("circle", { cx: px(p[0]), cy: py(p[1]), r: 3.6, fill: colour(s.name) }));
   }
   const cursor = shape("line", {
       y1: T,
@@ -171,7 +172,7 @@ function chart(title, key, show, top) {
       make("b", {}, "step " + (x + 1)),
       ...series.map((s) => {
         const p = s.points.find((q) => q[0] === x);
-        return make("div", {}, dot(s.name), s.name + "  " + (p ? show(p[1]) + (p[2] ? " · " + p[2] : "") : "–"));
+        return make("div", {}, dot(s.name), titled(s.name) + "  " + (p ? show(p[1]) + (p[2] ? " · " + p[2] : "") : "–"));
       }),
     );
     tip.style.left = event.clientX - box.left > box.width / 2 ? "58px" : "auto";
@@ -215,7 +216,7 @@ function oneMap(m, low, high) {
   const known = grid.flat().filter((v) => v != null),
     mean = known.reduce((s, v) => s + v, 0) / known.length;
   const ends = [Math.min(...known), Math.max(...known)].map((v) => v.toFixed(2)).join(" to ");
-  const about = `${state.heat} of ${m.method} by layer and ${state.axis}: mean ${mean.toFixed(2)}, from ${ends}`;
+  const about = `${state.heat} of ${m.label} by layer and ${state.axis}: mean ${mean.toFixed(2)}, from ${ends}`;
   const left = 12 + 7 * Math.max(...grid.map((_, row) => layerName(m, row).length)),
     width = cw * count + left + 4;
   const svg = shape("svg", {
@@ -261,7 +262,7 @@ function oneMap(m, low, high) {
       }
     });
   });
-  return make("div", { class: "card heat" }, make("h3", {}, dot(m.method), m.method), svg);
+  return make("div", { class: "card heat" }, make("h3", {}, dot(m.name), m.label), svg);
 }
 function showMaps() {
   for (const kind of ["heat", "axis"])

@@ -1,6 +1,7 @@
 /* words and figures of the case in view, the gallery, copying and downloads; then everything starts */
-const titled = (name) => (name === "park" ? "PARK" : name);
-$("title").textContent = main === "dense" ? "Dense attention" : titled(main) + " against dense attention";
+const profilesOfPark = cases[0].methods.filter((m) => m.method === "park").length;
+$("title").textContent =
+  main === "dense" ? "Dense attention" : (profilesOfPark > 1 ? "PARK" : titled(main)) + " against dense attention";
 document.title = $("title").textContent;
 function showWords() {
   const row = rowOf(compared());
@@ -26,16 +27,16 @@ function showWords() {
   $("figures").replaceChildren(
     ...figures.map(([value, name]) => make("div", { class: "card" }, make("b", {}, value), make("small", {}, name))),
   );
-  $("copy-method").textContent = `Copy command for ${state.b}`;
+  $("copy-method").textContent = `Copy command for ${titled(state.b)}`;
   const link = $("save-video");
-  link.textContent = `Download ${state.b} (mp4)`;
+  link.textContent = `Download ${titled(state.b)} (mp4)`;
   link.download = current().videos[state.b];
   link.href = sources[names.indexOf(state.b)] || "#";
 }
 
 /* tables */
 const COLUMNS = [
-  ["method", (m) => m.method],
+  ["method", (m) => m.label],
   ["PSNR dB", (m) => (isEqual(m) ? "equal" : fixed(m.psnr.mean, 2)), (m) => m.psnr.mean],
   ["speed-up", (m) => times(m.speedup, current().timing_warning), (m) => m.speedup],
   ["worst frame", (m) => (isEqual(m) ? "equal" : fixed(m.psnr.worst, 2)), (m) => m.psnr.worst],
@@ -50,13 +51,16 @@ const COLUMNS = [
   ["worst head", (m) => fixed(m.recall && m.recall.worst, 3), (m) => m.recall && m.recall.worst],
   ["denoise s", (m) => fixed(m.seconds.denoise, 1), (m) => -m.seconds.denoise],
   ["dense s", (m) => fixed(m.phase_seconds.dense, 1)],
+  ...(cases[0].methods.some((m) => m.phase_seconds.anchor)
+    ? [["anchor s", (m) => fixed(m.phase_seconds.anchor, 1)]]
+    : []),
   ["refresh s", (m) => fixed(m.phase_seconds.refresh, 1)],
   ["reuse s", (m) => fixed(m.phase_seconds.reuse, 1)],
   ["attention s", (m) => fixed(m.seconds.attention, 1)],
   ["decode s", (m) => fixed(m.seconds.decode, 1)],
 ];
 const OVERALL = [
-  ["method", (m) => m.method],
+  ["method", (m) => m.label],
   ["PSNR dB, mean", (m) => (m.psnr.mean >= 100 ? "equal" : fixed(m.psnr.mean, 2)), (m) => m.psnr.mean],
   ["speed-up", (m) => times(m.speedup, data.timing_warning), (m) => m.speedup],
   ["worst frame of all", (m) => (m.psnr.worst >= 100 ? "equal" : fixed(m.psnr.worst, 2)), (m) => m.psnr.worst],
@@ -81,7 +85,7 @@ function showTable(table, columns, rows) {
           "tr",
           {},
           ...columns.map(([, show, rank], i) => {
-            if (i === 0) return make("th", { scope: "row" }, dot(m.method), show(m));
+            if (i === 0) return make("th", { scope: "row" }, dot(m.name), show(m));
             return make("td", rank && m.method !== "dense" && rank(m) === best[i] ? { class: "best" } : {}, show(m));
           }),
         ),
@@ -103,10 +107,10 @@ if (cases.length > 1) {
   $("case-back").onclick = () => turn(-1);
   $("case-forward").onclick = () => turn(1);
   $("gallery-told").textContent =
-    `${cases.length} prompts and seeds; the figures are those of ${main}. Choose one to look at it above.`;
+    `${cases.length} prompts and seeds; the figures are those of ${titled(main)}. Choose one to look at it above.`;
   $("gallery").append(
     ...cases.map((c, i) => {
-      const m = c.methods.find((x) => x.method === main),
+      const m = c.methods.find((x) => x.name === main),
         picture = make("img", { alt: "", src: data.stills[i] || "data:," });
       const button = make(
         "button",
@@ -146,7 +150,7 @@ function save(blob, name) {
   $("told").textContent = name + " saved.";
 }
 $("copy-compare").onclick = () => copy(data.command, "Command of the comparison");
-$("copy-method").onclick = () => copy(rowOf(state.b).command, `Command of ${state.b}`);
+$("copy-method").onclick = () => copy(rowOf(state.b).command, `Command of ${titled(state.b)}`);
 $("copy-link").onclick = () => {
   const link = location.href.split("#")[0] + (address().startsWith("#") ? address() : "");
   copy(link, "Link");
@@ -169,14 +173,14 @@ function showCase() {
   showMaps();
 }
 $("legend").append(
-  ...names.map((name) => make("span", {}, dot(name), name)),
+  ...names.map((name) => make("span", {}, dot(name), titled(name))),
   make("span", { class: "soft" }, "● blocks chosen anew"),
 );
 const record = {
   settings,
   command: data.command,
   lpips: data.lpips,
-  configs: Object.fromEntries(cases[0].methods.map((m) => [m.method, m.config])),
+  configs: Object.fromEntries(cases[0].methods.map((m) => [m.name, m.config])),
   environment: data.environment,
 };
 $("record").textContent = data.protocol + "\n\n" + JSON.stringify(record, null, 1);

@@ -74,16 +74,16 @@ function showTags() {
     ? `luma difference × ${+state.gain.toFixed(1)}: white from ${(255 / state.gain).toFixed(0)} of 255 levels on`
     : blink
       ? blinked
-        ? state.b
-        : state.a
-      : state.a;
+        ? titled(state.b)
+        : titled(state.a)
+      : titled(state.a);
   $("tag-a").style.maxWidth = heat ? "90%" : "";
   $("tag-b").hidden = heat || blink;
-  $("tag-b").textContent = state.b;
+  $("tag-b").textContent = titled(state.b);
   const what = {
-    wipe: `${state.a} left of the line, ${state.b} right of it`,
-    blink: `${state.a} and ${state.b} in turn`,
-    heat: `luma difference of ${state.a} and ${state.b}`,
+    wipe: `${titled(state.a)} left of the line, ${titled(state.b)} right of it`,
+    blink: `${titled(state.a)} and ${titled(state.b)} in turn`,
+    heat: `luma difference of ${titled(state.a)} and ${titled(state.b)}`,
   };
   canvas.setAttribute("aria-label", what[state.mode]);
 }
@@ -118,7 +118,7 @@ function showView() {
 }
 when("a b mode split every gain zoom x y case", showView);
 for (const id of ["a", "b"]) {
-  $(id).append(...names.map((name) => make("option", {}, name)));
+  $(id).append(...names.map((name) => make("option", { value: name }, titled(name))));
   $(id).onchange = () => set({ [id]: $(id).value });
 }
 each("[data-mode]").forEach((button) => {

@@ -15,8 +15,8 @@ function loadVideos() {
   sources = [];
   $("players").replaceChildren();
   videos = current().methods.map((m) => {
-    const bytes = Uint8Array.from(atob(held[m.method]), (c) => c.charCodeAt(0));
-    const video = make("video", { playsinline: "", preload: "auto", "aria-label": "video of " + m.method });
+    const bytes = Uint8Array.from(atob(held[m.name]), (c) => c.charCodeAt(0));
+    const video = make("video", { playsinline: "", preload: "auto", "aria-label": "video of " + m.label });
     sources.push(URL.createObjectURL(new Blob([bytes], { type: "video/mp4" })));
     video.muted = true;
     video.src = sources[sources.length - 1];
@@ -31,7 +31,7 @@ function loadVideos() {
         "figure",
         { class: "card" },
         video,
-        make("figcaption", {}, make("b", {}, dot(m.method), m.method), make("span", {}, facts)),
+        make("figcaption", {}, make("b", {}, dot(m.name), m.label), make("span", {}, facts)),
       ),
     );
     return video;
