@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parkattn import METHODS, CallSite, PlannedMethod, make_method, methods
-from parkattn.bench.frontier import read_records, tabulate
+from parkattn.bench.frontier import changed_since, read_records, tabulate
 from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
@@ -123,11 +123,7 @@ def _profiles() -> str:
     for row in sorted(
         tabulate(records), key=lambda row: (-_tokens(row), -row["steps"], row["guidance"], order.index(row["setting"]))
     ):
-        recorded = next(record["config"] for record in records if record["setting"] == row["setting"])
-        now = config.profile(row["setting"]).to_dict()
-        set_by_profiles = sorted({field for changes in config.PROFILES.values() for field in changes})
-        other = {field: recorded.get(field) for field in set_by_profiles if recorded.get(field) != now[field]}
-        other = {field: value for field, value in other.items() if field in recorded or now[field] not in (None, False)}
+        other = changed_since(row["config"], row["setting"])
         measured.append(
             f"| {_tokens(row):,} | {row['steps']} | {row['guidance']:g} | {row['setting']} | {row['runs']} | {row['cost']:.1%} "
             f"| {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"

@@ -18,6 +18,7 @@ from parkattn.attend import dense_attention
 from parkattn.backend import ReferenceBackend
 from parkattn.experiments.captures import Selection, capture_calls
 from parkattn.methods import configured_method
+from parkattn.park import ParkConfig
 from parkattn.planned import make_plan
 from parkattn.record import environment
 from parkattn.residual import factor
@@ -32,8 +33,8 @@ ASKED = {
     "width": 192,
     "guidance": 1.0,
 }
-LAYERS, RANK, TOP_P, REACH = (1, 3, 5), 12, 0.5, 12  # REACH: steps after an anchor that are measured
-SPREADS = {"signal below a hundredth counts as a hundredth": (0, 3, 6, 12, 21, 31, 39)}
+LAYERS, RANK, REACH = (1, 3, 5), 12, 12  # REACH: steps after an anchor that are measured
+TOP_P = ParkConfig.PROFILES["fast"]["top_p"]
 Errors = dict[tuple[int, int], float]
 
 
@@ -119,9 +120,17 @@ def main() -> None:
         grown = errors[first, first + 4] ** 2 - errors[first, first + 1] ** 2
         passed = reached[first + 4] - reached[first + 1]
         print(f"{first:6}  {'  '.join(after)}   {grown / 3:.4f}  {grown / passed:.3f}")
-    spreads = {f"equal distances, {count}": anchor_steps(count, steps, levels) for count in (7, 8)} | SPREADS
-    for name, anchors in (spreads | {"least, 7": least_left(errors, 7, steps)}).items():
-        print(f"sum of e^2 {left_by(errors, anchors, steps):.2f}: {', '.join(map(str, anchors))} ({name})")
+    visible = tuple(min(level, 0.99) for level in levels)
+    print("| anchors | at | sum of e^2 |\n|---|---|---|")
+    for count in (6, 7, 8, 12):
+        spreads = {
+            "equal distances": anchor_steps(count, steps, levels),
+            "signal below a hundredth counts as a hundredth": anchor_steps(count, steps, visible),
+            "least sum, by dynamic programming": least_left(errors, count, steps),
+        }
+        for name, anchors in spreads.items():
+            places = ", ".join(map(str, anchors))
+            print(f"| {count}, {name} | {places} | {left_by(errors, anchors, steps):.2f} |")
 
 
 if __name__ == "__main__":

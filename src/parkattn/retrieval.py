@@ -18,6 +18,7 @@ over a flat row stops growing and everything is kept.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -176,8 +177,16 @@ def select_top_k(importance: Tensor, ratio: float, *, sizes: Tensor | None = Non
     """Keep the ceil(ratio * non-empty blocks) most important blocks, at least one."""
     expect_fraction("ratio", ratio, zero=False)
     occupied = _occupied(importance, sizes)
-    ranked, order = _rank(importance, occupied)
-    return _unrank(_first(ranked, _share(occupied, ratio)), order, occupied, importance)
+    count = _share(occupied, ratio).int()
+    # a row of NaN keeps its first blocks, as a sort would have it
+    weights = importance.float().masked_fill(~occupied, -1.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # the least weight that is kept; no more blocks than this are kept in any head, and no sort of whole rows is needed
+    best = weights.topk(math.ceil(max(weights.shape[-1] * ratio - 1e-9, 1)), dim=-1).values
+    least = best.gather(-1, (count - 1).long().expand(*best.shape[:-1], 1))
+    above, equal = weights > least, weights == least
+    # of equal weights the first
+    keep = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True, dtype=torch.int32)))
+    return _kept(keep, occupied, importance)
 
 
 def select_shared(importance: Tensor, p: float, *, sizes: Tensor, floor: float = 0.0, spread: Tensor | None = None) -> Tensor:

@@ -163,8 +163,17 @@ def tabulate(records: Iterable[Mapping[str, Any]], baseline: str = "paper") -> l
             "gain_db": statistics.fmean(r["psnr"] - b["psnr"] for r, b in shared) if shared else None,
             "relative_cost": statistics.fmean(r["cost"] / b["cost"] for r, b in shared) if shared else None,
             "seconds": statistics.fmean(r["seconds"] for r in found.values()),
+            "config": list(found.values())[-1].get("config", {}),
         })  # fmt: skip
     return rows
+
+
+def changed_since(recorded: Mapping[str, Any], profile: str) -> dict[str, Any]:
+    """Of the fields that profiles set, those with another value in the config of a record than the profile has now."""
+    now, default = ParkConfig.profile(profile).to_dict(), ParkConfig().to_dict()  # a field that is younger was at its default
+    fields = sorted({field for changes in ParkConfig.PROFILES.values() for field in changes})
+    then = {field: recorded.get(field, default[field]) for field in fields}
+    return {field: value for field, value in then.items() if value != now[field]}
 
 
 def interval(values: Sequence[float]) -> float | None:
