@@ -15,9 +15,22 @@ import time
 import pytest
 import torch
 
+from parkattn.attend import attend
 from parkattn.bench import scaling
-from parkattn.bench.problems import Shape
+from parkattn.bench.problems import Shape, random_plan, rows, tiled_plan
 from parkattn.kernels import importance_tilelang
+
+
+def test_tiles_of_a_plan_keep_what_their_block_keeps_or_as_much_each_their_own():
+    shape, device = Shape(2, 200, 4, 16, 32), torch.device("cpu")
+    plan = random_plan(shape, 0.3, device, empty=True)
+    q, k, v = rows(shape, device, torch.float32)
+    tiles, apart = (tiled_plan(plan, 16, apart=each) for each in (False, True))
+    assert tiles.mask.shape[2] == 200 // 16 + 4
+    torch.testing.assert_close(tiles.density(), plan.density())
+    outs = [attend(q, k, v, each.queries, each.keys, each.mask) for each in (plan, tiles)]
+    torch.testing.assert_close(*outs)
+    assert torch.equal(apart.mask.sum(-1), tiles.mask.sum(-1)) and not torch.equal(apart.mask, tiles.mask)
 
 
 def points(over: str, part: str, law) -> list[dict]:

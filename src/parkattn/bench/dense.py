@@ -1,4 +1,4 @@
-"""Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual.
+"""Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, what the residual and tiles cost.
 
 Everything is timed twice, the second time in reverse order. The bars: a dense call takes at most 0.88 of cuDNN's time,
 adding the residual at most 3 % of a reuse call.
@@ -17,15 +17,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from parkattn.attend import dense_attention
 from parkattn.backend.triton import TritonBackend, triton_backend
 from parkattn.bench.attend import dense_calls
-from parkattn.bench.problems import HUNYUAN, TINY, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
+from parkattn.bench.problems import HUNYUAN, TINY, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, tiled_plan, verdict
 from parkattn.bench.timing import Call, extra_mb, free_memory, steady_ms
 from parkattn.park import ParkConfig
 from parkattn.planned import sampled_error
 from parkattn.residual import factor
-from parkattn.reuse import AdaptiveSchedule, History
-from parkattn.site import CallSite
+from parkattn.reuse import AdaptiveSchedule, History, PlanStore
+from parkattn.site import CallSite, SiteKey
 
-RANK = ParkConfig.profile("fast").residual_rank
+RANK, QUERY_TILE = ParkConfig.profile("fast").residual_rank, ParkConfig.PROFILES["fast"]["query_tile"]
+HERE = SiteKey("transformer", 0, "")
 DENSITY = 0.10
 RUN_STEPS = 50
 DENSE_BAR, RESIDUAL_BAR = 0.88, 0.03
@@ -150,10 +151,20 @@ def measure(
     reuse = "reuse, compensated"
     calls[reuse] = partial(ours.attend, q, k, v, plan, scale=None, compensate=True)
     calls["add residual"] = partial(ours.add_residual, torch.empty_like(q), kept)
+    beside = {"add residual": reuse}
+    tiled = {"tiles": tiled_plan(plan, QUERY_TILE, apart=False), "tiles apart": tiled_plan(plan, QUERY_TILE, apart=True)}
+    for name, other in tiled.items():
+        calls[f"{reuse}, {name}"] = partial(ours.attend, q, k, v, other, scale=None, compensate=True)
+        beside[f"{reuse}, {name}"] = reuse
+    for name, other in {"blocks": plan, "tiles": tiled["tiles"]}.items():
+        held = PlanStore()
+        held.put(HERE, other, 0)
+        calls[f"{name} out of the store"] = partial(held.get, HERE, ours.arrange)
+        beside[f"{name} out of the store"] = reuse
     flops = dict.fromkeys((*dense_calls(q, k, v), "ours", "ours, rows of a head together", "anchor, compensated"), 1.0)
     case = "tiny" if rehearse else "wan2.1-14b"
-    yield from _timed(case, shape, calls, flops, repeats, {"add residual": reuse}, kept.nbytes)
-    del q, k, v, together, calls, residual, kept, plan
+    yield from _timed(case, shape, calls, flops, repeats, beside, kept.nbytes)
+    del q, k, v, together, calls, residual, kept, plan, tiled, held
     free_memory()
 
     shape = TINY if rehearse else HUNYUAN._replace(tokens=HUNYUAN.tokens + 256)

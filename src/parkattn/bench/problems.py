@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
-from parkattn.plan import Blocks, Plan
+from parkattn.plan import Blocks, Plan, cut_blocks
 
 
 class Shape(NamedTuple):
@@ -95,6 +96,18 @@ def random_plan(
     mask = torch.rand(1, h, shape.query_blocks, shape.key_blocks, generator=g) < density
     mask[..., -1] |= ~mask.any(-1)
     return Plan(queries, keys, mask.to(device), shape.query_blocks, shape.key_blocks, False, torch.ones(1, h, device=device))
+
+
+def tiled_plan(plan: Plan, size: int, *, apart: bool) -> Plan:
+    """The plan with query blocks in tiles, which keep what their block keeps or, with `apart`, as many others, each its own."""
+    queries, block = cut_blocks(plan.queries, plan.query_clusters, size)
+    tiles, kb = block.shape[-1], plan.mask.shape[-1]
+    kept = plan.mask.gather(2, block.long().unsqueeze(-1).expand(-1, -1, -1, kb))
+    if apart:
+        # a stride that has no factor in common with the number of blocks, which is a power of two in the paper
+        turned = (torch.arange(kb, device=kept.device) + 37 * torch.arange(tiles, device=kept.device).unsqueeze(-1)) % kb
+        kept = kept.gather(-1, turned.expand_as(kept))
+    return dataclasses.replace(plan, queries=queries, mask=kept, query_clusters=tiles)
 
 
 def rows(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
