@@ -139,7 +139,7 @@ def test_with_every_block_kept_a_profile_is_stock_and_without_it_keeps_its_sched
     first, report = run(pipe, steps=STEPS), summary(pipe)
     assert {phase: count for phase, count in report.calls.items() if count} == follow(seen, config)
     assert min(report.calls[phase] for phase in ("anchor", "refresh", "reuse")) > 0
-    assert bool(first.isfinite().all()) and (first - stock).abs().max().item() > rounding
+    assert bool(first.isfinite().all()) and report.density < 1 and not torch.equal(first, stock)
     ran = {site.step for site, _ in seen if site.layer == 1}
     assert (len(ran) < STEPS) == (name in CACHES), "a cache must skip something for this test to say anything"
     assert not fuse or set(report.fused) == {"yes, as asked"}

@@ -60,14 +60,21 @@ def activations_gb(size: ModelSize, tokens: int, copies: dict[str, float]) -> fl
 
 
 def state_gb(config: ParkConfig, size: ModelSize, tokens: int) -> float:
-    """What `PlanStore` holds for all layers and passes: labels, a bit per pair of blocks, the residual."""
+    """What `PlanStore` holds for all layers and passes: labels, a bit per pair of blocks, the residual.
+
+    Passes may share their plans; residuals they do not.
+    """
     n = tokens if size.cross_attention else tokens + size.text
+    queries, keys = config.counts(tokens, tokens)[:2]
+    tiles = 0 if config.query_tile is None else n // config.query_tile + queries
     # a block for text and one for padding
-    queries, keys = (count + 2 for count in config.counts(tokens, tokens)[:2])
+    queries, keys = (tiles or queries) + 2, keys + 2
     labels = n * sum(1 if blocks <= 256 else 2 for blocks in (queries, keys))
+    plan = labels + queries * keys / 8 + 4 * tiles
     rank = config.rank_for(tokens)
     residual = rank * (n + 4 + 4 * size.head_dim)
-    return size.layers * size.heads * size.passes * (labels + queries * keys / 8 + residual) / 1e9
+    plans = 1 if config.share_branches else size.passes
+    return size.layers * size.heads * (plans * plan + size.passes * residual) / 1e9
 
 
 def decode_gb(size: ModelSize, frames: int, height: int, width: int) -> float | None:
