@@ -1,11 +1,12 @@
-"""One threshold over rows, heads and layers: which blocks it keeps, and what weighs them."""
+"""Which blocks top-k keeps, and one threshold over rows, heads and layers: which blocks it keeps, and what weighs them."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from parkattn.retrieval import pama, score_spread, select_shared, select_top_p
+from parkattn.retrieval import pama, score_spread, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
 from strategies import normal
 
@@ -96,3 +97,22 @@ def test_what_a_stand_in_gets_wrong_vanishes_with_the_spread():
     importance = pama(q, k, torch.zeros(1, 1, 6, dtype=torch.int32), 1, labels, 4)
     kept = select_shared(importance, 0.9, sizes=torch.full((1, 1, 4), 2), spread=torch.zeros(1, 1))
     assert int(kept.sum()) == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_top_k_is_the_first_of_a_stable_sort_with_ties_nan_and_empty_blocks(seed):
+    random = torch.Generator().manual_seed(seed)
+    importance = torch.rand(2, 2, 4, 23, generator=random)
+    if seed % 2:
+        importance = (4 * importance).round() / 4  # many equal weights
+    importance[0, 0, 0] = torch.nan
+    importance[0, 1, 1, 5] = torch.nan
+    sizes = torch.randint(0, 3, (2, 2, 23), generator=random)
+    for ratio in (0.01, 0.1, 1 / 3, 0.5, 0.999, 1.0):
+        kept = select_top_k(importance, ratio, sizes=sizes)
+        for head in range(4):
+            weights, occupied = importance.flatten(0, 1)[head], (sizes.flatten(0, 1)[head] > 0).nonzero().flatten().tolist()
+            count = max(1, math.ceil(len(occupied) * ratio - 1e-9))
+            for row, found in zip(weights.tolist(), kept.flatten(0, 1)[head], strict=True):
+                ranked = sorted(occupied, key=lambda block: (-math.inf if math.isnan(row[block]) else -row[block], block))
+                assert found.nonzero().flatten().tolist() == sorted(ranked[:count])
