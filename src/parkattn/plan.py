@@ -129,10 +129,10 @@ class Plan:
 
     def density(self) -> Tensor:
         """[b h]: token pairs computed / token pairs dense attention computes (padding keys count in neither)."""
-        rows, columns = self.queries.sizes.double(), self.keys.sizes.double()
-        computed = (rows.unsqueeze(-2) @ self.mask.double() @ columns.unsqueeze(-1)).flatten(-2).squeeze(-1)
+        rows, columns = self.queries.sizes, self.keys.sizes
+        computed = (torch.where(self.mask, columns.unsqueeze(-2), 0).sum(-1) * rows).sum(-1)  # int64, exact
         attendable = columns[..., :-1] if self.padding else columns
-        return (computed / (rows.sum(-1) * attendable.sum(-1))).float()
+        return (computed.double() / (rows.sum(-1) * attendable.sum(-1))).float()
 
     def compensable(self) -> Tensor:
         """[b h kb] bool: key blocks that may contribute through their centroid where they are skipped."""

@@ -93,13 +93,13 @@ class PlannedMethod:
         phase, held = self._usable(phase, *asked, backend)
         if phase.name == "anchor":
             return self._anchor(phase, q, k, v, site, backend, held)
-        residual = None
+        residual = density = None
         if phase.name == "refresh" or held is None:
             made = self._plan(*asked, backend, held, self.between if self.config.anchors is not None else self.planner)
             self._keep(made, site)
             plan = for_batch(made.plan, q)
         else:
-            plan, residual = for_batch(held.plan, q), held.residual
+            plan, residual, density = for_batch(held.plan, q), held.residual, held.density
         out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
         if residual is not None:
             out = backend.add_residual(out, residual)
@@ -108,7 +108,8 @@ class PlannedMethod:
             error = sampled_error(q, k, v, out, self.config.guard_rows, scale=site.scale, key_valid=site.key_valid)
             if isinstance(self.schedule, Watching):
                 self.schedule.observe(site, error)
-        stats = AttentionStats(phase.name, phase.reason, plan.density(), plan.estimated_mass, backend.reason, plan, error)
+        density = plan.density() if density is None else density.repeat(q.shape[0] // density.shape[0], 1)
+        stats = AttentionStats(phase.name, phase.reason, density, plan.estimated_mass, backend.reason, plan, error)
         return AttentionOutput(out, stats)
 
     def _anchor(

@@ -197,6 +197,7 @@ class HeldPlan(NamedTuple):
     text: slice | None  # the span it was built with
     grid: tuple[int, int, int] | None = None  # and the video's
     residual: LowRank | None = None  # what this plan's sparse output missed at that step
+    density: Tensor | None = None  # of the plan, [b h]; None where padding has changed since
 
 
 class _Entry(NamedTuple):
@@ -226,7 +227,7 @@ class PlanStore:
         packed = held.packed
         if packed.padding and key_valid is not None and key_valid.shape == packed.keys.labels.shape[::2]:
             packed = packed.repadded(key_valid)
-        return HeldPlan(packed.unpack(arrange), held.step, held.text, held.grid, held.residual)
+        return HeldPlan(packed.unpack(arrange), held.step, held.text, held.grid, held.residual, packed.density)
 
     def put(
         self,
@@ -298,6 +299,7 @@ class _PackedPlan(NamedTuple):
     estimated_mass: Tensor | None
     bias: Tensor | None
     memory: Mapping[str, Tensor]
+    density: Tensor | None
     nbytes: int
 
     @classmethod
@@ -306,7 +308,7 @@ class _PackedPlan(NamedTuple):
         held = (queries.labels, keys.labels, bits, plan.bias, *plan.memory.values())
         nbytes = sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
         counts = plan.mask.shape, plan.query_clusters, plan.key_clusters, plan.padding
-        return cls(queries, keys, bits, *counts, plan.estimated_mass, plan.bias, plan.memory, nbytes)
+        return cls(queries, keys, bits, *counts, plan.estimated_mass, plan.bias, plan.memory, plan.density(), nbytes)
 
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
         mask = unpack_bits(self.bits, self.mask_shape)
@@ -320,7 +322,8 @@ class _PackedPlan(NamedTuple):
         labels, padding = self.keys.labels, self.keys.blocks - 1
         back = self.key_clusters if padding > self.key_clusters else 0
         valid = torch.where(labels == padding, back, labels)
-        return self._replace(keys=self.keys._replace(labels=torch.where(key_valid.unsqueeze(1), valid, padding).to(labels.dtype)))
+        keys = self.keys._replace(labels=torch.where(key_valid.unsqueeze(1), valid, padding).to(labels.dtype))
+        return self._replace(keys=keys, density=None)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def _larger(a, b):
 @triton.jit(do_not_specialize=["qb", "kb", "wide_width", "tails_width", "bias_width"])
 def list_keys_kernel(
     key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width, bias_width, pair_bias,
-    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, FILLERS: tl.constexpr, TAIL_BIAS: tl.constexpr,
+    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, TAIL_BIAS: tl.constexpr,
     COMPENSATE: tl.constexpr, PAIR_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per list.
@@ -113,70 +113,81 @@ def list_keys_kernel(
 
     per_tile: tl.constexpr = KEY_TILE // WIDE
     split: tl.constexpr = WIDE // TAIL
+    tails_per_tile: tl.constexpr = KEY_TILE // TAIL
     wides = length // WIDE
     rest = length % WIDE
-    wide_at = tl.cumsum(wides, 0) - wides
-    wide_total = tl.sum(wides, 0)
     wholes = rest // TAIL
     part = rest % TAIL
-    has_part = (part > 0).to(tl.int32)
-    tail_total = tl.sum(wholes + has_part, 0)
+    # one scan counts wide granules, whole tail granules and parts
+    counts = (wides.to(tl.int64) << 40) | (wholes.to(tl.int64) << 20) | (part > 0).to(tl.int64)
+    counted = tl.cumsum(counts, 0) - counts
+    totals = tl.sum(counts, 0)
+    wide_at = (counted >> 40).to(tl.int32)
+    wide_total = (totals >> 40).to(tl.int32)
     wide_tiles = wide_total // per_tile
     cut = wide_tiles * per_tile
+    whole_total = (wide_total - cut) * split + ((totals >> 20) & 0xFFFFF).to(tl.int32)
+    tail_total = whole_total + (totals & 0xFFFFF).to(tl.int32)
+
+    # granule t of the run that begins at row b with granule s is b + (t - s) * WIDE: b - s * WIDE grows from run to run, so that
+    # the largest one up to granule t is its own run's
     wide_row = wide + list_id.to(tl.int64) * wide_width
-    step = tl.arange(0, 4)
-    for i in range(0, tl.max(wides, 0), 4):
-        at = i + step[None, :] + 0 * v[:, None]
-        target = wide_at[:, None] + at
-        tl.store(wide_row + target, begin[:, None] + at * WIDE, mask=(at < wides[:, None]) & (target < cut))
+    t = tl.arange(0, CHUNK)
+    for i in range(0, wide_total, CHUNK):
+        tl.store(wide_row + i + t, tl.zeros_like(t), mask=i + t < wide_total)
+    tl.debug_barrier()
+    tl.store(wide_row + wide_at, begin - wide_at * WIDE + 1, mask=wides > 0)
+    tl.debug_barrier()
+    largest = 0
+    for i in range(0, wide_total, CHUNK):
+        mark = tl.load(wide_row + i + t, mask=i + t < wide_total, other=0)
+        mark = tl.maximum(tl.associative_scan(mark, 0, _larger), largest)
+        largest = tl.max(mark, 0)
+        tl.store(wide_row + i + t, mark - 1 + (i + t) * WIDE, mask=i + t < wide_total)
+    tl.debug_barrier()
 
     tails_row = tails + list_id.to(tl.int64) * tails_width
-    piece = tl.arange(0, split)
-    for i in tl.static_range(per_tile - 1):  # wide granules that fill no tile go first into the tail list
-        target = cut + i
-        owns = (wide_at <= target) & (target < wide_at + wides)
-        at = tl.sum(tl.where(owns, begin + (target - wide_at) * WIDE, 0), 0)
-        tl.store(tails_row + i * split + piece, ((at + piece * TAIL) << 5) | TAIL, mask=target < wide_total + 0 * piece)
-    whole_at = (wide_total - cut) * split + tl.cumsum(wholes, 0) - wholes
-    whole_total = (wide_total - cut) * split + tl.sum(wholes, 0)
+    piece = tl.arange(0, per_tile * split)  # wide granules that fill no tile go first into the tail list
+    left_over = cut + piece // split < wide_total
+    at = tl.load(wide_row + cut + piece // split, mask=left_over, other=0)
+    tl.store(tails_row + piece, ((at + piece % split * TAIL) << 5) | TAIL, mask=left_over)
+    whole_at = (wide_total - cut) * split + ((counted >> 20) & 0xFFFFF).to(tl.int32)
     rest_begin = begin + wides * WIDE
     for i in tl.static_range(split - 1):
         tl.store(tails_row + whole_at + i, ((rest_begin + i * TAIL) << 5) | TAIL, mask=i < wholes)
-    part_at = whole_total + tl.cumsum(has_part, 0) - has_part
+    part_at = whole_total + (counted & 0xFFFFF).to(tl.int32)
     tl.store(tails_row + part_at, ((rest_begin + wholes * TAIL) << 5) | part, mask=part > 0)
 
-    tails_per_tile: tl.constexpr = KEY_TILE // TAIL
-    tail_total += (wide_total - cut) * split
     tail_tiles = (tail_total + tails_per_tile - 1) // tails_per_tile
     # an empty list keeps one tile in which no key is valid: it gives output 0 and log-sum-exp -inf without a special case
     tail_tiles = tl.where(wide_tiles + tail_tiles == 0, 1, tail_tiles)
-    filler = tail_total + tl.arange(0, FILLERS)
+    filler = tail_total + tl.arange(0, tails_per_tile)
     tl.store(tails_row + filler, tl.zeros_like(filler), mask=filler < tail_tiles * tails_per_tile)
     field = tl.arange(0, SUMMARY_FIELDS)
-    counts = tl.where(
+    summed = tl.where(
         field == SUMMARY_WIDE,
         wide_tiles,
         tl.where(field == SUMMARY_PLAIN, wide_tiles + whole_total // tails_per_tile, wide_tiles + tail_tiles),
     )
-    tl.store(summary + list_id * SUMMARY_FIELDS + field, counts)
+    tl.store(summary + list_id * SUMMARY_FIELDS + field, summed)
 
     if TAIL_BIAS:
+        tl.debug_barrier()  # the tail list is read again
         unmasked = whole_total // tails_per_tile * tails_per_tile
-        r = tl.arange(0, KEY_TILE)
-        tl.store(bias_row + r, 0.0 * r, mask=r < (whole_total - unmasked) * TAIL)
-        for i in tl.static_range(TAIL):
-            tl.store(bias_row + (part_at - unmasked) * TAIL + i, tl.where(i < part, 0.0, -float("inf")), mask=part > 0)
-        r += (tail_total - unmasked) * TAIL
-        tl.store(bias_row + r, 0.0 * r - float("inf"), mask=r < (tail_tiles * tails_per_tile - unmasked) * TAIL)
+        entries = (tail_tiles * tails_per_tile - unmasked) * TAIL
+        for i in range(0, entries, CHUNK):
+            word = tl.load(tails_row + unmasked + (i + t) // TAIL, mask=i + t < entries, other=0)
+            tl.store(bias_row + i + t, tl.where((i + t) % TAIL < (word & 31), 0.0, -float("inf")), mask=i + t < entries)
 
 
 @triton.jit(do_not_specialize=["bh", "qb"])
 def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """Query tiles of one head, longest key list first, after the tiles of all earlier heads. Grid: bh.
+    """Query tiles of LANES query blocks of one head: longest key list of the head first, after the tiles of all earlier heads.
 
-    Head by head, because the keys and values of one head (39 MB at 75,600 tokens) stay in the L2 cache while it is worked on.
+    Grid (qb / LANES, bh). Head by head, because the keys and values of one head (39 MB at 75,600 tokens) stay in the L2 cache
+    while it is worked on.
     """
-    head = tl.program_id(0)
+    head = tl.program_id(1)
     base = 0
     for i in range(0, head * qb, CHUNK):
         flat = i + tl.arange(0, CHUNK)
@@ -184,7 +195,7 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
         inside = flat < head * qb
         size = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
         base += tl.sum((size + QUERY_TILE - 1) // QUERY_TILE, 0)
-    u = tl.arange(0, LANES)
+    u = tl.program_id(0) * LANES + tl.arange(0, LANES)
     offsets = query_offsets + head * (qb + 1)
     start = tl.load(offsets + u, mask=u < qb, other=0)
     end = tl.load(offsets + u + 1, mask=u < qb, other=0)
@@ -194,14 +205,16 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
     wide = tl.load(mine + SUMMARY_WIDE, mask=u < qb, other=0)
     work = tl.load(mine + SUMMARY_KEYS, mask=u < qb, other=0)
     at = tl.zeros_like(u) + base
-    for i in range(0, qb, 16):
-        w = i + tl.arange(0, 16)
+    total = base
+    for i in range(0, qb, LANES):
+        w = i + tl.arange(0, LANES)
         other = w < qb
         size = tl.load(offsets + w + 1, mask=other, other=0) - tl.load(offsets + w, mask=other, other=0)
         other_needs = (size + QUERY_TILE - 1) // QUERY_TILE
         other_work = tl.load(summary + (head * qb + w) * SUMMARY_FIELDS + SUMMARY_KEYS, mask=other, other=0)
         longer = (other_work[None, :] > work[:, None]) | ((other_work[None, :] == work[:, None]) & (w[None, :] < u[:, None]))
         at += tl.sum(tl.where(longer, other_needs[None, :], 0), 1)
+        total += tl.sum(other_needs, 0)
     for i in range(tl.max(needs, 0)):
         here = i < needs
         record = tiles + (at + i).to(tl.int64) * TILE_FIELDS
@@ -213,8 +226,8 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
         tl.store(record + TILE_PLAIN, plain, mask=here)
         tl.store(record + TILE_KEYS, work, mask=here)
         tl.store(record + 7, 0 * u, mask=here)
-    if head == bh - 1:
-        tl.store(count + COUNT, base + tl.sum(needs, 0))
+    if (head == bh - 1) & (tl.program_id(0) == 0):
+        tl.store(count + COUNT, total)
         for other_counter in tl.static_range(NEXT, COUNTERS):
             tl.store(count + other_counter, 0)
 
@@ -283,17 +296,16 @@ def build_worklist(
     count = torch.empty(COUNTERS.value, dtype=torch.int32, device=device)
     bias = torch.empty(lists, widths.bias, dtype=torch.float32, device=device) if widths.bias else None
     lanes = triton.next_power_of_2(max(kb + 1, widths.stand_ins, key_tile))
-    query_lanes = triton.next_power_of_2(qb)
+    query_lanes = min(triton.next_power_of_2(qb), 64)  # compared with as many others at a time
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)
     none = wide.view(torch.float32)
     list_keys_kernel[(lists,)](
         key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, none if bias is None else bias,
         1.0 / scale, qb, kb, widths.wide, widths.tails, widths.bias, none if pair_bias is None else pair_bias.contiguous(),
-        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, FILLERS=triton.next_power_of_2(key_tile // tail), TAIL_BIAS=tail_bias,
-        COMPENSATE=compensate is not None, PAIR_BIAS=pair_bias is not None, num_warps=min(16, max(4, lanes // 128)), **FP_FUSION,
+        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, CHUNK=512, TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None,
+        PAIR_BIAS=pair_bias is not None, num_warps=min(16, max(4, lanes // 256)), **FP_FUSION,
     )  # fmt: skip
-    list_queries_kernel[(bh,)](
-        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=query_lanes, CHUNK=1024,
-        num_warps=min(16, max(4, query_lanes // 64)), **FP_FUSION,
+    list_queries_kernel[(triton.cdiv(qb, query_lanes), bh)](
+        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=query_lanes, CHUNK=1024, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     return WorkList(wide, tails, tiles, count, bias)
