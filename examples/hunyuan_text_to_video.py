@@ -17,7 +17,7 @@ from parkattn.studio.video import as_bytes, write_mp4
 
 def generate(pipe, prompt: str, seed: int = 0, **options):
     dense = pipe(prompt, generator=torch.Generator().manual_seed(seed), **options).frames[0]
-    enable(pipe, "hunyuanvideo")
+    enable(pipe)
     sparse = pipe(prompt, generator=torch.Generator().manual_seed(seed), **options).frames[0]
     report = summary(pipe)
     disable(pipe)

@@ -1,4 +1,4 @@
-"""Wan2.2 A14B, two experts: one call covers both, and the dense warm-up is counted over the whole run.
+"""Wan2.2 A14B, two experts: one call covers both, and dense steps are spread over the whole run.
 
 python examples/wan22_text_to_video.py
 """
@@ -16,7 +16,7 @@ from parkattn.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, **options):
-    with enable(pipe, "wan2.2-14b") as session:  # leaving the block disables PARK again
+    with enable(pipe) as session:  # leaving the block disables PARK again
         frames = pipe(prompt, **options).frames[0]
         report = session.summary()
     return frames, report

@@ -17,7 +17,7 @@ from parkattn.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, image, prompt: str, compiler: str = "inductor", **options):
-    enable(pipe, "wan2.1-14b")
+    enable(pipe)
     pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=compiler)
     frames = pipe(image=image, prompt=prompt, **options).frames[0]
     return frames, summary(pipe)

@@ -16,7 +16,7 @@ from parkattn.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, **options):
-    enable(pipe)  # the model's preset; enable(pipe, top_p=0.95) changes one setting
+    enable(pipe)  # the profile quality; enable(pipe, "fast") takes another, enable(pipe, top_p=0.8) changes one setting
     frames = pipe(prompt, **options).frames[0]
     return frames, summary(pipe)
 

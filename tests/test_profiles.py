@@ -4,15 +4,16 @@ import pytest
 import torch
 
 import tiny_pipelines as tiny
-from parkattn import ParkConfig, enable, make_method
+from parkattn import ParkConfig, disable, enable, make_method
 from parkattn.anchors import anchor_count, anchor_steps
 from parkattn.methods import configured_method
+from parkattn.models import row_for
 
 MODELS = [None, *ParkConfig.PRESETS]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_paper_is_what_enable_takes_by_itself(model):
+def test_paper_is_the_preset_of_the_model_alone(model):
     assert ParkConfig.profile("paper", model=model) == ParkConfig.for_model(model)
 
 
@@ -101,3 +102,28 @@ def test_a_short_video_has_fewer_blocks_however_the_config_is_given():
     for tokens in (1_920, 75_600):
         assert ParkConfig(top_p=0.8).counts(tokens, tokens) == ParkConfig.for_model("wan2.1-14b", top_p=0.8).counts(tokens, tokens)
     assert ParkConfig.for_model("wan2.1-14b").counts(1_920, 1_920)[:2] < (128, 512)
+
+
+def test_enable_takes_quality_and_leaves_other_methods_alone():
+    pipe = tiny.wan()
+    model = row_for(pipe.transformer).preset
+    with enable(pipe) as session:
+        assert session.method.config == ParkConfig.profile("quality", model=model)
+    with enable(pipe, top_p=0.8) as session:
+        assert session.method.config == ParkConfig.profile("quality", model=model, top_p=0.8)
+    with enable(pipe, method="park-no-pama") as session:
+        assert session.method.config.anchors is None
+    with pytest.raises(ValueError, match="dense_fraction: expected none with the profile quality"):
+        enable(pipe, dense_fraction=0.4)
+    enable(pipe, "paper", dense_fraction=0.4)
+    disable(pipe)
+
+
+@pytest.mark.parametrize("field", ["dense_fraction", "dense_steps", "refresh_interval", "refresh_steps"])
+def test_a_dense_prefix_beside_spread_anchors_is_refused_and_not_dropped(field):
+    value = {"dense_fraction": 0.3, "dense_steps": 2, "refresh_interval": 5, "refresh_steps": (3,)}[field]
+    for name in ("quality", "fast"):
+        with pytest.raises(ValueError, match=f"{field}: expected none with the profile {name}"):
+            ParkConfig.profile(name, **{field: value})
+        assert getattr(ParkConfig.profile(name, anchors=None, **{field: value}), field) == value
+    assert getattr(ParkConfig.profile("paper", **{field: value}), field) == value

@@ -36,7 +36,8 @@ def file(tmp_path):
 
 
 def asked(model, **changes) -> Request:
-    return Request(prompt="", model=str(model), changes={"query_clusters": 2, "key_clusters": 4}, device="cpu", **(SMALL | changes))
+    blocks = {"query_clusters": 2, "key_clusters": 4}
+    return Request(prompt="", model=str(model), preset="quality", changes=blocks, device="cpu", **(SMALL | changes))
 
 
 def contents(folder) -> dict[str, bytes]:

@@ -35,6 +35,7 @@ _CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32
 _BY_ERROR = {"budget": "error", "query_tile": 128}
 CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
 BUDGETS = ("row", "mass", "error")
+_PREFIX_FIELDS = ("dense_fraction", "dense_steps", "refresh_interval", "refresh_steps")  # of a schedule without anchors
 _BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
 
 
@@ -65,6 +66,8 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
         "quality": {**_CORRECTED, **_BY_ERROR, "top_p": 0.7, "refresh_top_p": 0.9, "anchors": 12},
         "fast": {**_CORRECTED, **_BY_ERROR, "top_p": 0.3, "refresh_top_p": 0.7, "anchors": 7},
     }
+    DEFAULT_PROFILE: ClassVar[str] = "quality"
+    """What hosts take when no profile is named (docs/profiles.md); variants for ablations keep the paper's settings."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +86,10 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
         """What is wanted ("paper", "quality", "fast"), with the settings of a model underneath. A budget among `changes` is the only one."""
+        for field in _PREFIX_FIELDS if {**cls.PROFILES.get(name, {}), **changes}.get("anchors") is not None else ():
+            if field in changes:
+                got = f"got {field}={shown(changes[field])}; take the profile paper, or pass anchors=None too."
+                raise ValueError(f"{field}: expected none with the profile {name}, whose dense steps are spread over the run, {got}")
         return super().profile(name, model=model, **_one_budget(changes))
 
     def replace(self, **changes: Any) -> Self:

@@ -68,7 +68,7 @@ class MethodConfig:
 
     @classmethod
     def for_model(cls, name: str | None, **changes: Any) -> Self:
-        """What `enable` takes when nothing is said: the model's preset where the method has one, else the defaults."""
+        """The settings of a model: its preset where the method has one, else the defaults."""
         return cls.from_dict({**cls.PRESETS.get(name or "", {}), **changes})
 
     @classmethod

@@ -24,12 +24,16 @@ Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--profile", "--preset", help="paper, quality or fast, or a model's settings by name (park presets); the model's when not given."
+        "--profile", "--preset", help="paper, quality or fast, or a model's settings by name (park presets); quality when not given."
     ),
 ]
 Profiles = Annotated[
     str | None,
-    typer.Option("--profile", "--preset", help="As in park generate; several separated by commas, as in paper,fast: a video of each."),
+    typer.Option(
+        "--profile",
+        "--preset",
+        help="As in park generate, paper when not given; several separated by commas, as in paper,fast: a video of each.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable.")
@@ -86,9 +90,11 @@ def generate(
             "prompt: expected either a prompt or --prompts FILE, got " + ("neither" if prompt is None else "both") + "; pass one."
         )
     with waiting(IMPORTING):
+        from parkattn.park import ParkConfig
         from parkattn.studio.gain import what_was_saved, why_no_gain
         from parkattn.studio.generate import Request, generate_video
 
+    preset = ParkConfig.DEFAULT_PROFILE if preset is None and method == "park" else preset
     request = Request(
         prompt=prompt or "", model=model, method=method, preset=preset, changes=changes_from(settings), seed=seed, steps=steps, height=height,
         width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,

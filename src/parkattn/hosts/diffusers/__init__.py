@@ -1,6 +1,6 @@
 """One line on a diffusers pipeline: enable, disable, summary.
 
-parkattn.enable(pipe)            # PARK with the preset of the model
+parkattn.enable(pipe)            # PARK with the profile quality and the preset of the model
 video = pipe(prompt).frames[0]
 print(parkattn.summary(pipe))
 parkattn.disable(pipe)           # every processor object is the old one again
@@ -19,6 +19,7 @@ from parkattn.hosts.diffusers.sequence_parallel import hunyuan_sequence_parallel
 from parkattn.hosts.diffusers.session import Session, release, sessions_of, summary_of, transformers_of
 from parkattn.methods import configured_method
 from parkattn.models import row_for
+from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parkattn.reuse import dense_prefix
 from parkattn.settings import MethodConfig
@@ -38,13 +39,15 @@ def enable(
 ) -> Session:
     """Run `method` in the video self-attention of a pipeline or a transformer.
 
-    method: a name (park methods) or an AttentionMethod. config: a value of the method's config type, a preset's name, a
-    mapping of fields, or None for the model's preset; changes override single fields. Enabling again replaces what was
-    enabled before. total_steps is for a bare transformer, which has no scheduler to ask.
+    method: a name (park methods) or an AttentionMethod. config: the name of a profile ("paper", "quality", "fast") or of a
+    preset, a value of the method's config type, a mapping of fields, or None: quality for PARK, the model's preset or the
+    defaults for other methods; changes override single fields. Enabling again replaces what was enabled before.
+    total_steps is for a bare transformer, which has no scheduler to ask.
     fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs.
     """
     row = row_for(next(iter(transformers_of(target).values())))
-    made = configured_method(method, config, model=row.preset, **changes)
+    named = ParkConfig.DEFAULT_PROFILE if config is None and method == "park" else config
+    made = configured_method(method, named, model=row.preset, **changes)
     if total_steps is not None:
         expect_count("total_steps", total_steps)
     expect_layers(target, getattr(made, "config", None))
