@@ -137,15 +137,15 @@ def test_doctor_says_which_parts_the_readme_counts_and_which_a_whole_video_takes
     parts = found["memory"]
     measured = next(line["memory"]["dense_peak_gb"] for line in records("e2e") if line["model"] == "wan2.1-14b" and not line["compiled"])
     assert bounds(parts["transformer_forward_gb"], measured)  # the figure of README's table
-    alone = parts["transformer_forward_gb"] + parts["text_encoders_gb"] + parts["autoencoder_gb"] + parts["plans_gb"]["paper"]
-    decoding = parts["decode_gb"] - parts["activations_gb"]["stock"] - parts["plans_gb"]["paper"]
+    alone = parts["transformer_forward_gb"] + parts["text_encoders_gb"] + parts["autoencoder_gb"] + parts["plans_gb"]["quality"]
+    decoding = parts["decode_gb"] - parts["activations_gb"]["stock"] - parts["plans_gb"]["quality"]
     assert parts["peaks_gb"]["bfloat16"] == pytest.approx(alone + max(0, decoding))
     console = Console(width=200, file=io.StringIO())
     for part in shown_examination(found, "wan2.1-14b"):
         console.print(part)
     text = " ".join(console.file.getvalue().split())
     assert "37.4 are a dense forward of the transformer alone, which README's table has" in text
-    assert all(word in text for word in ("text encoders 11.4", "VAE 0.3", "decoding 11.6", "with the plans of paper"))
+    assert all(word in text for word in ("text encoders 11.4", "VAE 0.3", "decoding 11.6", "with the state of quality"))
 
 
 def test_the_shipped_model_needs_no_estimate():

@@ -182,6 +182,7 @@ def _paper(entry: MethodEntry) -> str:
 
 def _run(entry: MethodEntry) -> str:
     budget = f", {entry.budgets[0]}=0.5" if entry.budgets else ""
+    named = f'method="{entry.name}"' if entry.name != "park" else '"paper"'
     if entry.name == "radial":  # its budget narrows bands instead of counting blocks
         budget = ", decay=0.5"
     return (
@@ -189,7 +190,7 @@ def _run(entry: MethodEntry) -> str:
         f'q, k, v, grid, _ = clustered_scene(grid=(4, 16, 16))\nmethod = make_method("{entry.name}")\n'
         "out, stats = method(q, k, v, CallSite(step=25, total_steps=50, grid=grid))\n"
         "print(stats.phase, stats.density.mean())\n```\n\n"
-        f'In a pipeline: `parkattn.enable(pipe, method="{entry.name}"{budget})`.\n'
+        f"In a pipeline: `parkattn.enable(pipe, {named}{budget})`.\n"
     )
 
 

@@ -195,13 +195,13 @@ def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         "memory, in GB",
         f"transformer {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), "
         f"its activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
-        f"plans {plans['paper']:.2f} ({plans['quality']:.2f} with quality, {plans['fast']:.2f} with fast), "
+        f"state of PARK {plans['quality']:.2f} ({plans['fast']:.2f} with fast, {plans['paper']:.2f} with paper), "
         f"text encoders {memory['text_encoders_gb']:.1f}, VAE {memory['autoencoder_gb']:.1f}, decoding {decode}",
     )
     yield (
         "of these",
         f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone, which README's table has; "
-        "the table below has whole videos: every part (activations and decoding take turns), with the plans of paper",
+        "the table below has whole videos: every part (activations and decoding take turns), with the state of quality",
     )
 
 

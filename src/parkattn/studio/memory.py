@@ -85,8 +85,8 @@ def decode_gb(size: ModelSize, frames: int, height: int, width: int) -> float | 
 
 
 def peaks_gb(size: ModelSize, parts: dict[str, Any]) -> dict[str, float]:
-    """Largest use over a whole video with the profile paper. Offloaded: one model, or two blocks, at a time on the GPU."""
-    run = max(parts["activations_gb"].values()) + parts["plans_gb"]["paper"]
+    """Largest use over a whole video with the default profile. Offloaded: one model, or two blocks, at a time on the GPU."""
+    run = max(parts["activations_gb"].values()) + parts["plans_gb"][ParkConfig.DEFAULT_PROFILE]
     decoding = parts["decode_gb"] or 0.0
     found = {}
     for kind, weights in parts["weights_gb"].items():
