@@ -97,7 +97,7 @@ def test_dense_attention_leaves_out_keys_that_are_not_valid():
     backend = TritonBackend("interpreted", gluon=False)
     scattered = torch.rand(1, 150, generator=torch.Generator().manual_seed(4)) < 0.6
     for valid in (None, torch.arange(150)[None] < 100, scattered):
-        out, lse = backend.attend_dense(q, k, v, scale=None, key_valid=valid)
+        out, lse = backend.attend_dense_with_lse(q, k, v, scale=None, key_valid=valid)
         exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
         plain = (dense_attention(q, k, v, key_valid=valid).double() - exact).abs().max()
         assert (out.double() - exact).abs().max() <= 2 * plain + HALF * exact.abs().max()
@@ -148,7 +148,7 @@ def test_dense_attention_in_the_hopper_kernel_shares_no_tile(hopper, tokens):
     valid = torch.arange(500)[None] < 430
     exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
     plain = (dense_attention(q, k, v, key_valid=valid).double() - exact).abs().max()
-    runs = [hopper(order, UNSHARED_ROWS=0).attend_dense(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
+    runs = [hopper(order, UNSHARED_ROWS=0).attend_dense_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
     assert all(torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1]) for out, lse in runs)
     assert (runs[0][0].double() - exact).abs().max() <= 2 * plain + torch.finfo(torch.bfloat16).eps * exact.abs().max()
 

@@ -63,15 +63,6 @@ def test_dense_steps_by_the_backend_are_dense_attention_and_say_who_computed_the
     assert not Park(ParkConfig())(q, k, v, site(dense=lambda: torch.zeros(q.shape))).out.any()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_definition_of_dense_attention_gives_its_normaliser(padded):
-    q, k, v = tokens()
-    key_valid = torch.arange(120)[None] < 110 if padded else torch.ones(1, 120, dtype=torch.bool)
-    out, lse = resolve_for(q, "reference").attend_dense(q, k, v, scale=None, key_valid=key_valid if padded else None)
-    weights = torch.exp(q @ k.mT * 32**-0.5 - lse.unsqueeze(-1)) * key_valid[:, None, None]
-    torch.testing.assert_close(weights @ v, out, rtol=1e-4, atol=1e-4)
-
-
 def test_what_is_not_finite_at_an_anchor_is_returned_and_keeps_nothing():
     q, k, v = tokens()
     v[0, 0, 3] = torch.nan

@@ -27,8 +27,8 @@ from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_c
 from parkattn.cluster import Clustering, cluster_keys, first_centroids, kmeans, lloyd
 from parkattn.plan import Blocks, Plan, arrange
 from parkattn.residual import LowRank, factor
-from parkattn.retrieval import ESTIMATORS, QUERIES_AT_ONCE, score_spread
-from parkattn.segments import compute_dtype, segment_mean
+from parkattn.retrieval import ESTIMATORS, score_spread
+from parkattn.segments import segment_mean
 from parkattn.settings import BACKENDS, KeyMetric
 from parkattn.site import CallSite
 
@@ -92,8 +92,8 @@ class Backend(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
         """Attention over the plan's kept blocks; tensors in and out are in token order."""
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Dense attention and its log-sum-exp [b h n]; key_valid [b m]: False where a key is padding."""
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
+        """Dense attention; key_valid [b m]: False where a key is padding."""
 
     def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
         """Dense attention (over every key that is not padding), and what of it `attend` with this plan misses: dense - sparse."""
@@ -187,15 +187,8 @@ class ReferenceBackend:
         )
         return scatter(out, plan.queries)
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, dtype = dense_attention(q, k, v, scale=scale, key_valid=key_valid), compute_dtype(q.dtype)
-        barred = None if key_valid is None else ~key_valid[:, None, None, :]
-
-        def log_sums(rows: Tensor) -> Tensor:
-            scores = rows.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-            return (scores if barred is None else scores.masked_fill(barred, -torch.inf)).logsumexp(-1)
-
-        return out, torch.cat([log_sums(rows) for rows in q.split(QUERIES_AT_ONCE, dim=2)], dim=2)
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
+        return dense_attention(q, k, v, scale=scale, key_valid=key_valid)
 
     def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
         # padding keys are the last block of every head
@@ -299,7 +292,7 @@ def attend_every_key(
     expect_attention_inputs(q, k, v)
     expect_scale(scale)
     with outside_autocast(q), explained_memory(q, k, "dense attention"):
-        return backend.attend_dense(q, k, v, scale=scale, key_valid=key_valid)[0]
+        return backend.attend_dense(q, k, v, scale=scale, key_valid=key_valid)
 
 
 def _expect_attendable(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, scale: float | None) -> None:

@@ -177,7 +177,13 @@ class TritonBackend:
         return over(plan.mask, **stand_ins)[0]
 
     @on_its_gpu
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
+        return self.attend_dense_with_lse(q, k, v, scale=scale, key_valid=key_valid)[0]
+
+    @on_its_gpu
+    def attend_dense_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """softmax(Q K^T scale) V as one block that keeps one block, and its log-sum-exp [b h n]; key_valid bool [b m].
 
         q, k and v are read in place; in Gluon they are copied first unless they are contiguous. With key_valid keys and values are
