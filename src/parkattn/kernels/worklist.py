@@ -82,10 +82,6 @@ def list_keys_kernel(
     start = tl.load(offsets + v, mask=v <= kb, other=0)
     end = tl.load(offsets + v + 1, mask=v < kb, other=0)
     before = (v >= 1) & (v <= kb)
-    start_before = tl.load(offsets + v - 1, mask=before, other=0)
-    kept = (tl.load(row + v, mask=v < kb, other=0) != 0) & (end > start) & (v < kb)
-    kept_before = (tl.load(row + v - 1, mask=before, other=0) != 0) & (start > start_before) & before
-
     bias_row = bias + list_id.to(tl.int64) * bias_width
     if COMPENSATE:
         flagged = tl.load(compensate + head * kb + v, mask=v < kb, other=0) != 0
@@ -98,6 +94,10 @@ def list_keys_kernel(
         stand_ins = (kb + KEY_TILE - 1) // KEY_TILE * KEY_TILE
         tl.store(bias_row + v, stand_in, mask=v < stand_ins)
         bias_row += stand_ins
+
+    start_before = tl.load(offsets + v - 1, mask=before, other=0)
+    kept = (tl.load(row + v, mask=v < kb, other=0) != 0) & (end > start) & (v < kb)
+    kept_before = (tl.load(row + v - 1, mask=before, other=0) != 0) & (start > start_before) & before
 
     size_before = tl.where(kept_before, start - start_before, 0)
     covered = tl.cumsum(size_before, 0)
@@ -129,6 +129,14 @@ def list_keys_kernel(
     whole_total = (wide_total - cut) * split + ((totals >> 20) & 0xFFFFF).to(tl.int32)
     tail_total = whole_total + (totals & 0xFFFFF).to(tl.int32)
 
+    tails_row = tails + list_id.to(tl.int64) * tails_width
+    whole_at = (wide_total - cut) * split + ((counted >> 20) & 0xFFFFF).to(tl.int32)
+    rest_begin = begin + wides * WIDE
+    for i in tl.static_range(split - 1):
+        tl.store(tails_row + whole_at + i, ((rest_begin + i * TAIL) << 5) | TAIL, mask=i < wholes)
+    part_at = whole_total + (counted & 0xFFFFF).to(tl.int32)
+    tl.store(tails_row + part_at, ((rest_begin + wholes * TAIL) << 5) | part, mask=part > 0)
+
     # granule t of the run that begins at row b with granule s is b + (t - s) * WIDE: b - s * WIDE grows from run to run, so that
     # the largest one up to granule t is its own run's
     wide_row = wide + list_id.to(tl.int64) * wide_width
@@ -145,18 +153,10 @@ def list_keys_kernel(
         largest = tl.max(mark, 0)
         tl.store(wide_row + i + t, mark - 1 + (i + t) * WIDE, mask=i + t < wide_total)
     tl.debug_barrier()
-
-    tails_row = tails + list_id.to(tl.int64) * tails_width
     piece = tl.arange(0, per_tile * split)  # wide granules that fill no tile go first into the tail list
     left_over = cut + piece // split < wide_total
     at = tl.load(wide_row + cut + piece // split, mask=left_over, other=0)
     tl.store(tails_row + piece, ((at + piece % split * TAIL) << 5) | TAIL, mask=left_over)
-    whole_at = (wide_total - cut) * split + ((counted >> 20) & 0xFFFFF).to(tl.int32)
-    rest_begin = begin + wides * WIDE
-    for i in tl.static_range(split - 1):
-        tl.store(tails_row + whole_at + i, ((rest_begin + i * TAIL) << 5) | TAIL, mask=i < wholes)
-    part_at = whole_total + (counted & 0xFFFFF).to(tl.int32)
-    tl.store(tails_row + part_at, ((rest_begin + wholes * TAIL) << 5) | part, mask=part > 0)
 
     tail_tiles = (tail_total + tails_per_tile - 1) // tails_per_tile
     # an empty list keeps one tile in which no key is valid: it gives output 0 and log-sum-exp -inf without a special case
