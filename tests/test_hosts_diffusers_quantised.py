@@ -320,4 +320,5 @@ def test_the_page_about_it_says_what_doctor_says():
         several = f"{found['transformers']} x " if found["transformers"] > 1 else ""
         weights = [f"{several}{found['weights_gb'][kind]:.1f}" for kind in ("bfloat16", "float8")]
         active = ", ".join(f"{found['activations_gb'][kind]:.1f}" for kind in ("stock", "compiled"))
-        assert f"| {name} | {' | '.join(weights)} | {active} | {found['plans_gb']['paper']:.2f} |" in page
+        state = ", ".join(f"{found['plans_gb'][profile]:.2f}" for profile in ("quality", "paper"))
+        assert f"| {name} | {' | '.join(weights)} | {active} | {state} |" in page

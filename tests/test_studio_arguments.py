@@ -83,3 +83,14 @@ def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp
     commands.demo(out=tmp_path / "demo")
     assert asked["names"] == ["dense", "park"] and asked["request"].model is None
     assert (asked["request"].height, asked["request"].width) == commands.DEMO_SIZE
+
+
+def test_the_command_in_a_record_names_the_profile_that_was_meant(tmp_path):
+    from parkattn.studio.generate import Request, repeat_command
+
+    def command(**asked) -> str:
+        return repeat_command(Request(prompt="a cat", **asked), tmp_path / "a.mp4")
+
+    assert "--preset paper" in command(method="park")
+    assert "--preset fast" in command(method="park", preset="fast")
+    assert "--preset" not in command(method="svg2")

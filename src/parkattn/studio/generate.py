@@ -349,6 +349,8 @@ def repeat_command(request: Request, video: Path) -> str:
     import shlex
 
     options = {n: v for n, v in request.to_dict().items() if n not in UNASKED and v is not None}
+    if request.method == "park" and request.preset is None:
+        options["preset"] = "paper"  # the model's own settings; left out, the command would take another profile
     words = ["park", "generate", request.prompt, "--out", str(video)]
     words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
