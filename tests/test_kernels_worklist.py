@@ -18,7 +18,7 @@ TOKENS = {"query_tokens": 75_600, "key_tokens": 75_600, "query_tile": 128, "key_
 
 @on_compiler
 def test_the_lists_under_the_interpreter():
-    run_interpreted(__file__, at_least=5)
+    run_interpreted(__file__, at_least=6)
 
 
 def listed_pairs(work, bh, qb, n, m, key_tile, tail):
@@ -72,6 +72,22 @@ def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
     assert (records[:, 0].diff() >= 0).all()
     for head in range(2):
         assert (records[records[:, 0] == head, 6].diff() <= 0).all()  # longest lists first
+
+
+@in_interpreter
+def test_lists_longer_than_a_chunk_and_blocks_of_several_programs():
+    """1,250 wide granules, of which a step lists 512; 70 query blocks, of which a program ranks 64."""
+    n, m, qb, kb = 70, 40_000, 70, 30
+    _, _, _, query_offsets, key_offsets, mask = problem(5, n, m, 1, qb, kb, 0.8, torch.float32)
+    mask[:, 0] = True
+    work = worklist.build_worklist(
+        query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=128, key_tile=128, tail_bias=True
+    )
+    assert torch.equal(listed_pairs(work, 2, qb, n, m, 128, 8), pair_mask(query_offsets, key_offsets, mask).int())
+    records = work.tiles[: work.count[0]]
+    assert records[:, 3].sum() == 2 * n
+    for head in range(2):
+        assert (records[records[:, 0] == head, 6].diff() <= 0).all()
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(64, 128), (128, 128), (128, 64), (64, 64)])

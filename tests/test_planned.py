@@ -63,6 +63,24 @@ def test_dense_steps_by_the_backend_are_dense_attention_and_say_who_computed_the
     assert not Park(ParkConfig())(q, k, v, site(dense=lambda: torch.zeros(q.shape))).out.any()
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_the_density_that_is_kept_with_a_plan_is_the_plans(share):
+    park = Park(SMALL.replace(share_branches=share))
+    batch = [torch.cat([x, x.flip(2)]) for x in tokens()]
+    park(*batch, site(0, paired=True))
+    stats = park(*batch, site(1, paired=True)).stats
+    assert stats.phase == "reuse" and stats.density.shape == (2, 2) and (stats.density < 1).all()
+    assert torch.equal(stats.density, stats.plan.density())
+
+
+def test_the_density_of_a_plan_follows_its_padding():
+    q, k, v = tokens()
+    park = Park(SMALL)
+    park(q, k, v, site(0, key_valid=torch.arange(120)[None] < 110))
+    stats = park(q, k, v, site(1, key_valid=torch.arange(120)[None] < 90)).stats
+    assert stats.phase == "reuse" and torch.equal(stats.density, stats.plan.density())
+
+
 def test_what_is_not_finite_at_an_anchor_is_returned_and_keeps_nothing():
     q, k, v = tokens()
     v[0, 0, 3] = torch.nan
