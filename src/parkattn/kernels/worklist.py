@@ -83,7 +83,7 @@ def list_keys_kernel(
     end = tl.load(offsets + v + 1, mask=v < kb, other=0)
     before = (v >= 1) & (v <= kb)
     bias_row = bias + list_id.to(tl.int64) * bias_width
-    if COMPENSATE:
+    if COMPENSATE:  # before the scans, beside whose values these would not fit into registers
         flagged = tl.load(compensate + head * kb + v, mask=v < kb, other=0) != 0
         skipped = flagged & (end > start) & (tl.load(row + v, mask=v < kb, other=1) == 0)
         if PAIR_BIAS:
@@ -118,7 +118,7 @@ def list_keys_kernel(
     rest = length % WIDE
     wholes = rest // TAIL
     part = rest % TAIL
-    # one scan counts wide granules, whole tail granules and parts
+    # one scan counts wide granules, whole tail granules and parts; 20 bits are enough for a million blocks
     counts = (wides.to(tl.int64) << 40) | (wholes.to(tl.int64) << 20) | (part > 0).to(tl.int64)
     counted = tl.cumsum(counts, 0) - counts
     totals = tl.sum(counts, 0)
