@@ -157,6 +157,7 @@ def run_float8(
             ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, model, device)
             compile_phases(ready)
             calls = compiled_dense(ready)
+            keep({"model": name, "benchmark": "e2e preparation", "part": "float8 linears"})
         note = functools.partial(_keep_with, keep, {"model": name, "linears": linears})
         found = measure_linears(ready, calls, note)
         if before is not None:

@@ -1,4 +1,8 @@
-"""What each method's plan and attention cost at the sizes of real videos, at its authors' settings, on Gaussian mixtures."""
+"""What each method's plan and attention cost at the sizes of real videos, at its authors' settings, on Gaussian mixtures.
+
+Then each method through `enable` on the real transformers at the same sizes, cut to two blocks of random weights: a dense step
+and two sparse ones. That says that a method runs where its users run it, and what its forwards take.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,20 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import attend_planned, resolve_for
+from parkattn.bench.e2e import MODELS, SMALL, WholeModel, forward_inputs, random_transformer, run_forward
 from parkattn.bench.problems import Case, Shape, mixture, verdict
-from parkattn.bench.timing import extra_mb, free_memory, median_ms
+from parkattn.bench.timing import extra_mb, free_memory, median_ms, watched
+from parkattn.hosts.diffusers import enable
 from parkattn.methods import METHODS, make_method
 from parkattn.planned import PlannedMethod, make_plan
-from parkattn.settings import Clusters, PlannedConfig
+from parkattn.settings import Clusters, PlannedConfig, When
 from parkattn.site import AttentionMethod, CallSite
 
 SIZES = {"wan-14b": (40, (21, 45, 80), 0), "hunyuan": (24, (32, 45, 80), 256)}  # heads, grid, text tokens
 TINY_SIZES = {"tiny": (1, (2, 4, 6), 0), "tiny, text": (1, (2, 4, 6), 12)}
+TWO_BLOCKS = {"wan2.1-14b": {"num_layers": 2}, "hunyuanvideo": {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}}
+REHEARSED = ("dense", "sol", "sta")  # seconds in the interpreter; the others take minutes
+STEPS = 3  # of each model: one dense, two sparse
 PADDED = 100  # text tokens that are padding, where there is text
 CENTRES = (300, 700, 700)  # of the mixtures of q, k and v
 
@@ -47,6 +56,42 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, r
                 record |= {"ok": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[0]}"}
             yield record
             free_memory()
+        del q, k, v, site
+    for name in TWO_BLOCKS:
+        yield from through_model((SMALL if rehearse else MODELS)[name], name, device, rehearse=rehearse)
+
+
+def through_model(model: WholeModel, label: str, device: torch.device, *, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+    """One record per method: seconds of its forwards, what its calls were, and whether everything was finite."""
+    model = dataclasses.replace(model, sizes={**model.sizes, **TWO_BLOCKS[label]})
+    transformer = random_transformer(model, device)
+    inputs = forward_inputs(model, transformer, device)
+    for name in REHEARSED if rehearse else METHODS:
+        record: dict[str, Any] = {"benchmark": "methods through a model", "shape": label, "method": name, "tokens": model.tokens}
+        try:
+            record |= _forwards(name, transformer, inputs, device, rehearse)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
+            record |= {"ok": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[0]}"}
+        yield record
+        free_memory()
+
+
+def _forwards(name: str, transformer: Any, inputs: dict[str, Any], device: torch.device, rehearse: bool) -> dict[str, Any]:
+    method = _method(name, rehearse)
+    config = getattr(method, "config", None)
+    if isinstance(config, When):
+        # no prefix of a fifth of the steps; a layer that stays dense stays so
+        method = make_method(name, config.replace(dense_steps=1, dense_fraction=0.0, dense_last_steps=0))
+    with enable(transformer, method=method, total_steps=STEPS, fuse=False) as session:
+        runs = [watched(lambda: run_forward(transformer, inputs, 999.0 - step), device) for step in range(STEPS)]  # noqa: B023
+        report = session.summary()
+    sparse = sum(count for phase, count in report.calls.items() if phase != "dense")
+    finite = all(run.finite for run in runs)
+    return {
+        "ok": finite and bool(sparse or name == "dense"), "finite": finite, "calls": report.calls, "density": report.density,
+        "seconds": [run.seconds for run in runs], "peak_gb": max((run.peak_gb for run in runs if run.peak_gb is not None), default=None),
+        "dense_because": report.dense_because,
+    }  # fmt: skip
 
 
 def _method(name: str, rehearse: bool) -> AttentionMethod:

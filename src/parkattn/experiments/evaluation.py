@@ -43,6 +43,7 @@ class Evaluation:
     device: str = "auto"
     dtype: str = "auto"
     offload: str = "none"
+    fuse: bool | None = None  # True: the blocks around attention run compiled, which pays in many runs that are each too small for it
     said: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the changes, those that hold for captures too
     measures: str | None = None  # of quality: names separated by commas, or all
     weights: Path | None = None  # of VBench's backbones

@@ -61,15 +61,7 @@ from parkattn.settings import MethodConfig
 from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash, read_record
 from parkattn.studio import checkpoints
 from parkattn.studio.compare import warm_up
-from parkattn.studio.generate import (
-    Request,
-    config_for,
-    fit_to_pipeline,
-    for_method,
-    generate_frames,
-    prepare,
-    understood,
-)
+from parkattn.studio.generate import Request, config_for, fit_to_pipeline, for_method, generate_frames, prepare, understood
 from parkattn.studio.video import Frames
 
 SHOWN = 5  # frames of a video
@@ -249,20 +241,20 @@ class Lab:
     def _dense_video(self, cell: Cell) -> tuple[Frames, Record]:
         request = self._fitted(cell)
         self._warm_up(request, MethodConfig())
-        made = generate_frames(self.pipe, request, MethodConfig(), recall_rows=0)
+        made = generate_frames(self.pipe, request, MethodConfig(), recall_rows=0, fuse=self.evaluation.fuse)
         return made.frames, {"seconds": made.measured["seconds"]}
 
     def _warm_up(self, request: Request, config: MethodConfig) -> None:
         """Once for a method and its settings: what its kernels need is compiled for every prompt, seed and density."""
         what = content_hash([request.method, request.preset, request.changes, request.guidance])
         if request.device.startswith("cuda") and what not in self._warm:
-            warm_up(self.pipe, request, config)
+            warm_up(self.pipe, request, config, fuse=self.evaluation.fuse)
             self._warm.add(what)
 
     def _make_frames(self, making: Making) -> Record:
         asked = making.cell.request
         request = self._set_for(self._fitted(making.cell), asked)
-        made = generate_frames(self.pipe, request, config_for(request, self.pipe), recall_rows=0)
+        made = generate_frames(self.pipe, request, config_for(request, self.pipe), recall_rows=0, fuse=self.evaluation.fuse)
         shown = np.linspace(0, len(made.frames) - 1, min(asked["shown"], len(made.frames))).round().astype(int)
         making.write(making.cell.files[0], _as_npy(made.frames[shown]))
         return {"shown": shown.tolist()}
@@ -277,7 +269,7 @@ class Lab:
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         self._warm_up(request, config)
-        made = generate_frames(self.pipe, request, config)
+        made = generate_frames(self.pipe, request, config, fuse=self.evaluation.fuse)
         found = made.measured
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
         row = quality.video | whole_run_cost(found) | {
@@ -375,7 +367,8 @@ class Lab:
     def _asked(self, request: Request) -> dict[str, Any]:
         """Without where the weights lie: their fingerprint tells models apart, and records can move."""
         left_out = ("model", "changes", "preset", "fps")
-        return {name: value for name, value in request.to_dict().items() if name not in left_out}
+        asked = {name: value for name, value in request.to_dict().items() if name not in left_out}
+        return asked if self.evaluation.fuse is None else asked | {"fuse": self.evaluation.fuse}
 
     def _fitted(self, cell: Cell) -> Request:
         fields = {field.name for field in dataclasses.fields(Request)} - {"changes", "method"}

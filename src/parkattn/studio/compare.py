@@ -280,13 +280,13 @@ def _case_report(store: Store, case: Case, records: Mapping[str, Record]) -> dic
     }  # fmt: skip
 
 
-def warm_up(pipe: Any, request: Request, config: MethodConfig) -> None:
+def warm_up(pipe: Any, request: Request, config: MethodConfig, *, fuse: bool | None = None) -> None:
     """Lazy initialisation (and, on a GPU, kernel compilation) happens here and in nobody's time."""
     steps = 3 if request.device.startswith("cuda") else 1
     short = dataclasses.replace(request, steps=steps, frames=request.frames if steps > 1 else 1)
     if isinstance(config, When) and config.anchors is None:
         config = config.replace(dense_steps=1, dense_fraction=0.0)
-    generate_frames(pipe, short, config, recall_rows=0)
+    generate_frames(pipe, short, config, recall_rows=0, fuse=fuse)
 
 
 def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool) -> None:

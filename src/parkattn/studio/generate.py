@@ -233,9 +233,10 @@ def generate_frames(
     method: AttentionMethod | None = None,
     recall_rows: int = RECALL_ROWS,
     decode: bool = True,
+    fuse: bool | None = None,
     progress: Progress | None = None,
 ) -> Generation:
-    """One video with one method (the request's, unless one is given); the pipeline is left as it was."""
+    """One video with one method (the request's, unless one is given); the pipeline is left as it was. fuse: as in `enable`."""
     ends: list[float] = []
     total = request.steps
     assert total is not None
@@ -253,7 +254,7 @@ def generate_frames(
 
     observer = Observer(method or make_method(request.method, config), recall_rows=recall_rows, on_call=begun)
     begin = time.perf_counter()
-    with Session(pipe, observer) as session:
+    with Session(pipe, observer, fuse=fuse) as session:
         options = _call_options(request) | ({} if decode else {"output_type": "latent"})
         try:
             with checkpoints.stock_failures_in_one_line(pipe):
