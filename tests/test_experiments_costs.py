@@ -69,12 +69,27 @@ def test_a_profile_above_a_method_at_its_cost_holds_and_one_below_does_not():
     ]
 
 
-def test_measured_costs_that_differ_are_not_compared_and_the_finding_says_so():
+def test_beyond_a_methods_runs_only_what_is_near_is_compared_and_the_finding_says_so():
     near, far = ([_pair("a", "fast", 30.0, 0.6), _pair("a", "svg2", 28.0, 0.6 + apart)] for apart in (0.029, 0.031))
     assert _result(*near).findings[0].held
     finding = _result(*far).findings[0]
     assert finding.held is None
-    assert finding.reason == "costs differ: 0.600 and 0.631 of all-dense, where the margin is +2.00 dB"
+    assert finding.reason == "costs 0.600 of all-dense, and the other 0.631 to 0.631"
+
+
+def test_between_two_runs_a_method_has_what_lies_on_the_line_between_them():
+    svg2 = [_pair("a", "svg2", 20.0, 0.5, 0.3), _pair("a", "svg2", 30.0, 0.7, 0.7), _pair("a", "svg2", 90.0, 0.9, 0.9)]
+    for cost, margin in ((0.6, 2.0), (0.7, -3.0), (0.5, 7.0)):
+        (finding,) = _result(_pair("a", "fast", 27.0, cost), *svg2).findings
+        assert finding.margin == pytest.approx(margin)
+
+
+@pytest.mark.parametrize("inside", [1, 2, 3])
+def test_fewer_than_half_of_the_prompts_say_nothing(inside):
+    prompts = "abcd"
+    pairs = [_pair(prompt, "fast", 27.0, 0.6 if place < inside else 0.99) for place, prompt in enumerate(prompts)]
+    pairs += [_pair(prompt, "svg2", 20.0, cost, density) for prompt in prompts for cost, density in ((0.5, 0.3), (0.7, 0.7))]
+    assert _result(*pairs).findings[0].margin == (7.0 if inside >= 2 else None)
 
 
 def test_findings_pair_prompts_at_one_guidance_and_one_cost():

@@ -25,6 +25,9 @@ from parkattn.models import SIZES
 from parkattn.park import ParkConfig
 from parkattn.studio.gain import estimate
 
+sys.path.insert(0, str(Path(__file__).parent))
+import quality_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
@@ -363,7 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gains, profiles, profiles_of_whole_models, cpu, attention_calls, dense_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
         flashinfer, sanitizers, doctor_on_h200, one_video_on_h200,
     )
-}  # fmt: skip
+} | quality_tables.TABLES  # fmt: skip
 
 
 def pages() -> list[Path]:

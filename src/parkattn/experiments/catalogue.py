@@ -106,7 +106,8 @@ def _main_result(gathered: Gathered) -> Result:
 
 
 def _matched(lab: Lab) -> list[Cell]:
-    names = _methods(lab) if lab.evaluation.methods else (*_methods(lab), *ABLATIONS, NEITHER)
+    asked = lab.evaluation.methods and not lab.evaluation.quick
+    names = _methods(lab) if asked else (*_methods(lab), *ABLATIONS, NEITHER)
     with_budget = [name for name in names if method_entry(name).budgets]
     return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], densities=lab.evaluation.densities)
 

@@ -22,8 +22,8 @@ from parkattn.park import ParkConfig
 from parkattn.store import Cell
 
 PAPER = "paper"
+EQUAL = 0.03  # of all-dense: beyond its first and last run a method is compared with a profile that costs no more than this besides
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
-EQUAL = 0.03  # of all-dense: measured costs that are further apart are not compared
 ROUNDING = 1e-4  # costs that are asked for and differ by less are one
 Request = Mapping[str, Any]
 Row = tuple[str, float | None, float | None]  # setting, density and guidance that are asked for
@@ -59,13 +59,17 @@ def cost_result(gathered: Gathered) -> Result:
     asked = _asked_costs(gathered)
     table = Table(COLUMNS, tuple(_table_row(gathered, row, asked.get(row[:2]), cells) for row, cells in rows.items()))
     findings = []
+    rivals = list(dict.fromkeys(setting for setting, _ in asked if not _is_profile(setting)))
+    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
     for cost in sorted(set(asked.values())):
         at = {setting: density for (setting, density), each in asked.items() if each == cost}
         for profile in filter(_is_profile, at):
-            for rival in (name for name in at if not _is_profile(name)):
-                statement = f"{profile} above {rival} at cost {cost:.3g}"
-                chosen = [_is(name, at[name]) for name in (profile, rival)]
-                findings += results.psnr_findings(gathered, statement, *chosen, costs_within=EQUAL)
+            for rival in rivals:
+                for scale in scales:
+                    place = f", guidance {scale:g}" if len(scales) > 1 else ""
+                    chosen = _is(profile, at[profile], scale), _is(rival, None, scale)
+                    statement = f"{profile} above {rival} at cost {cost:.3g}{place}"
+                    findings.append(results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL))
 
     def point(request: Request) -> results.Label:
         return _scale(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
@@ -89,8 +93,14 @@ def _scale(request: Request) -> str:
     return "" if request["guidance"] is None else f"{request['guidance']:g}"
 
 
-def _is(setting: str, density: float | None) -> Chosen:
-    return lambda request: _row(request)[:2] == (setting, density)
+def _is(setting: str, density: float | None, guidance: float | None) -> Chosen:
+    """density: None is every one."""
+
+    def chosen(request: Request) -> bool:
+        at = request["density"] if density is None else density
+        return request["density"] is not None and _row(request) == (setting, at, guidance)
+
+    return chosen
 
 
 def _asked_costs(gathered: Gathered) -> dict[tuple[str, float | None], float]:

@@ -266,26 +266,19 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
 Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
 
 
-def psnr_findings(
-    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False, costs_within: float | None = None
-) -> list[Finding]:
+def psnr_findings(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> list[Finding]:
     """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
     scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
     findings = []
     for scale in scales:
         place = f", guidance {scale:g}" if len(scales) > 1 else ""
         at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in (upper, lower)]
-        findings.append(psnr_finding(gathered, statement + place, *at, tie=tie, costs_within=costs_within))
+        findings.append(psnr_finding(gathered, statement + place, *at, tie=tie))
     return findings
 
 
-def psnr_finding(
-    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False, costs_within: float | None = None
-) -> Finding:
-    """Mean over prompts and seeds of the difference in PSNR, on those that both have.
-
-    costs_within: measured costs that are further apart, as shares of all-dense, are not compared.
-    """
+def psnr_finding(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> Finding:
+    """Mean over prompts and seeds of the difference in PSNR, on those that both have."""
     sides: list[dict[tuple[Any, ...], Mapping[str, Any]]] = []
     for chosen in (upper, lower):
         cells = [cell for cell in gathered.cells if chosen(cell.request)]
@@ -296,13 +289,42 @@ def psnr_finding(
     if not both:
         return Finding(statement, None, reason="no prompt that both were run on")
     ahead = [one["psnr"] - other["psnr"] for one, other in both]
-    margin, spread = statistics.fmean(ahead), interval(ahead)
-    if costs_within is not None:
-        costs = [statistics.fmean(row["cost"] for row in side) for side in zip(*both, strict=True)]
-        if abs(costs[0] - costs[1]) > costs_within:
-            apart = f"costs differ: {costs[0]:.3f} and {costs[1]:.3f} of all-dense"
-            return Finding(statement, None, reason=f"{apart}, where the margin is {margin:+.2f} dB")
-    return Finding(statement, margin, "dB", spread, tie=tie)
+    return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
+
+
+def psnr_finding_at_cost(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float) -> Finding:
+    """The same at the cost that the upper one has on each prompt and seed.
+
+    There the lower one, all of whose runs are given, has what lies on the line between its two runs next to that cost, or
+    what its nearest run has if that is no further away than `near`. Fewer than half of the prompts say nothing.
+    """
+    cells = [[cell for cell in gathered.cells if chosen(cell.request)] for chosen in (upper, lower)]
+    sides = [gathered.of(each) for each in cells]
+    for side, asked in zip(sides, cells, strict=True):
+        if not side:
+            return Finding(statement, None, reason=gathered.why_not(asked))
+    curves: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for record in sides[1]:
+        curves.setdefault(_place(record["request"]), []).append((record["row"]["cost"], record["row"]["psnr"]))
+    rows = [(record["row"], curves[place]) for record in sides[0] if (place := _place(record["request"])) in curves]
+    if not rows:
+        return Finding(statement, None, reason="no prompt that both were run on")
+    ahead = [row["psnr"] - other for row, curve in rows if (other := on_curve(curve, row["cost"], near)) is not None]
+    if 2 * len(ahead) < len(rows):
+        have = sorted(cost for _, curve in rows for cost, _ in curve)
+        mean = statistics.fmean(row["cost"] for row, _ in rows)
+        return Finding(statement, None, reason=f"costs {mean:.3f} of all-dense, and the other {have[0]:.3f} to {have[-1]:.3f}")
+    return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead))
+
+
+def on_curve(points: Sequence[tuple[float, float]], x: float, near: float) -> float | None:
+    """y at x, on straight lines between the points; beyond their ends that of the end, None where it is not near."""
+    below, above = [point for point in points if point[0] <= x], [point for point in points if point[0] >= x]
+    if not below or not above:
+        end = min(points, key=lambda point: abs(point[0] - x))
+        return end[1] if abs(end[0] - x) <= near else None
+    (x0, y0), (x1, y1) = max(below), min(above)
+    return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 TRADED = {"psnr": "PSNR against dense, dB", "error": "relative error of frames"}

@@ -1,0 +1,150 @@
+"""Tables of videos by many methods, and of float8 linears, for tools/tables.py: written from records, as all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parkattn.bench.frontier import interval, read_records, tabulate
+from parkattn.experiments.results import on_curve
+from parkattn.experiments.tables import text_table, to_markdown
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+PROFILES = ("paper", "quality", "fast")
+RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
+FOLDERS = {"gpu_75600": ("75,600", (81, 400, 576)), "gpu_7168": ("7,168", (29, 224, 256))}  # tokens, size of the video
+NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
+Record = dict[str, Any]
+
+
+def float8_linears() -> str:
+    rows = [json.loads(line) for line in (RESULTS / "e2e_float8.jsonl").read_text().splitlines()]
+    found = {row["linears"]: row for row in rows if row["benchmark"] == "e2e float8"}
+    before = found["bfloat16"]
+    columns = "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | attention | products | rest | weights | peak, dense | peak, PARK"
+    return _markdown(
+        columns,
+        (
+            (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}", f"{row['reuse_s'] / before['reuse_s']:.2f}",
+             *(f"{row['split']['reuse'][part]:.2f}" for part in ("attention_s", "linears_s", "rest_s")),
+             *(f"{row['memory'][part]:.1f} GB" for part in ("weights_gb", "dense_peak_gb", "park_peak_gb")))
+            for name, row in found.items()
+        ),
+    )  # fmt: skip
+
+
+def methods_on_h200() -> str:
+    """Every method that was run at a size, and the profiles on the same prompts; PSNR with half its 95 % interval."""
+    rows = []
+    for folder, (tokens, size) in FOLDERS.items():
+        cells = _cells(folder)
+        prompts = {cell["request"]["prompt"] for cell in cells}
+        groups: dict[tuple[str, float], list[Record]] = {}
+        for cell in cells:
+            asked = cell["request"]
+            groups.setdefault((asked["method"], asked["density"] or 0.0), []).append(cell["row"])
+        for setting in PROFILES:
+            groups[f"PARK, {setting}", 0.0] = list(_profile(setting, size, prompts).values())
+        for (name, asked), found in sorted(
+            groups.items(), key=lambda item: statistics.fmean(row["cost"] for row in item[1])
+        ):
+            if len(found) == len(prompts):  # means over the same videos
+                psnr = [row["psnr"] for row in found]
+                density = statistics.fmean(row["density" if "density" in row else "density_sparse"] for row in found)
+                own = "" if name.startswith(("PARK", "dense")) else "its own"
+                rows.append(
+                    (tokens, name, f"{asked:g}" if asked else own, str(len(found)), f"{statistics.fmean(row['cost'] for row in found):.1%}",
+                     f"{density:.2f}", f"{statistics.fmean(psnr):.1f} ± {interval(psnr):.1f} dB", f"{min(psnr):.1f} dB")
+                )  # fmt: skip
+    return _markdown(
+        "tokens | method | density asked | videos | attention computed | density of sparse steps | PSNR | worst video",
+        rows,
+    )
+
+
+def profiles_above_methods() -> str:
+    """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's runs."""
+    rows = []
+    for folder, (tokens, size) in FOLDERS.items():
+        cells = _cells(folder)
+        curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for cell in cells:
+            place = cell["request"]["method"], cell["request"]["prompt"]
+            curves.setdefault(place, []).append((cell["row"]["cost"], cell["row"]["psnr"]))
+        prompts = {prompt for _, prompt in curves}
+        for setting in PROFILES[1:]:
+            runs = _profile(setting, size, prompts)
+            cost = statistics.fmean(row["cost"] for row in runs.values())
+            rows.append((tokens, setting, f"{cost:.1%}", *(_margin(runs, curves, name) for name in RIVALS)))
+    return _markdown(f"tokens | profile | attention computed | {' | '.join(f'above {name}' for name in RIVALS)}", rows)
+
+
+def short_runs_at_equal_cost() -> str:
+    """Profiles in runs of few steps beside the paper's settings with a top_p that costs about as much."""
+    equal = [
+        row for row in tabulate(read_records(RESULTS / "frontier_equal_cost.jsonl")) if row["size"] == "81x400x576"
+    ]
+    own = [
+        row
+        for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
+        if row["size"] == "81x400x576" and row["steps"] < 50
+    ]
+    rows = sorted([*equal, *own], key=lambda row: (-row["steps"], row["guidance"], row["cost"]))
+    return _markdown(
+        "steps | guidance | setting | videos | attention computed | PSNR | worst video",
+        (
+            (str(row["steps"]), f"{row['guidance']:g}", row["setting"], str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
+             f"{row['worst_psnr']:.1f} dB")
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[float, float]]], name: str) -> str:
+    """Where a profile costs less than every run of a method: how much better it is than the cheapest of them."""
+    ahead = [
+        row["psnr"] - y
+        for prompt, row in runs.items()
+        if (y := on_curve(curves[name, prompt], row["cost"], NEAR)) is not None
+    ]
+    if 2 * len(ahead) >= len(runs):
+        return f"{statistics.fmean(ahead):+.1f} ± {interval(ahead):.1f} dB"
+    cheapest = [min(curves[name, prompt]) for prompt in runs]
+    if any(cost < row["cost"] for (cost, _), row in zip(cheapest, runs.values(), strict=True)):
+        return f"not between its runs, {min(cheapest)[0]:.1%} to {max(max(curves[name, prompt]) for prompt in runs)[0]:.1%}"
+    apart = [row["psnr"] - psnr for row, (_, psnr) in zip(runs.values(), cheapest, strict=True)]
+    at = statistics.fmean(cost for cost, _ in cheapest)
+    return f"{statistics.fmean(apart):+.1f} ± {interval(apart):.1f} dB, its cheapest run computes {at:.1%}"
+
+
+def _cells(folder: str) -> list[Record]:
+    """Of guidance 1; those of profiles at other budgets are left out."""
+    found = [json.loads(path.read_text()) for path in sorted((RESULTS / folder / "cells").glob("quality-*.json"))]
+    return [cell for cell in found if cell["request"]["guidance"] == 1.0 and "profile" not in cell["request"]]
+
+
+def _profile(setting: str, size: tuple[int, int, int], prompts: Iterable[str]) -> dict[str, Record]:
+    """Runs of 50 steps at guidance 1 by prompt."""
+    wanted = {
+        "setting": setting,
+        "steps": 50,
+        "guidance": 1.0,
+        **dict(zip(("frames", "height", "width"), size, strict=True)),
+    }
+    lines = read_records(RESULTS / "frontier.jsonl")
+    found = {line["prompt"]: line for line in lines if all(line[name] == value for name, value in wanted.items())}
+    return {prompt: found[prompt] for prompt in sorted(prompts)}
+
+
+def _markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    return re.sub(r"\|  (?=\|)", "| ", to_markdown(text_table(columns.split(" | "), [tuple(row) for row in rows])))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (float8_linears, methods_on_h200, profiles_above_methods, short_runs_at_equal_cost)
+}
