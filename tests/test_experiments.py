@@ -281,3 +281,25 @@ def test_another_model_needs_its_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "find_model", lambda model: tmp_path)
     with pytest.raises(ValueError, match=r"^prompt_file: expected one for a model other than the shipped one"):
         quick(model="some/folder")
+
+
+def test_fused_runs_are_cells_of_their_own_and_reach_the_pipeline(tmp_path, monkeypatch):
+    plain, fused = (runner.Lab(quick(fuse=fuse), tmp_path) for fuse in (None, True))
+    cells = [lab.quality_cell(lab.requests()[0], "park") for lab in (plain, fused)]
+    assert cells[0].name != cells[1].name and "fuse" not in cells[0].request
+    seen = []
+
+    def generated(*args, fuse=None, **options):
+        seen.append(fuse)
+        raise ValueError("enough: expected no more.")
+
+    monkeypatch.setattr(runner, "generate_frames", generated)
+    for lab, cell in zip((plain, fused), cells, strict=True):
+        assert lab.fill([cell]).failures == {cell.name: "enough: expected no more."}
+    assert seen == [None, True]
+
+
+def test_methods_that_are_named_are_all_that_matched_densities_has(tmp_path):
+    evaluation = dataclasses.replace(quick(methods=("svg2", "sta", "sol")), quick=False)
+    asked = [cell.request["method"] for cell in EXPERIMENTS["matched_densities"].cells(runner.Lab(evaluation, tmp_path))]
+    assert asked == ["dense again", "svg2", "sol"]

@@ -97,12 +97,12 @@ def methods(
         list[str] | None, typer.Option(metavar="MODULE:ENTRY", help="A method of yours beside the others; repeatable.")
     ] = None,
 ) -> None:
-    """What each method's plan and attention cost at the sizes of real videos, at its authors' settings."""
+    """What each method's plan, attention and a forward of two blocks cost at the sizes of real videos, at its authors' settings."""
     from parkattn.methods import register_from
 
     for where in method or ():
         register_from(where)
-    costs = ("density", "plan_ms", "later_plan_ms", "attend_ms", "repair_ms", "plan_mb", "attend_mb", "failure")
+    costs = ("density", "plan_ms", "later_plan_ms", "attend_ms", "repair_ms", "plan_mb", "attend_mb", "forward_s", "failure")
     _run("methods", record, repeats, rehearse, ("shape", "method", *costs))
 
 

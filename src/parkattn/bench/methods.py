@@ -1,12 +1,13 @@
 """What each method's plan and attention cost at the sizes of real videos, at its authors' settings, on Gaussian mixtures.
 
 Then each method through `enable` on the real transformers at the same sizes, cut to two blocks of random weights: a dense step
-and two sparse ones. That says that a method runs where its users run it, and what its forwards take.
+and two sparse ones, where diffusers is installed. That says that a method runs where its users run it, and what its forwards take.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -57,7 +58,7 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, r
             yield record
             free_memory()
         del q, k, v, site
-    for name in TWO_BLOCKS:
+    for name in TWO_BLOCKS if importlib.util.find_spec("diffusers") else ():
         yield from through_model((SMALL if rehearse else MODELS)[name], name, device, rehearse=rehearse)
 
 
@@ -89,7 +90,7 @@ def _forwards(name: str, transformer: Any, inputs: dict[str, Any], device: torch
     finite = all(run.finite for run in runs)
     return {
         "ok": finite and bool(sparse or name == "dense"), "finite": finite, "calls": report.calls, "density": report.density,
-        "seconds": [run.seconds for run in runs], "peak_gb": max((run.peak_gb for run in runs if run.peak_gb is not None), default=None),
+        "seconds": [run.seconds for run in runs], "forward_s": runs[-1].seconds, "peak_gb": max((run.peak_gb for run in runs if run.peak_gb is not None), default=None),
         "dense_because": report.dense_because,
     }  # fmt: skip
 
