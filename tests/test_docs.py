@@ -201,7 +201,7 @@ def test_every_command_parses(path):
 # Links --------------------------------------------------------------------------------------------------------
 
 # a package page shows no file of the repository; a picture needs the address of one, and there is none yet
-WITHOUT_ADDRESS = {"docs/compare.png"}
+WITHOUT_ADDRESS = {"docs/compare.png", "docs/pictures/frontier.svg"}
 
 
 def whole(path: Path) -> str:
@@ -280,7 +280,7 @@ def test_pictures_of_the_concepts_are_what_their_tool_draws():
     pytest.importorskip("diffusers")
     concepts_page = import_module("concepts_page")
 
-    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*concepts_page.DRAWN, "gpu_scaling"}
+    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*concepts_page.DRAWN, "gpu_scaling", "frontier"}
     for name in ("reuse", "anchors"):  # the others are computed from a video, in minutes
         assert described(DOCS / f"pictures/{name}.svg") == concepts_page.DRAWN[name]().description
 
@@ -294,6 +294,11 @@ def test_masks_that_depend_on_the_grid_alone_are_what_their_method_chooses(name)
 def test_the_picture_of_the_scaling_is_the_recorded_one():
     recorded = ROOT / "benchmarks/results/gpu_scaling.svg"
     assert (DOCS / "pictures/gpu_scaling.svg").read_bytes() == recorded.read_bytes(), f"copy {recorded}"
+
+
+def test_the_picture_of_the_frontier_is_that_of_its_records(tmp_path):
+    import_module("frontier_picture").frontier().write(tmp_path / "it.svg")
+    assert (tmp_path / "it.svg").read_text() == (DOCS / "pictures/frontier.svg").read_text(), "run python tools/frontier_picture.py"
 
 
 def test_versions_in_the_docs_are_the_bounds_of_the_package():

@@ -40,19 +40,13 @@ def float8_linears() -> str:
 def methods_on_h200() -> str:
     """Every method that was run at a size, and the profiles on the same prompts; PSNR with half its 95 % interval."""
     rows = []
-    for folder, (tokens, size) in FOLDERS.items():
-        cells = _cells(folder)
-        prompts = {cell["request"]["prompt"] for cell in cells}
-        groups: dict[tuple[str, float], list[Record]] = {}
-        for cell in cells:
-            asked = cell["request"]
-            groups.setdefault((asked["method"], asked["density"] or 0.0), []).append(cell["row"])
-        for setting in PROFILES:
-            groups[f"PARK, {setting}", 0.0] = list(_profile(setting, size, prompts).values())
+    for folder, (tokens, _) in FOLDERS.items():
+        profiles = profile_rows(folder)
+        groups = method_rows(folder) | {(f"PARK, {name}", 0.0): list(runs.values()) for name, runs in profiles.items()}
         for (name, asked), found in sorted(
             groups.items(), key=lambda item: statistics.fmean(row["cost"] for row in item[1])
         ):
-            if len(found) == len(prompts):  # means over the same videos
+            if len(found) == len(profiles["paper"]):  # means over the same videos
                 psnr = [row["psnr"] for row in found]
                 density = statistics.fmean(row["density" if "density" in row else "density_sparse"] for row in found)
                 own = "" if name.startswith(("PARK", "dense")) else "its own"
@@ -69,17 +63,15 @@ def methods_on_h200() -> str:
 def profiles_above_methods() -> str:
     """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's runs."""
     rows = []
-    for folder, (tokens, size) in FOLDERS.items():
-        cells = _cells(folder)
+    for folder, (tokens, _) in FOLDERS.items():
         curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for cell in cells:
+        for cell in _cells(folder):
             place = cell["request"]["method"], cell["request"]["prompt"]
             curves.setdefault(place, []).append((cell["row"]["cost"], cell["row"]["psnr"]))
-        prompts = {prompt for _, prompt in curves}
-        for setting in PROFILES[1:]:
-            runs = _profile(setting, size, prompts)
-            cost = statistics.fmean(row["cost"] for row in runs.values())
-            rows.append((tokens, setting, f"{cost:.1%}", *(_margin(runs, curves, name) for name in RIVALS)))
+        for setting, runs in profile_rows(folder).items():
+            if setting != "paper":
+                cost = statistics.fmean(row["cost"] for row in runs.values())
+                rows.append((tokens, setting, f"{cost:.1%}", *(_margin(runs, curves, name) for name in RIVALS)))
     return _markdown(f"tokens | profile | attention computed | {' | '.join(f'above {name}' for name in RIVALS)}", rows)
 
 
@@ -127,17 +119,24 @@ def _cells(folder: str) -> list[Record]:
     return [cell for cell in found if cell["request"]["guidance"] == 1.0 and "profile" not in cell["request"]]
 
 
-def _profile(setting: str, size: tuple[int, int, int], prompts: Iterable[str]) -> dict[str, Record]:
-    """Runs of 50 steps at guidance 1 by prompt."""
-    wanted = {
-        "setting": setting,
-        "steps": 50,
-        "guidance": 1.0,
-        **dict(zip(("frames", "height", "width"), size, strict=True)),
-    }
-    lines = read_records(RESULTS / "frontier.jsonl")
-    found = {line["prompt"]: line for line in lines if all(line[name] == value for name, value in wanted.items())}
-    return {prompt: found[prompt] for prompt in sorted(prompts)}
+def method_rows(folder: str) -> dict[tuple[str, float], list[Record]]:
+    """By method and the density that was asked for, 0 where it is the method's own."""
+    groups: dict[tuple[str, float], list[Record]] = {}
+    for cell in _cells(folder):
+        groups.setdefault((cell["request"]["method"], cell["request"]["density"] or 0.0), []).append(cell["row"])
+    return groups
+
+
+def profile_rows(folder: str) -> dict[str, dict[str, Record]]:
+    """Runs of each profile by prompt, on the prompts of a folder: 50 steps, guidance 1."""
+    size = dict(zip(("frames", "height", "width"), FOLDERS[folder][1], strict=True))
+    prompts = {cell["request"]["prompt"] for cell in _cells(folder)}
+    found: dict[str, dict[str, Record]] = {name: {} for name in PROFILES}
+    for line in read_records(RESULTS / "frontier.jsonl"):
+        same = all(line[name] == value for name, value in {**size, "steps": 50, "guidance": 1.0}.items())
+        if same and line["setting"] in PROFILES and line["prompt"] in prompts:
+            found[line["setting"]][line["prompt"]] = line
+    return found
 
 
 def _markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:

@@ -1,0 +1,83 @@
+"""Quality against cost on an H200, out of records: docs/pictures/frontier.svg.
+
+python tools/frontier_picture.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
+from quality_tables import FOLDERS, PROFILES, Record, method_rows, profile_rows
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs/pictures/frontier.svg"
+LINES = {"svg2": GREEN, "svg-ear": RED, "sparsepr": PURPLE, "sol": ORANGE}
+NAMES = {
+    "svg2": "SVG2",
+    "svg-ear": "SVG-EAR",
+    "sparsepr": "SparsePR",
+    "sol": "Sol-Attn",
+    "svg": "SVG",
+    "svoo": "SVOO",
+    "sta": "STA",
+}
+NAMES |= {"xattention": "XAttention", "radial": "Radial"}
+WIDTH, HEIGHT, LARGEST = 300, 250, 70  # of a panel; percent of all-dense
+
+
+def frontier() -> Picture:
+    said = (
+        "PSNR against the dense video over the attention that is computed in the whole run, two lengths of video:"
+        " PARK's profiles quality and fast lie above SVG2, SVG-EAR, SparsePR and Sol-Attn at equal cost."
+    )
+    picture = Picture(760, 385, "Quality against cost on an H200", said)
+    for place, folder in enumerate(FOLDERS):
+        _panel(picture, 55 + place * (WIDTH + 75), folder)
+    picture.legend(
+        55, 355, [("PARK", BLUE), *((NAMES[name], colour) for name, colour in LINES.items()), ("other methods", GREY)]
+    )
+    return picture
+
+
+def _panel(picture: Picture, left: float, folder: str) -> None:
+    groups, profiles = method_rows(folder), profile_rows(folder)
+    videos = len(profiles[PROFILES[0]])
+    points = {
+        place: _mean(rows) for place, rows in groups.items() if not place[0].startswith("dense") and len(rows) == videos
+    }
+    shown = {name: _mean(list(profiles[name].values())) for name in PROFILES}
+    heights = [psnr for _, psnr in (*points.values(), *shown.values())]
+    low, high = 5 * (min(heights) // 5), 5 * (max(heights) // 5 + 1)
+    picture.text(left, 24, f"{FOLDERS[folder][0]} tokens, {videos} videos", size=13)
+    axes = Axes(
+        picture,
+        (left, 58, WIDTH, HEIGHT),
+        (15, LARGEST),
+        (low, high),
+        ("attention computed, % of all-dense", "PSNR, dB"),
+    )
+    axes.ticks(range(20, LARGEST + 1, 10), [low + 10 * i for i in range(int((high - low) // 10) + 1)])
+    for name in dict.fromkeys(name for name, _ in points):
+        runs = sorted(point for (which, _), point in points.items() if which == name and point[0] <= LARGEST)
+        if name in LINES:
+            axes.curve(*zip(*runs, strict=True), LINES[name])
+            for run in runs:
+                picture.dot(*axes.at(*run), 3, LINES[name])
+        elif name in NAMES and runs:
+            x, y = axes.at(*runs[0])
+            picture.dot(x, y, 3, GREY)
+            picture.text(x + 6, y + 4, NAMES[name], size=10, fill=GREY)
+    for name, point in shown.items():
+        x, y = axes.at(*point)
+        picture.dot(x, y, 6, BLUE)
+        picture.text(x + 9, y + (4 if name != "paper" else 14), name, size=13, fill=INK)
+
+
+def _mean(rows: list[Record]) -> tuple[float, float]:
+    """Percent of all-dense, dB."""
+    return 100 * statistics.fmean(row["cost"] for row in rows), statistics.fmean(row["psnr"] for row in rows)
+
+
+if __name__ == "__main__":
+    frontier().write(PICTURE)
