@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import statistics
@@ -10,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.bench.frontier import interval, read_records, tabulate
-from parkattn.experiments.results import on_curve
+from parkattn.experiments.catalogue import EXPERIMENTS
+from parkattn.experiments.costs import compare_at_costs
+from parkattn.experiments.reproduce import evaluation_for
+from parkattn.experiments.results import Gathered, on_curve
+from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import text_table, to_markdown
+from parkattn.methods import METHODS
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
 FOLDERS = {"gpu_75600": ("75,600", (81, 400, 576)), "gpu_7168": ("7,168", (29, 224, 256))}  # tokens, size of the video
+DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
 Record = dict[str, Any]
 
@@ -96,6 +103,58 @@ def short_runs_at_equal_cost() -> str:
     )  # fmt: skip
 
 
+def matched_2k() -> str:
+    """PSNR at equal density of the sparse steps, means over the prompts; empty where a method cannot have the density."""
+    found: dict[tuple[str, float, float], list[float]] = {}
+    for cell in _all_cells("matched_2k"):
+        asked = cell["request"]
+        if asked["density"] in DENSITIES and "profile" not in asked:
+            found.setdefault((asked["method"], asked["guidance"], asked["density"]), []).append(cell["row"]["psnr"])
+    scales = sorted({scale for _, scale, _ in found})
+    columns = [(scale, density) for scale in scales for density in DENSITIES]
+    rows = [
+        (name, *(f"{statistics.fmean(found[name, *at]):.1f}" if (name, *at) in found else "" for at in columns))
+        for name in METHODS if any(which == name for which, _, _ in found)
+    ]  # fmt: skip
+    head = [
+        f"{density:g}" if density != DENSITIES[0] else f"guidance {scale:g}: {density:g}" for scale, density in columns
+    ]
+    return _markdown(" | ".join(["method", *head]), rows)
+
+
+@functools.cache
+def costs_2k() -> str:
+    """What `park reproduce matched_costs --draw` finds of the cells: a profile above each method at every cost."""
+    evaluation = evaluation_for(
+        model="tiny", prompts=8, prompt_file=None, quick=False, guidances=(1.0, 5.0), densities=DENSITIES, device="cpu", draw=True, keep="records"
+    )  # fmt: skip
+    lab = Lab(evaluation, RESULTS / "matched_2k")
+    cells = EXPERIMENTS["matched_costs"].cells(lab)
+    records = lab.finished(cells)
+    reasons = lab.unreachable([cell for cell in cells if cell.name not in records])
+    rows: dict[tuple[float, float], dict[str, dict[str, str]]] = {}  # by guidance, cost and profile
+    for profile, method, cost, scale, finding in compare_at_costs(
+        Gathered(cells, records, reasons, lab.load_frames, (), lab.cost)
+    ):
+        if finding.margin is not None:
+            spread = "" if finding.spread is None else f" ± {finding.spread:.1f}"
+            rows.setdefault((scale or 0.0, cost), {}).setdefault(profile, {})[method] = f"{finding.margin:+.1f}{spread}"
+    names = ("paper", *RIVALS)
+    return _markdown(
+        f"guidance | cost asked | profile | {' | '.join(f'above {name}, dB' for name in names)}",
+        (
+            (
+                f"{scale:g}",
+                f"{cost:.3g}",
+                ", ".join(name for name, row in found.items() if row == told),
+                *(told.get(name, "") for name in names),
+            )
+            for (scale, cost), found in sorted(rows.items())
+            for told in (row for place, row in enumerate(found.values()) if row not in list(found.values())[:place])
+        ),
+    )
+
+
 def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[float, float]]], name: str) -> str:
     """Where a profile costs less than every run of a method: how much better it is than the cheapest of them."""
     ahead = [
@@ -113,10 +172,16 @@ def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[fl
     return f"{statistics.fmean(apart):+.1f} ± {interval(apart):.1f} dB, its cheapest run computes {at:.1%}"
 
 
+@functools.cache
+def _all_cells(folder: str) -> list[Record]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / folder / "cells").glob("quality-*.json"))]
+
+
 def _cells(folder: str) -> list[Record]:
     """Of guidance 1; those of profiles at other budgets are left out."""
-    found = [json.loads(path.read_text()) for path in sorted((RESULTS / folder / "cells").glob("quality-*.json"))]
-    return [cell for cell in found if cell["request"]["guidance"] == 1.0 and "profile" not in cell["request"]]
+    return [
+        cell for cell in _all_cells(folder) if cell["request"]["guidance"] == 1.0 and "profile" not in cell["request"]
+    ]
 
 
 def method_rows(folder: str) -> dict[tuple[str, float], list[Record]]:
@@ -145,5 +210,12 @@ def _markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (float8_linears, methods_on_h200, profiles_above_methods, short_runs_at_equal_cost)
+    for function in (
+        float8_linears,
+        methods_on_h200,
+        profiles_above_methods,
+        short_runs_at_equal_cost,
+        matched_2k,
+        costs_2k,
+    )
 }

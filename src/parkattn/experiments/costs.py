@@ -6,15 +6,16 @@ cost that the paper's settings and the other methods have at the densities of th
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from parkattn.bench.frontier import interval
 from parkattn.experiments import results
 from parkattn.experiments.calibration import density_at, named_profile
 from parkattn.experiments.evaluation import FLOORS
-from parkattn.experiments.results import NOT_RUN, Chosen, Gathered, Result
+from parkattn.experiments.results import NOT_RUN, Chosen, Finding, Gathered, Result
 from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import Column, Table
 from parkattn.methods import method_entry
@@ -52,29 +53,40 @@ def cost_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[
     ]  # fmt: skip
 
 
+class Compared(NamedTuple):
+    profile: str
+    method: str
+    cost: float  # that the profile was asked for
+    guidance: float | None
+    finding: Finding
+
+
+def compare_at_costs(gathered: Gathered, asked: Mapping[tuple[str, float | None], float] | None = None) -> Iterator[Compared]:
+    """Every profile at every cost with every method. asked: costs by setting and density."""
+    asked = _asked_costs(gathered) if asked is None else asked
+    methods = list(dict.fromkeys(setting for setting, _ in asked if not _is_profile(setting)))
+    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
+    for cost in sorted(set(asked.values())):
+        at = {setting: density for (setting, density), each in asked.items() if each == cost}
+        for profile, method, scale in itertools.product(filter(_is_profile, at), methods, scales):
+            place = f", guidance {scale:g}" if len(scales) > 1 else ""
+            chosen = _is(profile, at[profile], scale), _is(method, None, scale)
+            statement = f"{profile} above {method} at cost {cost:.3g}{place}"
+            yield Compared(profile, method, cost, scale, results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL))
+
+
 def cost_result(gathered: Gathered) -> Result:
     rows: dict[Row, list[Cell]] = {}
     for cell in gathered.cells:
         rows.setdefault(_row(cell.request), []).append(cell)
     asked = _asked_costs(gathered)
     table = Table(COLUMNS, tuple(_table_row(gathered, row, asked.get(row[:2]), cells) for row, cells in rows.items()))
-    findings = []
-    rivals = list(dict.fromkeys(setting for setting, _ in asked if not _is_profile(setting)))
-    scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
-    for cost in sorted(set(asked.values())):
-        at = {setting: density for (setting, density), each in asked.items() if each == cost}
-        for profile in filter(_is_profile, at):
-            for rival in rivals:
-                for scale in scales:
-                    place = f", guidance {scale:g}" if len(scales) > 1 else ""
-                    chosen = _is(profile, at[profile], scale), _is(rival, None, scale)
-                    statement = f"{profile} above {rival} at cost {cost:.3g}{place}"
-                    findings.append(results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL))
+    findings = tuple(compared.finding for compared in compare_at_costs(gathered, asked))
 
     def point(request: Request) -> results.Label:
         return _scale(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
 
-    return Result(table, tuple(findings), results.trade_off(results.runs_by(gathered, point)))
+    return Result(table, findings, results.trade_off(results.runs_by(gathered, point)))
 
 
 def _setting(request: Request) -> str:
