@@ -200,6 +200,14 @@ def test_with_anchors_alone_what_was_saved_is_a_bound_by_the_shortest_of_them():
     assert "at least 2.0 s lost, by the anchors" in str(slower) and "too short to gain" in slower.advice[0]
 
 
+def test_what_was_saved_is_no_more_than_what_was_skipped():
+    log = RunLog()
+    for phase, density, seconds in (("anchor", 1.0, 4.0), ("reuse", 1.0, 1.0), ("reuse", 0.75, 1.0)):
+        log.add(CallSite(), AttentionStats(phase, "", torch.full((1, 1), density)), lambda seconds=seconds: seconds)
+    # by the anchor alone it would be 2 * 4 - 2; but a quarter of one call is all that was skipped
+    assert Summary.of("park", log, 0).seconds_saved_at_most == 1.0
+
+
 def test_without_dense_calls_and_anchors_the_summary_says_why_nothing_is_known_of_savings():
     report = _summary_of([(0, "refresh", 2.0), (0, "reuse", 1.0)])
     assert report.seconds_saved is report.seconds_saved_at_most is None

@@ -44,3 +44,8 @@ def test_pages_install_from_a_clone_or_a_wheel_or_into_what_is_installed(path):
         assert target in (".", "parkattn", "/path/to/parkattn", "parkattn-0.1.0-py3-none-any.whl")
         # an extra by the package's name is for those who have the package: such a page says where to begin
         assert target != "parkattn" or "quickstart.md#install" in text or "pip install '.[" in text
+
+
+def test_the_quick_start_lists_every_extra():
+    rows = [line for line in (ROOT / "docs/quickstart.md").read_text().splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == EXTRAS

@@ -316,7 +316,7 @@ def test_summary_counts_phases_and_names_every_dense_reason(wan):
     (computed_by,) = report.backends
     assert computed_by in table and "PyTorch" in computed_by
     assert "3 steps" not in table.splitlines()[0]
-    assert table.splitlines()[0].startswith("park: 5 steps dense, 2 steps refresh, 1 steps reuse; mean density")
+    assert table.splitlines()[0].startswith("park: 5 steps dense, 2 steps refresh, 1 step reuse; mean density")
 
 
 def test_the_summary_of_a_run_of_nans_is_json():

@@ -222,6 +222,21 @@ def test_frames_of_odd_size_are_made_even_and_survive_the_codec(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"no video", b"\0" * 4096, None], ids=["empty", "text", "zeros", "half"])
+@pytest.mark.parametrize(
+    ("name", "frames", "line"),
+    [
+        ("a.avi", np.zeros((2, 32, 32, 3), np.uint8), r"path: expected a file name ending in \.mp4, got .*a\.avi; rename it\."),
+        ("no/a.mp4", np.zeros((2, 32, 32, 3), np.uint8), r"path: expected a file in a folder that exists, got .*; make .*no first\."),
+        ("a.mp4", np.zeros((2, 32, 32, 3), np.float32), r"frames: expected uint8 .*, got float32 \[2, 32, 32, 3\]; pass as_bytes"),
+        ("a.mp4", np.zeros((32, 32, 3), np.uint8), r"frames: expected uint8 .*, got uint8 \[32, 32, 3\]; pass as_bytes"),
+    ],
+)
+def test_what_cannot_be_an_mp4_is_refused_in_one_line(tmp_path, name, frames, line):
+    with pytest.raises(ValueError, match=line):
+        video.write_mp4(str(tmp_path / name), frames, 8)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_broken_video_is_one_line(tmp_path, damage):
     video.write_mp4(tmp_path / "a.mp4", np.zeros((3, 32, 32, 3), np.uint8), 8)
     whole = (tmp_path / "a.mp4").read_bytes()

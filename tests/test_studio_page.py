@@ -167,7 +167,7 @@ def test_the_heat_map_grows_with_its_gain_and_says_what_white_means(browser, pag
 def test_blink_shows_both_in_turn_no_faster_than_is_safe(browser, page_file):
     tab = opened(browser, page_file[0], "#mode=blink&every=0.4&frame=4", **DESKTOP)
     until(tab, "document.getElementById('tag-a').textContent === 'dense'")
-    until(tab, "document.getElementById('tag-a').textContent === 'PARK'")
+    until(tab, "document.getElementById('tag-a').textContent === 'PARK, paper'")
     until(tab, f"({RED})(10) > 35")
     assert float(tab.locator("#every").get_attribute("min")) >= 1 / 3  # at most three flashes a second
     tab.click("[data-mode=wipe]")
@@ -296,9 +296,9 @@ def test_the_maps_show_layers_by_step_and_by_head(browser, page_file):
     tab = opened(browser, page_file[0])
     assert tab.locator(".heat rect").count() == 3 * 4
     assert tab.locator(".heat rect[fill='var(--line)']").count() == 3  # dense steps
-    assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of PARK by layer and step: mean 0.80, from 0.70 to 0.90"
+    assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of PARK, paper by layer and step: mean 0.80, from 0.70 to 0.90"
     tab.click("[data-heat=density]")
-    assert "density of PARK by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
+    assert "density of PARK, paper by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
     tab.click("[data-axis=head]")
     assert tab.locator(".heat rect").count() == 3 * 2
 

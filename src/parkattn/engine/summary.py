@@ -90,6 +90,12 @@ class Summary:
         times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in entries]
         saved = _saved(times, "dense", statistics.median)
         at_most = _saved(times, "anchor", min) if saved is None else None
+        if at_most is not None and at_most > 0:
+            # a call takes no less than its share of a dense one
+            skipped = (sum(1 - value.item() for value in entry.density) for entry in entries)
+            at_most = min(
+                at_most, sum(min(layer["anchor"]) * part for layer, part in zip(times, skipped, strict=True) if layer.get("anchor"))
+            )
         density = _mean([value for entry in log.layers.values() for value in entry.density])
         sparse = any(phase not in ("dense", "anchor") for entry in entries for phase in entry.phases)
         known = saved if at_most is None else at_most
@@ -124,7 +130,7 @@ class Summary:
         widths = {phase: max(6, len(phase) + 1) for phase in self.calls}
         lines = [
             f"{self.method}: "
-            + ", ".join(f"{len(self.steps[phase])} steps {phase}" for phase in self.steps if self.steps[phase])
+            + ", ".join(f"{len(found)} {'step' if len(found) == 1 else 'steps'} {phase}" for phase, found in self.steps.items() if found)
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
             f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed",

@@ -80,7 +80,7 @@ def reproduce(
     from parkattn.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
 
     if listed:
-        table = Table(Column("name", overflow="fold"), "what it is", "runs here")  # a name that is cut could not be asked for
+        table = Table(Column("name", no_wrap=True), "what it is", "runs here")  # a name that is cut or broken could not be asked for
         for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
             if label in NOT_BUILT:
                 table.add_row(label, NOT_BUILT[label].title, f"no: {NOT_BUILT[label].reason}")
@@ -122,10 +122,12 @@ def reproduce(
         except KeyboardInterrupt:
             _say(f"stopped; finished cells are kept in {out}, run again to go on")
             raise typer.Exit(130) from None
-    _show(outcome, out)
+    _show(outcome, out, quick)
 
 
-def _show(outcome: Outcome, out: Path) -> None:
+def _show(outcome: Outcome, out: Path, quick: bool = False) -> None:
+    if quick:
+        _say("--quick tests that everything works; findings of one short video say nothing about methods")
     for section in outcome.sections:
         for finding in section.result.findings if section.result else ():
             _say(f"{section.label}: {finding.line()}")

@@ -91,7 +91,7 @@ def finding_table(sections: Sequence[Section]) -> tables.Table:
         *map(tables.Column, ("unit", "statement", "reason")),
     )
     rows = [
-        (section.label, each.verdict, each.margin, each.spread, each.unit, each.statement, each.reason)
+        (section.label, each.verdict, each.margin, each.spread, each.unit, each.statement, "" if each.held is not None else each.reason)
         for section in sections if section.result is not None for each in section.result.findings
     ]  # fmt: skip
     return tables.Table(columns, tuple(rows))

@@ -152,7 +152,8 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
     facts = [record.get("environment", {}) for record in records]
     machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts if each)
     size = "the model's own size" if base.frames is None else f"{base.frames} frames of {base.height} x {base.width}"
-    return {
+    quick = {"quick": "a test that everything works, of one short video: it says nothing about methods"} if e.quick else {}
+    return quick | {
         "model": "the shipped model" if e.model is None else Path(e.model).name,
         "weights": base.weights[:16],
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",

@@ -66,7 +66,7 @@ def lpips_reason() -> str | None:
     """Why LPIPS cannot be measured here, None where it can."""
     missing = [name for name in ("lpips", "torchvision") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"no package {missing[0]}; install it with: pip install lpips torchvision"
+        return f"no package {missing[0]}; install it with: pip install 'parkattn[metrics]'"
     weights = Path(torch.hub.get_dir()) / "checkpoints"
     if not list(weights.glob("alexnet-owt-*.pth")):
         return f"no AlexNet weights in {weights}; get them with: {LPIPS_WEIGHTS}"

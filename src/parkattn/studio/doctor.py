@@ -41,7 +41,7 @@ OPTIONAL = {
     "pillow": ("labels in side-by-side videos", install_command("video")),
     "triton": ("GPU kernels", install_command("triton")),
     "accelerate": ("generate, compare", install_command("video")),
-    "lpips": ("the LPIPS column", "pip install lpips torchvision"),
+    "lpips": ("the LPIPS column", "pip install 'parkattn[metrics]'"),
     "matplotlib": ("park scene", install_command("plots")),
 }
 

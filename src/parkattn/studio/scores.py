@@ -25,9 +25,10 @@ def variant_name(method: str, profile: str | None) -> str:
 
 
 def variant_label(method: str, profile: str | None) -> str:
-    """The same for people."""
-    title = "PARK" if method == "park" else method
-    return title if profile is None else f"{title}, {profile}"
+    """The same for people. PARK without a profile has the paper's settings."""
+    if method == "park":
+        return f"PARK, {profile or 'paper'}"
+    return method if profile is None else f"{method}, {profile}"
 
 
 def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames) -> dict[str, Any]:

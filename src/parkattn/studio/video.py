@@ -34,12 +34,20 @@ def as_bytes(frames: NDArray[np.floating]) -> Frames:
     return np.round(np.clip(frames, 0, 1) * 255).astype(np.uint8)
 
 
-def write_mp4(path: Path, frames: Frames, fps: int) -> None:
+def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
     """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column.
 
     The muxer goes back to put its index first, so this is no atomic write: path is a temporary name of the store.
     """
-    av = video_library()
+    av, path = video_library(), Path(path)
+    if path.suffix.lower() not in (".mp4", ".tmp"):  # of a user, of the store
+        raise ValueError(f"path: expected a file name ending in .mp4, got {path}; rename it.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"path: expected a file in a folder that exists, got {path}; make {path.parent} first.")
+    frames = np.asarray(frames)
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
+        got = f"{frames.dtype} {list(frames.shape)}"
+        raise ValueError(f"frames: expected uint8 [frames, height, width, 3], got {got}; pass as_bytes(video) of a pipeline's video.")
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
         stream = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "14", "preset": "medium", "bf": "0"})
