@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parkattn.metrics.fidelity import CAP, psnr_per_frame
-from parkattn.studio.scores import over_cases, verdict, worst_frame
+from parkattn.studio.scores import over_cases, variant_label, verdict, worst_frame
 
 
 def row(frames, wanted, **changes) -> dict:
@@ -62,3 +62,8 @@ def test_equal_means_that_no_value_differs_not_that_psnr_reached_its_cap():
 def test_one_case_is_its_own_mean():
     rows = [{"method": "dense"}]
     assert over_cases([rows]) is rows
+
+
+def test_a_label_names_the_profile():
+    assert variant_label("park", None) == "PARK, paper" and variant_label("park", "fast") == "PARK, fast"
+    assert variant_label("sta", None) == "sta"

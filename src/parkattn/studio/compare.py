@@ -201,7 +201,7 @@ def repeat_comparison(
     left_out = {*UNASKED, "method", "preset", "seed"} if seeds else {*UNASKED, "method", "preset"}
     options = {name: value for name, value in resolved.to_dict().items() if name not in left_out and value is not None}
     words = ["park", "compare", *([resolved.prompt] if prompts is None else ["--prompts", str(prompts)])]
-    words += ["--methods", ",".join(methods), "--out", out.name]
+    words += ["--methods", ",".join(methods), "--out", out.name if out.is_absolute() else str(out)]
     words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     words += ["--profile", ",".join(profiles)] if profiles else []
     words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
