@@ -81,7 +81,7 @@ def gains() -> str:
             if name == "quality":
                 # its own density is near that of the paper's profile: a reuse step of that, and what corrections add to one
                 corrected = {**row, "reuse_s": sparse[row["model"]] + row["reuse_s"] - row["plain_reuse_s"]}
-                run, density = anchored_run(corrected, Counter(run["steps"]), row["baselines"]), "0.25, put together"
+                run, density = anchored_run(corrected, Counter(run["steps"]), row["baselines"]), "0.25, estimated"
             memory = [f"{row['memory'][peak]:.1f} GB" for peak in ("dense_peak_gb", "park_peak_gb")]
             seconds = [f"{s:.0f} s" for s in (RUN_STEPS * row["baselines"]["stock"], run["park_s"])]
             faster = f"{run['speedup']['stock']:.2f}x"
