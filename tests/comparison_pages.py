@@ -35,7 +35,7 @@ def method_row(name: str, level: float, *, equal: bool = False) -> dict:
     method, profile = (before, last) if last in ParkConfig.PROFILES else (name, None)
     psnr = PSNR if sparse and not equal else [100.0] * FRAMES
     return {
-        "name": name, "label": variant_label(method, profile), "method": method, "profile": profile, "config": {},
+        "name": name, "label": variant_label(method, profile), "method": method, "profile": profile, "config": {}, "changes": {"top_p": 0.8} if method == "park" else {},
         "command": f"park generate x --method {method}", "verdict": VERDICT.format(variant_label(method, profile)),
         "psnr": {"mean": sum(psnr) / FRAMES, "worst": min(psnr), "per_frame": psnr},
         "equal_frames": sum(y == 100 for y in psnr), "worst_frame": {"frame": psnr.index(min(psnr)), "psnr": min(psnr), "place": "centre"},

@@ -252,6 +252,7 @@ def test_profiles_stand_beside_each_other_and_beside_methods_that_have_none(prof
     assert made == ["dense", "park-paper", "park-fast", "sta"]
     assert [row["label"] for row in report["methods"]] == ["dense", "PARK, paper", "PARK, fast", "sta"]
     paper, fast = report["methods"][1:3]
+    assert fast["changes"] == profiles[0].changes and not report["methods"][0]["changes"]
     assert (paper["config"]["anchors"], fast["config"]["anchors"]) == (None, 7) and fast["profile"] == "fast"
     assert not np.array_equal(*(video.read_mp4(out / f"park-{name}.mp4") for name in ("paper", "fast")))
     assert fast["verdict"].startswith("PARK, fast: ") and "PARK, fast" in (out / "index.html").read_text()

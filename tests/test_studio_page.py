@@ -164,6 +164,10 @@ def test_the_heat_map_grows_with_its_gain_and_says_what_white_means(browser, pag
     assert tab.locator("#gain-told").inner_text() == "× 64"
 
 
+def test_settings_that_were_changed_are_shown_with_their_method(browser, page_file):
+    assert opened(browser, page_file[0], "", **DESKTOP).locator("#seed").inner_text().endswith("· top_p=0.8")
+
+
 def test_blink_shows_both_in_turn_no_faster_than_is_safe(browser, page_file):
     tab = opened(browser, page_file[0], "#mode=blink&every=0.4&frame=4", **DESKTOP)
     until(tab, "document.getElementById('tag-a').textContent === 'dense'")

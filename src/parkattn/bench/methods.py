@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import attend_planned, resolve_for
-from parkattn.bench.e2e import MODELS, SMALL, WholeModel, forward_inputs, random_transformer, run_forward
+from parkattn.bench.e2e import MODELS, SMALL, WholeModel, forward_inputs, largest, random_transformer, run_forward
 from parkattn.bench.problems import Case, Shape, mixture, verdict
 from parkattn.bench.timing import extra_mb, free_memory, median_ms, watched
 from parkattn.hosts.diffusers import enable
@@ -90,7 +90,7 @@ def _forwards(name: str, transformer: Any, inputs: dict[str, Any], device: torch
     finite = all(run.finite for run in runs)
     return {
         "ok": finite and bool(sparse or name == "dense"), "finite": finite, "calls": report.calls, "density": report.density,
-        "seconds": [run.seconds for run in runs], "forward_s": runs[-1].seconds, "peak_gb": max((run.peak_gb for run in runs if run.peak_gb is not None), default=None),
+        "seconds": [run.seconds for run in runs], "forward_s": runs[-1].seconds, "peak_gb": largest([run.peak_gb for run in runs]),
         "dense_because": report.dense_because,
     }  # fmt: skip
 

@@ -23,7 +23,7 @@ from parkattn.park import ParkConfig
 from parkattn.store import Cell
 
 PAPER = "paper"
-EQUAL = 0.03  # of all-dense: beyond its first and last run a method is compared with a profile that costs no more than this besides
+EQUAL = 0.03  # of all-dense: how far beyond a method's first or last run a profile is still compared with that run
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
 ROUNDING = 1e-4  # costs that are asked for and differ by less are one
 Request = Mapping[str, Any]

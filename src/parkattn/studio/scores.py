@@ -38,6 +38,7 @@ def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames
     row: dict[str, Any] = {
         "name": variant_name(method, profile),
         "label": variant_label(method, profile),
+        "changes": dict(record["resolved"]["changes"]),
         "method": method,
         "profile": profile,
         "config": record["resolved"]["config"],

@@ -11,8 +11,9 @@ function showWords() {
   const where =
     data.environment.gpu && settings.device.startsWith("cuda") ? data.environment.gpu : data.environment.cpu;
   const size = `${settings.frames} frames of ${settings.width} × ${settings.height} · ${settings.steps} steps`;
+  const changes = Object.entries(row.changes || {}).map(([name, value]) => ` · ${name}=${JSON.stringify(value)}`);
   $("seed").textContent =
-    ` seed ${current().seed} · ${current().tokens.toLocaleString("en")} tokens · ${size} · ${where}`;
+    ` seed ${current().seed} · ${current().tokens.toLocaleString("en")} tokens · ${size} · ${where}${changes.join("")}`;
   $("rough").hidden = !current().timing_warning;
   $("rough").textContent = current().timing_warning || "";
   const fourth = row.recall
