@@ -65,6 +65,13 @@ def reproduce(
     fuse: Annotated[
         bool, typer.Option("--fuse", help="Compile the blocks around attention: pays where many videos are made on a GPU.")
     ] = False,
+    untimed: Annotated[
+        bool,
+        typer.Option(
+            "--untimed",
+            help="No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several processes on one GPU.",
+        ),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")] = False,
     draw: Annotated[
         bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
@@ -100,7 +107,7 @@ def reproduce(
         model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds or ["0"], int),
         guidances=_numbers("guidance", guidance, float) if guidance else (None,),
         methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
-        changes=changes_from(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload, fuse=fuse or None,
+        changes=changes_from(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload, fuse=fuse or None, timed=not untimed,
         measures=measures, weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
     )  # fmt: skip
     columns = (

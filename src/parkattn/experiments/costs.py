@@ -138,7 +138,7 @@ def _table_row(gathered: Gathered, row: Row, cost: float | None, cells: Sequence
     if not found:
         return (*head, *(None,) * 6, f"{NOT_RUN}: {gathered.why_not(cells)}")
     psnr = [each["psnr"] for each in found]
-    mean = {name: statistics.fmean(each[name] for each in found) for name in ("cost", "density", "error", "seconds")}
+    mean = {name: results.mean_of_all(found, name) for name in ("cost", "density", "error", "seconds")}
     missing = len(cells) - len(found)
     return (
         *head, mean["cost"], mean["density"], statistics.fmean(psnr), interval(psnr), mean["error"], mean["seconds"],

@@ -51,6 +51,7 @@ class Evaluation:
     records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
     quick: bool = False  # of a series of settings only those that its findings compare
     draw: bool = False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
+    timed: bool = True  # False: no seconds, no warm-up, and runs of one prompt share the dense steps that they begin with
     keep: str = "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
 
     def __post_init__(self) -> None:

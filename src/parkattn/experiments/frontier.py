@@ -14,7 +14,7 @@ from parkattn.bench.frontier import DENSE, interval
 from parkattn.bench.frontier import FORMAT as LINE
 from parkattn.experiments import results
 from parkattn.experiments.evaluation import FLOORS
-from parkattn.experiments.results import Gathered, Result, trade_off
+from parkattn.experiments.results import Gathered, Result, mean_of_all, trade_off
 from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import Column, Finding, Table
 from parkattn.park import ParkConfig
@@ -98,12 +98,12 @@ def _place(asked: Row) -> Place:
 def _table_row(runs: Runs, place: Place, setting: str) -> tuple[Any, ...]:
     found = list(runs[place, setting].values())
     values = {name: [row[name] for row in found if row.get(name) is not None] for name in ("psnr", "error")}
-    mean = {name: statistics.fmean(row[name] for row in found) for name in ("cost", "cost_two_passes", "seconds")}
+    mean = {name: mean_of_all(found, name) for name in ("cost", "cost_two_passes", "seconds")}
     dense = [row["dense_seconds"] for row in found if row.get("dense_seconds") is not None]
     ahead = [] if setting in (PAPER, *FLOORS) else _ahead(runs, place, setting, PAPER)
     return (
         setting, place[0], place[1], len(found), mean["cost"], mean["cost_two_passes"], mean["seconds"],
-        statistics.fmean(dense) / mean["seconds"] if len(dense) == len(found) else None,
+        statistics.fmean(dense) / mean["seconds"] if mean["seconds"] and len(dense) == len(found) else None,
         statistics.fmean(values["psnr"]), interval(values["psnr"]), min(values["psnr"]),
         statistics.fmean(values["error"]) if values["error"] else None, interval(values["error"]),
         statistics.fmean(ahead) if ahead else None, interval(ahead),

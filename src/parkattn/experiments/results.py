@@ -247,7 +247,7 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
             rows.append((*name, 0, *(None,) * (len(QUALITY) - 2), f"{NOT_RUN}: {gathered.why_not(cells)}"))
             continue
         psnr = [row["psnr"] for row in found]
-        seconds, dense = (statistics.fmean(row[part] for row in found) for part in ("seconds", "dense_seconds"))
+        seconds, dense = (mean_of_all(found, part) for part in ("seconds", "dense_seconds"))
         missing = len(cells) - len(found)
         notes = [
             f"{missing} of {len(cells)} {NOT_RUN}" if missing else "",
@@ -255,7 +255,7 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
         ]
         rows.append((
             *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in (*OTHERS, *DENSITIES, "recall")),
-            seconds, dense / seconds, "; ".join(filter(None, notes)),
+            seconds, dense / seconds if seconds and dense else None, "; ".join(filter(None, notes)),
         ))  # fmt: skip
     columns = (*map(Column, heads), *QUALITY)
     # a column that nothing was measured for says nothing
@@ -342,6 +342,8 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
             if any(row.get(measure) is None for found in here.values() for row in found):
                 continue
             for axis, title in AXES.items():
+                if any(row[axis] is None for found in here.values() for row in found):
+                    continue
                 series = [
                     Series(name, tuple(sorted(_point(found, axis, measure, label) for (_, of, label), found in here.items() if of == name)))
                     for name in dict.fromkeys(of for _, of, _ in here)
@@ -367,6 +369,12 @@ def _point(found: Sequence[Mapping[str, Any]], axis: str, measure: str, label: s
 def _mean_of(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
     values = [row[part] for row in found if row.get(part) is not None]
     return statistics.fmean(values) if values else None
+
+
+def mean_of_all(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
+    """None where one is missing: seconds of some runs would stand for all."""
+    values = [row[part] for row in found]
+    return None if None in values else statistics.fmean(values)
 
 
 def _place(request: Mapping[str, Any]) -> tuple[Any, ...]:

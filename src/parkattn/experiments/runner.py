@@ -42,6 +42,7 @@ from parkattn.experiments.captures import MODEL, Captured, Selection, capture_ca
 from parkattn.experiments.evaluation import (
     ALL_DENSE,
     FLOOR,
+    FLOORS,
     FORMATS,
     OWN_FLOOR,
     CellError,
@@ -52,8 +53,9 @@ from parkattn.experiments.evaluation import (
     named_cell,
 )  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
+from parkattn.experiments.opening import DenseOpening, Resumed
 from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, whole_run_cost
-from parkattn.methods import configured_method, method_entry
+from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.metrics.measures import MEASURES, Setting
 from parkattn.park import ParkConfig
 from parkattn.record import environment
@@ -65,6 +67,7 @@ from parkattn.studio.generate import Request, config_for, fit_to_pipeline, for_m
 from parkattn.studio.video import Frames
 
 SHOWN = 5  # frames of a video
+UNTIMED = dict.fromkeys(("total", "denoise", "attention"))
 
 
 class Lab:
@@ -83,6 +86,7 @@ class Lab:
         self.lines = read_lines(evaluation.records)
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
         self._warm: set[str] = set()
+        self._opening = "", DenseOpening(0)  # of the reference that was last made, where no seconds are wanted
         if evaluation.measures is not None and not evaluation.draw:
             _ = self.measures  # one that is asked for and cannot be taken ends the run before it begins
 
@@ -241,13 +245,15 @@ class Lab:
     def _dense_video(self, cell: Cell) -> tuple[Frames, Record]:
         request = self._fitted(cell)
         self._warm_up(request, MethodConfig())
-        made = generate_frames(self.pipe, request, MethodConfig(), recall_rows=0, fuse=self.evaluation.fuse)
-        return made.frames, {"seconds": made.measured["seconds"]}
+        opening = None if self.evaluation.timed else DenseOpening(request.steps or 0)
+        self._opening = ("", DenseOpening(0)) if opening is None else (cell.name, opening)
+        made = generate_frames(self.pipe, request, MethodConfig(), method=opening, recall_rows=0, fuse=self.evaluation.fuse)
+        return made.frames, {"seconds": made.measured["seconds"] if self.evaluation.timed else UNTIMED}
 
     def _warm_up(self, request: Request, config: MethodConfig) -> None:
         """Once for a method and its settings: what its kernels need is compiled for every prompt, seed and density."""
         what = content_hash([request.method, request.preset, request.changes, request.guidance])
-        if request.device.startswith("cuda") and what not in self._warm:
+        if self.evaluation.timed and request.device.startswith("cuda") and what not in self._warm:
             warm_up(self.pipe, request, config, fuse=self.evaluation.fuse)
             self._warm.add(what)
 
@@ -269,8 +275,8 @@ class Lab:
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         self._warm_up(request, config)
-        made = generate_frames(self.pipe, request, config, fuse=self.evaluation.fuse)
-        found = made.measured
+        made = generate_frames(self.pipe, request, config, method=self._resumed(name, config), fuse=self.evaluation.fuse)
+        found = made.measured if self.evaluation.timed else made.measured | {"seconds": UNTIMED}
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
         row = quality.video | whole_run_cost(found) | {
             "density": 1.0 if found["density_sparse_steps"] is None else found["density_sparse_steps"],
@@ -292,6 +298,13 @@ class Lab:
             "config": config.to_dict(),
             "resolved": request.to_dict() | {"model": None},
         }
+
+    def _resumed(self, method: str, config: MethodConfig) -> Resumed | None:
+        """With the dense outputs of the reference's first steps; a floor computes its own."""
+        of_cell, opening = self._opening
+        if method in FLOORS or self._held[FORMATS["reference"]][0] != of_cell:
+            return None
+        return Resumed(make_method(method, config), opening)
 
     def _make_capture(self, making: Making) -> Record:
         calls = self._capture(making.cell)

@@ -11,7 +11,7 @@ from torch import Tensor
 from parkattn.cluster import query_metric
 from parkattn.plan import Plan
 from parkattn.retrieval import centroid_log_mass, exact_log_mass
-from parkattn.segments import by_head, column_sums, compute_dtype, heads, segment_mean
+from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 
 QUERIES_AT_ONCE = 1024
 
@@ -28,14 +28,15 @@ def attention_recall(q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = 
 
     def one_head(queries: Tensor, keys: Tensor, query_labels: Tensor, key_labels: Tensor, mask: Tensor) -> Tensor:
         # the last key block holds padding, which dense attention does not see either
-        seen = key_labels < plan.keys.count - plan.padding
-        keys, key_labels = keys[seen].to(dtype), key_labels[seen]
+        if plan.padding:
+            seen = key_labels < plan.keys.count - 1
+            keys, key_labels = keys[seen], key_labels[seen]
+        keys, key_labels = keys.to(dtype), key_labels.long()
         kept = queries.new_zeros((), dtype=dtype)
         for rows, labels in zip(queries.split(QUERIES_AT_ONCE), query_labels.split(QUERIES_AT_ONCE), strict=True):
             weights = (rows.to(dtype) @ keys.T * factor).softmax(-1)
-            mass = column_sums(weights, key_labels, plan.keys.count)
-            kept = kept + (mass * mask[labels.long()]).sum()
-        return kept / len(queries)
+            kept = kept + (weights * mask[labels.long()][:, key_labels]).sum(dtype=torch.float64)
+        return (kept / len(queries)).to(dtype)
 
     return by_head([one_head(*head) for head in heads(q, k, plan.queries.labels, plan.keys.labels, plan.mask)], q)
 
