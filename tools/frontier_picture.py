@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
-from quality_tables import FOLDERS, PROFILES, Record, method_rows, profile_rows
+from quality_tables import FOLDERS, PROFILES, Record, method_rows, profile_curves, profiles_beside_methods
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs/pictures/frontier.svg"
 LINES = {"svg2": GREEN, "svg-ear": RED, "sparsepr": PURPLE, "sol": ORANGE}
@@ -41,13 +41,13 @@ def frontier() -> Picture:
 
 
 def _panel(picture: Picture, left: float, folder: str) -> None:
-    groups, profiles = method_rows(folder), profile_rows(folder)
-    videos = len(profiles[PROFILES[0]])
+    budgets, prompts = profile_curves(folder)
+    groups, profiles, videos = method_rows(folder, prompts), profiles_beside_methods(folder, prompts), len(prompts)
     points = {
         place: _mean(rows) for place, rows in groups.items() if not place[0].startswith("dense") and len(rows) == videos
     }
     shown = {name: _mean(list(profiles[name].values())) for name in PROFILES}
-    heights = [psnr for _, psnr in (*points.values(), *shown.values())]
+    heights = [psnr for _, psnr in (*points.values(), *shown.values(), *map(_mean, budgets.values()))]
     low, high = 5 * (min(heights) // 5), 5 * (max(heights) // 5 + 1)
     picture.text(left, 24, f"{FOLDERS[folder][0]} tokens, {videos} videos", size=13)
     axes = Axes(
@@ -64,10 +64,16 @@ def _panel(picture: Picture, left: float, folder: str) -> None:
             axes.curve(*zip(*runs, strict=True), LINES[name])
             for run in runs:
                 picture.dot(*axes.at(*run), 3, LINES[name])
-        elif name in NAMES and runs:
-            x, y = axes.at(*runs[0])
+        elif name in NAMES and (name, 0.0) in points:
+            x, y = axes.at(*points[name, 0.0])
             picture.dot(x, y, 3, GREY)
             picture.text(x + 6, y + 4, NAMES[name], size=10, fill=GREY)
+    for name in PROFILES:
+        runs = sorted(
+            run for (which, _), rows in budgets.items() if which == name and (run := _mean(rows))[0] <= LARGEST
+        )
+        if runs:
+            axes.curve(*zip(*sorted([*runs, shown[name]]), strict=True), BLUE)
     for name, point in shown.items():
         x, y = axes.at(*point)
         picture.dot(x, y, 6, BLUE)

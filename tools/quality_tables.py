@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
 FOLDERS = {"gpu_75600": ("75,600", (81, 400, 576)), "gpu_7168": ("7,168", (29, 224, 256))}  # tokens, size of the video
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
+H200_DENSITIES = {1.0: (0.1, 0.25, 0.5), 5.0: (0.25,)}
+COST_DENSITIES = (0.1, 0.2, 0.25, 0.35, 0.5)  # of the H200's runs at equal cost
 NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
 Record = dict[str, Any]
 
@@ -55,27 +58,82 @@ def float8_linears() -> str:
     )  # fmt: skip
 
 
-def methods_on_h200() -> str:
-    """Every method that was run at a size, and the profiles on the same prompts; PSNR with half its 95 % interval."""
-    rows = []
-    for folder, (tokens, _) in FOLDERS.items():
-        profiles = profile_rows(folder)
-        groups = method_rows(folder) | {(f"PARK, {name}", 0.0): list(runs.values()) for name, runs in profiles.items()}
-        for (name, asked), found in sorted(
-            groups.items(), key=lambda item: statistics.fmean(row["cost"] for row in item[1])
-        ):
-            if len(found) == len(profiles["paper"]):  # means over the same videos
-                psnr = [row["psnr"] for row in found]
-                density = statistics.fmean(row["density" if "density" in row else "density_sparse"] for row in found)
-                own = "" if name.startswith(("PARK", "dense")) else "its own"
-                rows.append(
-                    (tokens, name, f"{asked:g}" if asked else own, str(len(found)), f"{statistics.fmean(row['cost'] for row in found):.1%}",
-                     f"{density:.2f}", f"{statistics.fmean(psnr):.1f} ± {interval(psnr):.1f} dB", f"{min(psnr):.1f} dB")
-                )  # fmt: skip
+def own_settings_on_h200() -> str:
+    """Every method at its authors' settings, and PARK's profiles, on all prompts that each was run on."""
+    found: dict[tuple[float, str], list[Record]] = {}
+    for cell in _all_cells("gpu_75600"):
+        asked = cell["request"]
+        # park at its own settings is the profile paper, which is there with the others
+        if asked["density"] is None and not asked["changes"] and asked["method"] != "park":
+            found.setdefault((asked["guidance"], asked["method"]), []).append(cell["row"])
+    for scale in (1.0, 5.0):
+        for name, runs in profile_rows("gpu_75600", scale).items():
+            found[scale, f"PARK, {name}"] = list(runs.values())
+    cost = {place: statistics.fmean(row["cost"] for row in rows) for place, rows in found.items()}
     return _markdown(
-        "tokens | method | density asked | videos | attention computed | density of sparse steps | PSNR | worst video",
-        rows,
+        "guidance | method | videos | attention computed | PSNR | worst video",
+        (
+            (f"{scale:g}", name, *_quality(found[scale, name])[:4])
+            for scale, name in sorted(found, key=lambda place: (place[0], cost[place]))
+        ),
     )
+
+
+def matched_on_h200() -> str:
+    """Every method at a density that is asked for, at each guidance; which it cannot have are left out."""
+    found: dict[tuple[float, float, str], list[Record]] = {}
+    for cell in _all_cells("gpu_75600"):
+        asked = cell["request"]
+        if asked["density"] in H200_DENSITIES[asked["guidance"]] and "profile" not in asked:
+            found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
+    order = {name: place for place, name in enumerate(METHODS)}
+    return _markdown(
+        "guidance | density asked | method | videos | attention computed | PSNR | worst video | SSIM | recall",
+        (
+            (f"{scale:g}", f"{density:g}", name, *_quality(found[scale, density, name]))
+            for scale, density, name in sorted(found, key=lambda which: (*which[:2], order[which[2]]))
+        ),
+    )
+
+
+def blocks_on_h200() -> str:
+    return _changed("query blocks | key blocks", ("query_clusters", "key_clusters"))
+
+
+def schedules_on_h200() -> str:
+    return _changed("plans are rebuilt at steps", ("refresh_steps",))
+
+
+def _changed(heads: str, settings: tuple[str, ...]) -> str:
+    """Runs of PARK that differ in these settings."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for cell in _all_cells("gpu_75600"):
+        changes = cell["request"]["changes"]
+        if set(changes) == set(settings):
+            place = tuple(
+                tuple(value) if isinstance(value, list) else value for value in (changes[name] for name in settings)
+            )
+            found.setdefault(place, []).append(cell["row"])
+    shown = {
+        place: [", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in place]
+        for place in found
+    }
+    return _markdown(
+        f"{heads} | videos | attention computed | PSNR | worst video | SSIM | recall",
+        (
+            (*shown[place], *_quality(found[place]))
+            for place in sorted(found, key=lambda place: (str(place).count(","), place))
+        ),
+    )
+
+
+def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
+    psnr = [row["psnr"] for row in rows]
+    more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "recall")}
+    return (
+        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}", f"{statistics.fmean(psnr):.1f} ± {interval(psnr):.1f} dB",
+        f"{min(psnr):.1f} dB", *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
+    )  # fmt: skip
 
 
 def profiles_above_methods() -> str:
@@ -86,11 +144,13 @@ def profiles_above_methods() -> str:
         for cell in _cells(folder):
             place = cell["request"]["method"], cell["request"]["prompt"]
             curves.setdefault(place, []).append((cell["row"]["cost"], cell["row"]["psnr"]))
-        for setting, runs in profile_rows(folder).items():
+        for setting, runs in profiles_beside_methods(folder, {prompt for _, prompt in curves}).items():
             if setting != "paper":
                 cost = statistics.fmean(row["cost"] for row in runs.values())
-                rows.append((tokens, setting, f"{cost:.1%}", *(_margin(runs, curves, name) for name in RIVALS)))
-    return _markdown(f"tokens | profile | attention computed | {' | '.join(f'above {name}' for name in RIVALS)}", rows)
+                margins = (_margin(runs, curves, name) for name in RIVALS)
+                rows.append((tokens, setting, str(len(runs)), f"{cost:.1%}", *margins))
+    above = " | ".join(f"above {name}" for name in RIVALS)
+    return _markdown(f"tokens | profile | videos | attention computed | {above}", rows)
 
 
 def short_runs_at_equal_cost() -> str:
@@ -135,11 +195,21 @@ def matched_2k() -> str:
 
 @functools.cache
 def costs_2k() -> str:
+    return _costs("matched_2k", guidances=(1.0, 5.0), densities=DENSITIES, device="cpu")
+
+
+@functools.cache
+def costs_7k() -> str:
+    size = dict(zip(("frames", "height", "width"), FOLDERS["gpu_7168"][1], strict=True))
+    return _costs("gpu_7168", guidances=(1.0,), densities=COST_DENSITIES, device="cuda", steps=50, fuse=True, **size)
+
+
+def _costs(folder: str, **asked: Any) -> str:
     """What `park reproduce matched_costs --draw` finds of the cells: a profile above each method at every cost."""
     evaluation = evaluation_for(
-        model="tiny", prompts=8, prompt_file=None, quick=False, guidances=(1.0, 5.0), densities=DENSITIES, device="cpu", draw=True, keep="records"
-    )  # fmt: skip
-    lab = Lab(evaluation, RESULTS / "matched_2k")
+        model="tiny", prompts=8, prompt_file=None, quick=False, draw=True, keep="records", **asked
+    )
+    lab = Lab(evaluation, RESULTS / folder)
     cells = EXPERIMENTS["matched_costs"].cells(lab)
     records = lab.finished(cells)
     reasons = lab.unreachable([cell for cell in cells if cell.name not in records])
@@ -189,30 +259,58 @@ def _all_cells(folder: str) -> list[Record]:
 
 
 def _cells(folder: str) -> list[Record]:
-    """Of guidance 1; those of profiles at other budgets are left out."""
-    return [
+    """Of guidance 1, on the prompts that every rival was run on at all densities; those of profiles at other budgets are left out."""
+    found = [
         cell for cell in _all_cells(folder) if cell["request"]["guidance"] == 1.0 and "profile" not in cell["request"]
     ]
+    last = [cell["request"] for cell in found if cell["request"]["density"] == DENSITIES[-1]]
+    run_on = [{asked["prompt"] for asked in last if asked["method"] == name} for name in RIVALS]
+    prompts = set.intersection(*run_on)
+    return [cell for cell in found if cell["request"]["prompt"] in prompts]
 
 
-def method_rows(folder: str) -> dict[tuple[str, float], list[Record]]:
+def method_rows(folder: str, prompts: set[str]) -> dict[tuple[str, float], list[Record]]:
     """By method and the density that was asked for, 0 where it is the method's own."""
     groups: dict[tuple[str, float], list[Record]] = {}
     for cell in _cells(folder):
-        groups.setdefault((cell["request"]["method"], cell["request"]["density"] or 0.0), []).append(cell["row"])
+        if cell["request"]["prompt"] in prompts:
+            groups.setdefault((cell["request"]["method"], cell["request"]["density"] or 0.0), []).append(cell["row"])
     return groups
 
 
-def profile_rows(folder: str) -> dict[str, dict[str, Record]]:
-    """Runs of each profile by prompt, on the prompts of a folder: 50 steps, guidance 1."""
-    size = dict(zip(("frames", "height", "width"), FOLDERS[folder][1], strict=True))
-    prompts = {cell["request"]["prompt"] for cell in _cells(folder)}
+def profile_curves(folder: str) -> tuple[dict[tuple[str, float], list[Record]], set[str]]:
+    """Runs of profiles at other budgets, by profile and density, on the prompts that have all of them; or none, and all prompts."""
+    cells = [cell for cell in _all_cells(folder) if "profile" in cell["request"]]
+    budgets = {(cell["request"]["profile"], cell["request"]["density"]) for cell in cells}
+    count = Counter(cell["request"]["prompt"] for cell in cells)
+    prompts = {prompt for prompt, found in count.items() if found == len(budgets)}
+    groups: dict[tuple[str, float], list[Record]] = {}
+    for cell in cells:
+        if cell["request"]["prompt"] in prompts:
+            groups.setdefault((cell["request"]["profile"], cell["request"]["density"]), []).append(cell["row"])
+    return groups, prompts or {cell["request"]["prompt"] for cell in _cells(folder)}
+
+
+def profile_rows(folder: str, guidance: float = 1.0) -> dict[str, dict[str, Record]]:
+    """Runs of each profile by prompt: 50 steps, the size of a folder."""
+    asked = {
+        **dict(zip(("frames", "height", "width"), FOLDERS[folder][1], strict=True)),
+        "steps": 50,
+        "guidance": guidance,
+    }
     found: dict[str, dict[str, Record]] = {name: {} for name in PROFILES}
     for line in read_records(RESULTS / "frontier.jsonl"):
-        same = all(line[name] == value for name, value in {**size, "steps": 50, "guidance": 1.0}.items())
-        if same and line["setting"] in PROFILES and line["prompt"] in prompts:
+        if all(line[name] == value for name, value in asked.items()) and line["setting"] in PROFILES:
             found[line["setting"]][line["prompt"]] = line
     return found
+
+
+def profiles_beside_methods(folder: str, prompts: set[str]) -> dict[str, dict[str, Record]]:
+    """Of guidance 1, with their own budgets, on some prompts."""
+    return {
+        name: {prompt: row for prompt, row in runs.items() if prompt in prompts}
+        for name, runs in profile_rows(folder).items()
+    }
 
 
 def _markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
@@ -223,10 +321,14 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         float8_linears,
-        methods_on_h200,
+        own_settings_on_h200,
+        matched_on_h200,
+        blocks_on_h200,
+        schedules_on_h200,
         profiles_above_methods,
         short_runs_at_equal_cost,
         matched_2k,
         costs_2k,
+        costs_7k,
     )
 }
