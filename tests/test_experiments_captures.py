@@ -9,13 +9,16 @@ import torch
 pytest.importorskip("diffusers")
 
 from parkattn.experiments import mismatches
-from parkattn.experiments.captures import Capture, Captured, Selection, read_captures, write_captures
+from parkattn.experiments.captures import Capture, Captured, Selection, capture_calls, read_captures, write_captures
 from parkattn.experiments.mismatches import measure_call
 from parkattn.metrics.retrieval import attention_recall
 from parkattn.park import ParkConfig
 from parkattn.plan import Plan, arrange
 from parkattn.retrieval import pama, select_top_p
+from parkattn.settings import MethodConfig
 from parkattn.site import CallSite
+from parkattn.studio import checkpoints
+from parkattn.studio.generate import Request, fit_to_pipeline, generate_frames, prepare
 
 
 def test_a_long_call_is_measured_on_a_sample_of_its_queries_for_the_log_mass_alone(monkeypatch):
@@ -102,3 +105,20 @@ def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_err
     mask = select_top_p(pama(q, k, labels, 4, keys, 16), 0.9)
     plan = Plan(arrange(labels, 4), arrange(keys, 16), mask, 4, 16)
     assert found["recall"]["Original"]["top_p"]["pama"] == pytest.approx(attention_recall(q, k, plan).flatten().tolist(), abs=1e-5)
+
+
+def test_a_run_ends_with_the_last_call_that_is_captured_and_the_calls_are_those_of_a_whole_run():
+    request, folder = prepare(
+        Request(prompt="a red circle moves right over blue waves", method="dense", steps=4, frames=5, height=64, width=64, device="cpu")
+    )
+    pipe = checkpoints.load_pipeline(folder, device="cpu")
+    request = fit_to_pipeline(request, pipe)
+    forwards = []
+    pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+    found = {steps: capture_calls(pipe, request, Selection(steps=steps, layers=(0, 5))) for steps in ((1,), (1, 3))}
+    assert len(forwards) == 2 + 4
+    for call, wanted in zip(found[1,], found[1, 3], strict=False):
+        assert call.name == wanted.name and torch.equal(call.q, wanted.q) and torch.equal(call.k, wanted.k)
+    assert [len(calls) for calls in found.values()] == [2, 4]
+    whole = generate_frames(pipe, request, MethodConfig(), recall_rows=0, decode=False)  # the next run is not cut short
+    assert whole.measured["phase_steps"]["dense"] == 4 and len(forwards) == 10

@@ -155,10 +155,11 @@ def spread_layers(pipe: Any) -> list[int]:
 
 
 def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
-    """The chosen calls of a dense run of a request that fits the pipeline."""
+    """The chosen calls of a dense run of a request that fits the pipeline; the run ends with the last of them."""
     assert request.steps
     capture = Capture(selection, layer_count(pipe), request.steps)
-    generate_frames(pipe, request, MethodConfig(), method=capture, recall_rows=0, decode=False)
+    last = None if selection.steps is None else max(selection.steps)
+    generate_frames(pipe, request, MethodConfig(), method=capture, recall_rows=0, decode=False, last_step=last)
     return list(capture.kept.values())
 
 

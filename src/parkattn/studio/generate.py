@@ -233,10 +233,14 @@ def generate_frames(
     method: AttentionMethod | None = None,
     recall_rows: int = RECALL_ROWS,
     decode: bool = True,
+    last_step: int | None = None,
     fuse: bool | None = None,
     progress: Progress | None = None,
 ) -> Generation:
-    """One video with one method (the request's, unless one is given); the pipeline is left as it was. fuse: as in `enable`."""
+    """One video with one method (the request's, unless one is given); the pipeline is left as it was. fuse: as in `enable`.
+
+    last_step: the steps after it are left out, by a pipeline that can be interrupted.
+    """
     ends: list[float] = []
     total = request.steps
     assert total is not None
@@ -250,6 +254,8 @@ def generate_frames(
         synchronise(request.device)
         ends.append(time.perf_counter())
         expect_finite_video("latents", tensors.get("latents"), step)
+        if step == last_step and hasattr(pipeline, "_interrupt"):
+            pipeline._interrupt = True
         return tensors
 
     observer = Observer(method or make_method(request.method, config), recall_rows=recall_rows, on_call=begun)
