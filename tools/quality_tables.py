@@ -88,7 +88,7 @@ def matched_on_h200() -> str:
             found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
     order = {name: place for place, name in enumerate(METHODS)}
     return _markdown(
-        "guidance | density asked | method | videos | attention computed | PSNR | worst video | SSIM | recall",
+        "guidance | density asked | method | videos | attention computed | PSNR | worst video | SSIM | error | recall",
         (
             (f"{scale:g}", f"{density:g}", name, *_quality(found[scale, density, name]))
             for scale, density, name in sorted(found, key=lambda which: (*which[:2], order[which[2]]))
@@ -119,7 +119,7 @@ def _changed(heads: str, settings: tuple[str, ...]) -> str:
         for place in found
     }
     return _markdown(
-        f"{heads} | videos | attention computed | PSNR | worst video | SSIM | recall",
+        f"{heads} | videos | attention computed | PSNR | worst video | SSIM | error | recall",
         (
             (*shown[place], *_quality(found[place]))
             for place in sorted(found, key=lambda place: (str(place).count(","), place))
@@ -129,7 +129,7 @@ def _changed(heads: str, settings: tuple[str, ...]) -> str:
 
 def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
     psnr = [row["psnr"] for row in rows]
-    more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "recall")}
+    more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "error", "recall")}
     return (
         str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}", f"{statistics.fmean(psnr):.1f} ± {interval(psnr):.1f} dB",
         f"{min(psnr):.1f} dB", *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from parkattn.baselines.dense import Dense
@@ -15,6 +16,7 @@ from parkattn.site import AttentionMethod, AttentionOutput, CallSite
 
 STEPS = 0.2  # share of a run that is kept: what most settings leave dense
 LIMIT = 12 * 2**30  # bytes on the device that the outputs may take
+SHARE = 4  # and no more than this part of what is free there
 
 Place = tuple[str, int, int, str, int]
 
@@ -24,10 +26,13 @@ class DenseOpening(Dense):
 
     def __init__(self, steps: int, limit: int = LIMIT) -> None:
         self.outputs: dict[Place, Tensor] = {}
-        self._last, self._room = max(1, round(STEPS * steps)), limit
+        self._last, self._limit = max(1, round(STEPS * steps)), limit
+        self._room: int | None = None  # not known before the first call
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         found = super().__call__(q, k, v, site)
+        if self._room is None:
+            self._room = min(self._limit, torch.cuda.mem_get_info(q.device)[0] // SHARE) if q.is_cuda else self._limit
         if site.step <= self._last and found.out.nbytes <= self._room:
             self._room -= found.out.nbytes
             self.outputs[_place(site)] = found.out.detach().clone()

@@ -167,6 +167,7 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
         "device": ", ".join([base.device, base.dtype, *machines]),
         "quality": "of raw frames against dense attention; 'dense again' is dense attention once more, 'by our kernel' by PARK's backend",
+        "error": "norm of a video's difference from the dense one over the norm of that, of raw frames",
         "density": "computed token pairs over all pairs, in the sparse steps and in all steps; it is matched in the sparse steps",
         "seconds": seconds,
     }

@@ -232,10 +232,11 @@ def _what_was_measured(calls: list[dict[str, Any]]) -> str:
 OTHERS = [name for name in MEASURES if name != ALWAYS]
 QUALITY = (
     Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title, MEASURES[name].digits) for name in OTHERS),
-    Column("density", 3), Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2), Column("note"),
+    Column("error", 4), Column("density", 3), Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2),
+    Column("note"),
 )  # fmt: skip
 
-DENSITIES = ("density", "density_all_steps")
+MEANS = (*OTHERS, "error", "density", "density_all_steps", "recall")
 
 
 def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str, Any]], Label]) -> Result:
@@ -254,7 +255,7 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
             "equal frames" if not any(row["error"] for row in found) else "",
         ]
         rows.append((
-            *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in (*OTHERS, *DENSITIES, "recall")),
+            *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in MEANS),
             seconds, dense / seconds if seconds and dense else None, "; ".join(filter(None, notes)),
         ))  # fmt: skip
     columns = (*map(Column, heads), *QUALITY)
