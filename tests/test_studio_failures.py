@@ -274,6 +274,9 @@ def test_the_arithmetic_is_amdahls():
     assert guess["attention_share"] == pytest.approx(share)
     assert guess["by_arithmetic"] == pytest.approx(1 / (1 - share + share * (0.2 + 0.8 * 0.25)))
     assert gain.estimate("wan2.1-14b", frames=81, height=720, width=1280, density=1.0)["by_arithmetic"] == pytest.approx(1.0)
+    # of 50 steps quality has 12 dense ones and anchors, fast 7
+    wanted = {name: 1 / (1 - share + share * (dense + (1 - dense) * 0.25)) for name, dense in {"quality": 0.24, "fast": 0.14}.items()}
+    assert guess["by_arithmetic_of_profiles"] == pytest.approx({"paper": guess["by_arithmetic"], **wanted})
 
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones(park):

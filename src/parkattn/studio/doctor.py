@@ -172,12 +172,12 @@ def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Tab
 
 def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "attention", f"{guess['attention_share']:.0%} of the work"
+    profiles = ", ".join(f"{gain:.2f}x with {name}" for name, gain in guess["by_arithmetic_of_profiles"].items())
     yield (
         "gain",
-        f"about {guess['by_arithmetic']:.2f}x at density {guess['density_of_sparse_steps']:.2f} "
-        f"if every FLOP takes the same time, "
-        f"{guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x as density goes to 0; "
-        f"never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of the steps are dense; "
+        f"about {profiles}, at density {guess['density_of_sparse_steps']:.2f} of the sparse steps "
+        f"if every FLOP takes the same time; with paper {guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x "
+        f"as density goes to 0, and never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of its steps are dense; "
         f"{guess['compared']}",
     )
     if (seconds := guess["dense_seconds_per_step_about"]) is not None:
