@@ -116,7 +116,7 @@ def test_a_run_ends_with_the_last_call_that_is_captured_and_the_calls_are_those_
     forwards = []
     pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
     found = {steps: capture_calls(pipe, request, Selection(steps=steps, layers=(0, 5))) for steps in ((1,), (1, 3))}
-    assert len(forwards) == 2 + 4
+    assert len(forwards) == 2 + 4 and not pipe.interrupt
     for call, wanted in zip(found[1,], found[1, 3], strict=False):
         assert call.name == wanted.name and torch.equal(call.q, wanted.q) and torch.equal(call.k, wanted.k)
     assert [len(calls) for calls in found.values()] == [2, 4]

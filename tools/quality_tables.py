@@ -29,6 +29,7 @@ FOLDERS = {"gpu_75600": ("75,600", (81, 400, 576)), "gpu_7168": ("7,168", (29, 2
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 H200_DENSITIES = {1.0: (0.1, 0.25, 0.5), 5.0: (0.25,)}
 COST_DENSITIES = (0.1, 0.2, 0.25, 0.35, 0.5)  # of the H200's runs at equal cost
+COSTS_ARE_ONE = 1e-3
 NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
 Record = dict[str, Any]
 
@@ -88,10 +89,18 @@ def matched_on_h200() -> str:
             found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
     order = {name: place for place, name in enumerate(METHODS)}
     return _markdown(
-        "guidance | density asked | method | videos | attention computed | PSNR | worst video | SSIM | error | recall",
+        "guidance | density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall",
         (
-            (f"{scale:g}", f"{density:g}", name, *_quality(found[scale, density, name]))
-            for scale, density, name in sorted(found, key=lambda which: (*which[:2], order[which[2]]))
+            (
+                f"{scale:g}",
+                f"{density:g}",
+                name,
+                f"{statistics.fmean(row['density'] for row in rows):.3f}",
+                *_quality(rows),
+            )
+            for (scale, density, name), rows in sorted(
+                found.items(), key=lambda item: (*item[0][:2], order[item[0][2]])
+            )
         ),
     )
 
@@ -220,19 +229,26 @@ def _costs(folder: str, **asked: Any) -> str:
         if finding.margin is not None:
             spread = "" if finding.spread is None else f" ± {finding.spread:.1f}"
             rows.setdefault((scale or 0.0, cost), {}).setdefault(profile, {})[method] = f"{finding.margin:+.1f}{spread}"
+    computed: dict[tuple[float, str], list[tuple[float, float]]] = {}  # by guidance and profile: asked for, computed
+    for cell in cells:
+        if "profile" in cell.request and cell.name in records:
+            at = cell.request["guidance"] or 0.0, cell.request["profile"]
+            computed.setdefault(at, []).append((lab.cost(cell.request), records[cell.name]["row"]["cost"]))
+
+    def own(scale: float, profile: str, cost: float) -> str:
+        found = [real for asked_for, real in computed[scale, profile] if abs(asked_for - cost) < COSTS_ARE_ONE]
+        return f"{statistics.fmean(found):.3f}"
+
     names = ("paper", *RIVALS)
+    lines = []
+    for (scale, cost), found in sorted(rows.items()):
+        for place, told in enumerate(found.values()):
+            if told not in list(found.values())[:place]:
+                same = [name for name, row in found.items() if row == told]
+                margins = (told.get(name, "") for name in names)
+                lines.append((f"{scale:g}", f"{cost:.3g}", own(scale, same[0], cost), ", ".join(same), *margins))
     return _markdown(
-        f"guidance | cost asked | profile | {' | '.join(f'above {name}, dB' for name in names)}",
-        (
-            (
-                f"{scale:g}",
-                f"{cost:.3g}",
-                ", ".join(name for name, row in found.items() if row == told),
-                *(told.get(name, "") for name in names),
-            )
-            for (scale, cost), found in sorted(rows.items())
-            for told in (row for place, row in enumerate(found.values()) if row not in list(found.values())[:place])
-        ),
+        f"guidance | cost asked | cost | profile | {' | '.join(f'above {name}, dB' for name in names)}", lines
     )
 
 

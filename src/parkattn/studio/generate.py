@@ -271,6 +271,8 @@ def generate_frames(
                 "memory; pass --offload model, or a smaller size."
             ) from None
         summary = session.summary().to_dict()
+    if last_step is not None and hasattr(pipe, "_interrupt"):
+        pipe._interrupt = False
     expect_finite_video("frames", frames, len(ends))
     done = time.perf_counter()
     if progress is not None:
