@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from parkattn.baselines.dense import Dense
-from parkattn.experiments import opening, reproduce, runner
+from parkattn.experiments import opening, reproduce
 from parkattn.methods import configured_method
 from parkattn.site import CallSite
 from parkattn.store import read_record
@@ -48,7 +48,7 @@ def test_untimed_rows_are_the_timed_ones_without_seconds(timed, tmp_path, monkey
             taken.append(self.taken)
             return found
 
-    monkeypatch.setattr(runner, "Resumed", Watched)
+    monkeypatch.setattr(opening, "Resumed", Watched)
     outcome = reproduce.run_experiments(NAMES, _evaluation(timed=False, keep=keep), tmp_path)
     found = _rows(tmp_path)
     assert len(found) == 4 and timed.keys() == found.keys()

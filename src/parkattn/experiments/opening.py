@@ -69,5 +69,22 @@ class Resumed:
         self.method.reset()
 
 
+class Openings:
+    """The opening of the reference that was last made; none where runs are timed."""
+
+    def __init__(self, *, timed: bool) -> None:
+        self._timed = timed
+        self._last: tuple[str, DenseOpening] | None = None
+
+    def begin(self, reference: str, steps: int) -> DenseOpening | None:
+        """What makes a reference, by name, in the place of plain dense attention; None: that itself."""
+        self._last = None if self._timed else (reference, DenseOpening(steps))
+        return None if self._last is None else self._last[1]
+
+    def resumed(self, reference: str, method: AttentionMethod) -> Resumed | None:
+        """The method for a run that is compared with this reference; None where its opening is not there."""
+        return Resumed(method, self._last[1]) if self._last is not None and self._last[0] == reference else None
+
+
 def _place(site: CallSite) -> Place:
     return site.transformer, site.layer, site.step, site.branch, site.video

@@ -53,7 +53,7 @@ from parkattn.experiments.evaluation import (
     named_cell,
 )  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
-from parkattn.experiments.opening import DenseOpening, Resumed
+from parkattn.experiments.opening import Openings
 from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, whole_run_cost
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.metrics.measures import MEASURES, Setting
@@ -86,7 +86,7 @@ class Lab:
         self.lines = read_lines(evaluation.records)
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
         self._warm: set[str] = set()
-        self._opening = "", DenseOpening(0)  # of the reference that was last made, where no seconds are wanted
+        self._openings = Openings(timed=evaluation.timed)
         if evaluation.measures is not None and not evaluation.draw:
             _ = self.measures  # one that is asked for and cannot be taken ends the run before it begins
 
@@ -245,8 +245,7 @@ class Lab:
     def _dense_video(self, cell: Cell) -> tuple[Frames, Record]:
         request = self._fitted(cell)
         self._warm_up(request, MethodConfig())
-        opening = None if self.evaluation.timed else DenseOpening(request.steps or 0)
-        self._opening = ("", DenseOpening(0)) if opening is None else (cell.name, opening)
+        opening = self._openings.begin(cell.name, request.steps or 0)
         made = generate_frames(self.pipe, request, MethodConfig(), method=opening, recall_rows=0, fuse=self.evaluation.fuse)
         return made.frames, {"seconds": made.measured["seconds"] if self.evaluation.timed else UNTIMED}
 
@@ -275,7 +274,9 @@ class Lab:
         if budget is not None:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         self._warm_up(request, config)
-        made = generate_frames(self.pipe, request, config, method=self._resumed(name, config), fuse=self.evaluation.fuse)
+        # a floor computes its own dense steps
+        resumed = None if name in FLOORS else self._openings.resumed(self._held[FORMATS["reference"]][0], make_method(name, config))
+        made = generate_frames(self.pipe, request, config, method=resumed, fuse=self.evaluation.fuse)
         found = made.measured if self.evaluation.timed else made.measured | {"seconds": UNTIMED}
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
         row = quality.video | whole_run_cost(found) | {
@@ -298,13 +299,6 @@ class Lab:
             "config": config.to_dict(),
             "resolved": request.to_dict() | {"model": None},
         }
-
-    def _resumed(self, method: str, config: MethodConfig) -> Resumed | None:
-        """With the dense outputs of the reference's first steps; a floor computes its own."""
-        of_cell, opening = self._opening
-        if method in FLOORS or self._held[FORMATS["reference"]][0] != of_cell:
-            return None
-        return Resumed(make_method(method, config), opening)
 
     def _make_capture(self, making: Making) -> Record:
         calls = self._capture(making.cell)
