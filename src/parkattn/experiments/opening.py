@@ -7,6 +7,7 @@ calls have the same outputs, bit by bit. `DenseOpening` keeps them from the one,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -81,9 +82,9 @@ class Openings:
         self._last = None if self._timed else (reference, DenseOpening(steps))
         return None if self._last is None else self._last[1]
 
-    def resumed(self, reference: str, method: AttentionMethod) -> Resumed | None:
-        """The method for a run that is compared with this reference; None where its opening is not there."""
-        return Resumed(method, self._last[1]) if self._last is not None and self._last[0] == reference else None
+    def resumed(self, reference: str, make: Callable[[], AttentionMethod]) -> Resumed | None:
+        """The method for a run that is compared with this reference; None, and nothing made, where its opening is not there."""
+        return Resumed(make(), self._last[1]) if self._last is not None and self._last[0] == reference else None
 
 
 def _place(site: CallSite) -> Place:

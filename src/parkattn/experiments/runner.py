@@ -275,7 +275,7 @@ class Lab:
             config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         self._warm_up(request, config)
         # a floor computes its own dense steps
-        resumed = None if name in FLOORS else self._openings.resumed(self._held[FORMATS["reference"]][0], make_method(name, config))
+        resumed = None if name in FLOORS else self._openings.resumed(self._held[FORMATS["reference"]][0], lambda: make_method(name, config))
         made = generate_frames(self.pipe, request, config, method=resumed, fuse=self.evaluation.fuse)
         found = made.measured if self.evaluation.timed else made.measured | {"seconds": UNTIMED}
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
