@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_fraction
-from parkattn.segments import by_head, column_sums, compute_dtype, heads, segment_mean
+from parkattn.segments import by_head, compute_dtype, heads, membership, segment_mean
 
 QUERIES_AT_ONCE = 1024  # bounds the [queries, keys] scores of the full-key estimators
 Crossing = Literal["include", "exclude"]  # of the block whose mass crosses p
@@ -141,11 +141,8 @@ def _weights(log_mass: Tensor, members: Tensor) -> Tensor:
 def _block_weights(queries: Tensor, keys: Tensor, labels: Tensor, count: int, scale: float) -> Tensor:
     """Dense attention weights summed inside key blocks: [n d], [m d], [m] -> [n count]"""
     member = labels < count
-    parts = []
-    for chunk in queries.split(QUERIES_AT_ONCE):
-        weights = _scores(chunk, keys[member], scale).softmax(-1)
-        parts.append(column_sums(weights, labels[member], count))
-    return torch.cat(parts)
+    keys, blocks = keys[member], membership(labels[member], count, compute_dtype(keys.dtype))
+    return torch.cat([_scores(chunk, keys, scale).softmax(-1) @ blocks for chunk in queries.split(QUERIES_AT_ONCE)])
 
 
 def select_top_p(

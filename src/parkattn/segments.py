@@ -33,10 +33,9 @@ def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:
     return sums.view(*lead, count + 1, d)[..., :count, :]
 
 
-def column_sums(x: Tensor, labels: Tensor, count: int) -> Tensor:
-    """sum of the columns that share a label: x [n m], labels [m] -> [n count]; labels >= count take no part."""
-    member = torch.nn.functional.one_hot(labels.long().clamp(max=count), count + 1)[:, :count]
-    return x @ member.to(x.dtype)
+def membership(labels: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """1 where a token has a label: labels [m] -> [m count]; x @ it sums the columns of x [n m] that share a label."""
+    return torch.nn.functional.one_hot(labels.long().clamp(max=count), count + 1)[:, :count].to(dtype)
 
 
 def segment_sizes(labels: Tensor, count: int) -> Tensor:

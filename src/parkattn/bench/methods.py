@@ -18,9 +18,10 @@ from torch import Tensor
 from parkattn.backend import attend_planned, resolve_for
 from parkattn.bench.e2e import MODELS, SMALL, WholeModel, forward_inputs, largest, random_transformer, run_forward
 from parkattn.bench.problems import Case, Shape, mixture, verdict
-from parkattn.bench.timing import extra_mb, free_memory, median_ms, watched
+from parkattn.bench.timing import Call, extra_mb, free_memory, median_ms, watched
 from parkattn.hosts.diffusers import enable
 from parkattn.methods import METHODS, make_method
+from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.settings import Clusters, PlannedConfig, When
 from parkattn.site import AttentionMethod, CallSite
@@ -105,18 +106,22 @@ def _method(name: str, rehearse: bool) -> AttentionMethod:
 
 
 def _costs(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite, repeats: int) -> dict[str, float]:
-    """A run's first plan, a later one that may start from it, and attention over it."""
+    plan, parts = parts_of_call(method, q, k, v, site)
+    costs = {f"{name}_ms": median_ms(part, repeats) for name, part in parts.items()}
+    memory = {f"{name}_mb": extra_mb(parts[name]) for name in ("plan", "attend")}
+    return {"density": plan.density().mean().item(), **costs, **memory}
+
+
+def parts_of_call(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> tuple[Plan, dict[str, Call]]:
+    """A run's first plan, and what can be timed: making it, a later one that may start from it, attention over it, and its repair."""
     first = partial(make_plan, q, k, method.planner, site, None)
     plan, backend = first(), resolve_for(q, method.config.backend)
     later = partial(make_plan, q, k, method.planner, dataclasses.replace(site, step=site.step + 1), plan)
-    attend = partial(attend_planned, q, k, v, plan, backend, scale=None, compensate=method.config.compensate)
-    costs = {"density": plan.density().mean().item(), "plan_ms": median_ms(first, repeats), "plan_mb": extra_mb(first)}
-    costs["later_plan_ms"] = median_ms(later, repeats)
-    costs |= {"attend_ms": median_ms(attend, repeats), "attend_mb": extra_mb(attend)}
+    attend = partial(attend_planned, q, k, v, plan, backend, scale=site.scale, compensate=method.config.compensate)
+    parts: dict[str, Call] = {"plan": first, "later_plan": later, "attend": attend}
     if method.repair is not None:
-        out = attend()
-        costs["repair_ms"] = median_ms(partial(method.repair.repair, q, k, v, plan, out, site), repeats)
-    return costs
+        parts["repair"] = partial(method.repair.repair, q, k, v, plan, attend(), site)
+    return plan, parts
 
 
 def _problem(heads: int, grid: tuple[int, int, int], words: int, device: torch.device, dim: int) -> tuple[Any, ...]:

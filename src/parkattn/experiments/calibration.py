@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,20 @@ def dense_share(method: AttentionMethod, steps: int, layers: int) -> float:
 
     Noise levels move anchors and leave their number as it is, so none are needed.
     """
-    schedule, dense = _planned(method).schedule, 0
+    phases = scheduled_phases(method, steps, layers)
+    return (phases["dense"] + phases["anchor"]) / (layers * steps)
+
+
+def scheduled_phases(method: AttentionMethod, steps: int, layers: int) -> Counter[str]:
+    """How many calls of a run the schedule of a method makes dense, anchor, refresh and reuse."""
+    schedule, found = _planned(method).schedule, Counter[str]()
     for layer in range(layers):
         refreshed = None
         for step in range(steps):
             phase = schedule.phase(CallSite(layer=layer, step=step, total_steps=steps), History(refreshed)).name
             refreshed = step if phase in ("anchor", "refresh") else refreshed
-            dense += phase in ("dense", "anchor")
-    return dense / (layers * steps)
+            found[phase] += 1
+    return found
 
 
 def layers_in(folder: Path) -> int:

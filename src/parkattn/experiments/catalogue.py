@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from parkattn.checks import did_you_mean
-from parkattn.experiments import results
+from parkattn.experiments import results, retrieval_tables
 from parkattn.experiments.costs import cost_cells, cost_result
 from parkattn.experiments.evaluation import FLOOR, FLOORS
 from parkattn.experiments.frontier import frontier_cells, frontier_result
@@ -16,6 +16,7 @@ from parkattn.experiments.kernel_tables import bench_cells, pama_result, qrkc_re
 from parkattn.experiments.paper_numbers import LABELS
 from parkattn.experiments.results import Chosen, Gathered, Label, Result
 from parkattn.experiments.runner import Lab
+from parkattn.experiments.times import times_result
 from parkattn.methods import METHODS, method_entry
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
@@ -106,10 +107,14 @@ def _main_result(gathered: Gathered) -> Result:
 
 
 def _matched(lab: Lab) -> list[Cell]:
+    return _runs(lab, [(name, {}) for name in _with_budget(lab)], densities=lab.evaluation.densities)
+
+
+def _with_budget(lab: Lab) -> list[str]:
+    """PARK's own variants are among them where no methods were named."""
     asked = lab.evaluation.methods and not lab.evaluation.quick
     names = _methods(lab) if asked else (*_methods(lab), *ABLATIONS, NEITHER)
-    with_budget = [name for name in names if method_entry(name).budgets]
-    return _runs(lab, [(name, {}) for name in dict.fromkeys(with_budget)], densities=lab.evaluation.densities)
+    return [name for name in dict.fromkeys(names) if method_entry(name).budgets]
 
 
 def _halves(lab: Lab) -> list[Cell]:
@@ -134,6 +139,16 @@ def _halves_result(gathered: Gathered) -> Result:
 
 def _by_density(request: Request) -> Label:
     return (request["method"], "" if request["density"] is None else f"{request['density']:g}", _guidance(request))
+
+
+def times_cells(lab: Lab) -> list[Cell]:
+    """Dense attention, and every method at its own settings and at each density."""
+    own = [lab.times_cell(name) for name in ("dense", *_methods(lab))]
+    return own + [lab.times_cell(name, density) for density in lab.evaluation.densities for name in _with_budget(lab)]
+
+
+def _times(lab: Lab) -> list[Cell]:
+    return times_cells(lab) if lab.evaluation.timed or lab.evaluation.draw else []
 
 
 def _matched_result(gathered: Gathered) -> Result:
@@ -301,7 +316,7 @@ def _costs(lab: Lab) -> list[Cell]:
     return cost_cells(lab, _floors(lab), _methods(lab))
 
 
-_top_p, _top_k = (partial(results.recall_table, kind=kind) for kind in ("top_p", "top_k"))
+_top_p, _top_k = (partial(retrieval_tables.recall_table, kind=kind) for kind in ("top_p", "top_k"))
 _hy, _wan = (partial(_sensitivity, kind) for kind in ("hy", "wan"))
 _GPU = "a GPU, or --records FILE"
 SHEETS = {"hunyuanvideo": "HunyuanVideo", "wan2.1": "Wan2.1-14B", "wan2.1-1.3B": "Wan2.1-1.3B", "wan2.2": "Wan2.2-14B"}
@@ -312,11 +327,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("tab:query_key_compression_topk", "Top-k recall by representation, %", _retrieval, _top_k),
         Experiment("tab:main_quality_efficiency", "Every method at its own settings", _main, _main_result),
         Experiment("tab:module_ablation", "PARK without PAMA and without QRKC", _ablation, _ablation_result),
-        Experiment("tab:query_representation_errors", "TV of attention weights", _retrieval, results.representation_table),
-        Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, results.key_error_table),
-        Experiment("fig:retrieval_mismatches", "The two mismatches, panel c", _retrieval, results.mismatch_panel),
-        Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, results.mismatch_figure),
-        Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, results.qrkc_figure),
+        Experiment("tab:query_representation_errors", "TV of attention weights", _retrieval, retrieval_tables.representation_table),
+        Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, retrieval_tables.key_error_table),
+        Experiment("fig:retrieval_mismatches", "The two mismatches, panel c", _retrieval, retrieval_tables.mismatch_panel),
+        Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, retrieval_tables.mismatch_figure),
+        Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, retrieval_tables.qrkc_figure),
         Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", _hy, _sensitivity_result),
         Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", _wan, _sensitivity_result),
         Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", _schedules, _schedule_result),
@@ -324,6 +339,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
         Experiment("matched_densities", "Every method at one density (not in the paper)", _matched, _matched_result),
         Experiment("matched_costs", "Profiles against methods at one cost (not in the paper)", _costs, cost_result),
+        Experiment("call_times", "What plans and calls of attention take (not in the paper)", _times, times_result),
         Experiment("ablation", "PARK's halves at equal density (not in the paper)", _halves, _halves_result),
         Experiment("budgets", "Rules for spending one density (not in the paper)", _budgets, _budgets_result),
         Experiment("tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU),

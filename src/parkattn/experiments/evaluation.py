@@ -15,7 +15,7 @@ from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
 from parkattn.store import Cell, Record, content_hash
 
-VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "bench": 1}
+VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "times": 1, "bench": 1}
 FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
 FLOOR = "dense again"
 OWN_FLOOR = "dense by our kernel"  # of PARK's backend, on a GPU: as exact, and rounded otherwise

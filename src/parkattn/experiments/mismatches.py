@@ -46,21 +46,24 @@ def measure_call(call: Captured, config: ParkConfig, device: str = "cpu") -> dic
     keys = {metric: arrange(side.labels, side.clusters) for metric, side in found.items()}
     original = [tiles(x, -(-x.shape[2] // count)) for x, count in ((q, counts.queries), (k, counts.keys))]
 
-    clustered, tv = _recalls(q, k, queries, keys["euclidean"], scale)
+    reference = {metric: exact(q, k, queries.labels, queries.count, side.labels, side.count, scale=scale) for metric, side in keys.items()}
+    clustered, tv = _recalls(q, k, queries, keys["euclidean"], scale, reference["euclidean"])
+    in_order = exact(q, k, original[0].labels, original[0].count, original[1].labels, original[1].count, scale=scale)
     return {
         "call": call.name,
         "tokens": [q.shape[2], k.shape[2]],
         "blocks": [queries.count, keys["euclidean"].count],
-        "recall": {"Clustered": clustered, "Original": _recalls(q, k, original[0], original[1], scale)[0]},
+        "recall": {"Clustered": clustered, "Original": _recalls(q, k, original[0], original[1], scale, in_order)[0]},
         "tv": tv,
-        "keys": {metric: _key_errors(q, k, queries, blocks, scale) for metric, blocks in keys.items()},
+        "keys": {metric: _key_errors(q, k, queries, blocks, scale, reference[metric]) for metric, blocks in keys.items()},
     }
 
 
-def _recalls(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """By selection and estimator: recall and the share of block pairs kept; and the total variation by estimator."""
+def _recalls(
+    q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None, reference: Tensor
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """By selection and estimator: recall; and the total variation by estimator. reference: the exact importance."""
     sides = queries.labels, queries.count, keys.labels, keys.count
-    reference = exact(q, k, *sides, scale=scale)
     recall: dict[str, Any] = {"top_p": {}, "top_k": {}}
     tv = {}
     for name in REPRESENTATIONS:
@@ -75,13 +78,12 @@ def _recalls(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float |
     return recall, tv
 
 
-def _key_errors(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None) -> dict[str, list[float]]:
+def _key_errors(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None, reference: Tensor) -> dict[str, list[float]]:
     # head by head: the exact log-mass holds a row of scores for each of many queries
     rows = torch.linspace(0, q.shape[2] - 1, min(q.shape[2], LOG_MASS_QUERIES), device=q.device).round().long()
     heads = [(q[:, h : h + 1, rows], k[:, h : h + 1], keys.labels[:, h : h + 1]) for h in range(q.shape[1])]
     log_mass = torch.cat([measures.centered_log_mass_rmse(*head, keys.count, scale=scale) for head in heads], 1)
     importance = ESTIMATORS["pama"](q, k, queries.labels, queries.count, keys.labels, keys.count, scale=scale)
-    reference = exact(q, k, queries.labels, queries.count, keys.labels, keys.count, scale=scale)
     mask = select_top_p(importance, TOP_P, sizes=keys.sizes)
     return {
         "log_mass": _listed(log_mass),

@@ -11,7 +11,7 @@ from typing import Any
 
 from parkattn.experiments.blocks import preset_in
 from parkattn.experiments.captures import MODEL, Selection, capture_calls, write_captures
-from parkattn.experiments.catalogue import choose_experiments
+from parkattn.experiments.catalogue import choose_experiments, times_cells
 from parkattn.experiments.evaluation import Evaluation, Filled
 from parkattn.experiments.report import Section, sections_of, write_report
 from parkattn.experiments.results import Gathered
@@ -138,7 +138,7 @@ def run_experiments(
     rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
     found = filled.records | lab.finished(rest)
     reasons = lab.unreachable([cell for cell in rest if cell.name not in found]) | reasons
-    given = found, reasons, lab.load_frames, lab.lines, lab.cost
+    given = found, reasons, lab.load_frames, lab.lines, lab.cost, list((found | lab.finished(times_cells(lab))).values())
     results = {each.label: each.result(Gathered(asked[each.label], *given)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab, list(found.values())))

@@ -1,26 +1,21 @@
-"""From records to tables and findings: pure functions, one for retrieval, one for quality."""
+"""From records of videos to tables and findings: pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from parkattn.bench.frontier import interval
-from parkattn.experiments.evaluation import FLOORS
-from parkattn.experiments.mismatches import REPRESENTATIONS
+from parkattn.experiments.evaluation import FLOOR, FLOORS
 from parkattn.experiments.quality import ALWAYS
-from parkattn.experiments.tables import Column, Finding, Table
+from parkattn.experiments.tables import Column, Finding, Table, without_empty
 from parkattn.metrics.measures import MEASURES
-from parkattn.metrics.retrieval import recall_summary
 from parkattn.store import Cell, Record
 from parkattn.studio.video import Frames
 
 NOT_RUN = "not run"
-NO_ERROR = "Euclidean clusters have no error to compare with"
 Label = tuple[str, ...]
 
 
@@ -83,9 +78,17 @@ class Gathered:
     load: Callable[[Record], Frames] | None = None  # frames of a record that has them
     lines: Sequence[Mapping[str, Any]] = ()  # of earlier measurements
     cost: Callable[[Mapping[str, Any]], float] | None = None  # of a run, by the density that a request asks for
+    timed: Sequence[Record] = ()  # records among which are times of methods, made by this experiment or before
 
     def of(self, cells: Iterable[Cell]) -> list[Record]:
         return [self.records[cell.name] for cell in cells if cell.name in self.records]
+
+    def times_of(self, request: Mapping[str, Any]) -> Mapping[str, float]:
+        """Of the method, density and settings of a quality cell's request; empty where they were not taken."""
+        wanted = {"method": "dense" if request["method"] == FLOOR else request["method"], "density": request["density"]}
+        wanted["changes"] = request["changes"]
+        found = (r["times"] for r in self.timed if "times" in r and all(r["request"][name] == value for name, value in wanted.items()))
+        return next(found, {}) if "profile" not in request else {}
 
     def why_not(self, cells: Iterable[Cell]) -> str:
         reasons = [self.failures[cell.name] for cell in cells if cell.name in self.failures]
@@ -99,131 +102,14 @@ def frame_sheet(gathered: Gathered, needs: str = "") -> Result:
     assert gathered.load is not None
     found = [(record["request"], record["shown"], gathered.load(record)) for record in gathered.of(gathered.cells)]
     if not found:
-        return _nothing(gathered)
+        return nothing_run(gathered)
     rows = tuple((asked["method"], ", ".join(map(str, shown)), f"{asked['prompt']}, seed {asked['seed']}") for asked, shown, _ in found)
     table = Table((Column("method"), Column("frames"), Column("video")), rows)
     return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
 
 
-# retrieval
-
-
-def recall_table(gathered: Gathered, kind: str) -> Result:
-    """kind: top_p or top_k. Percent, over all layers, heads, prompts and seeds."""
-    calls = _calls(gathered)
-    if not calls:
-        return _nothing(gathered)
-    rows, means = [], {}
-    for order in ("Clustered", "Original"):
-        for estimator, (query, key) in REPRESENTATIONS.items():
-            values = torch.tensor([value for call in calls for value in call["recall"][order][kind][estimator]])
-            found = {name: 100 * value for name, value in recall_summary(values).items()}
-            means[order, estimator] = found["mean"]
-            rows.append((order, query, key, found["mean"], found["p05"], found["worst"]))
-    columns = (*map(Column, ("Ordering", "Query", "Key")), *(Column(name, 2) for name in ("Mean", "P05", "Worst")))
-    findings = []
-    for order in ("Clustered", "Original"):
-        rival = max(means[order, "query-centroid"], means[order, "full-key"])
-        where = f"{order.lower()} order, {kind.replace('_', '-')}"
-        statement = f"{where}: Full x Centroid has the best mean recall of the compressed pairs"
-        findings.append(Finding(statement, means[order, "pama"] - rival, "percentage points"))
-    return Result(Table(columns, tuple(rows)), tuple(findings), note=_what_was_measured(calls))
-
-
-def representation_table(gathered: Gathered) -> Result:
-    calls = _calls(gathered)
-    if not calls:
-        return _nothing(gathered)
-    tv = {name: _mean(call["tv"][name] for call in calls) for name in REPRESENTATIONS}
-    rows = tuple((query, key, tv[name]) for name, (query, key) in REPRESENTATIONS.items())
-    findings = (
-        Finding("per-query TV is below centroid TV, both over key centroids", tv["query-centroid"] - tv["pama"], "TV"),
-        Finding("Full x Centroid has lower TV than Centroid x Full", tv["full-key"] - tv["pama"], "TV"),
-    )
-    return Result(Table((Column("Query"), Column("Key"), Column("TV", 4)), rows), findings, note=_what_was_measured(calls))
-
-
-def key_error_table(gathered: Gathered) -> Result:
-    calls = _calls(gathered)
-    if not calls:
-        return _nothing(gathered)
-    rows: list[tuple[Any, ...]] = []
-    change: dict[str, float | None] = {}
-    for name, shown in (("key_mse", "Raw-key MSE"), ("score_error", "QK-score squared error")):
-        euclidean, qrkc = (_mean(call["keys"][metric][name] for call in calls) for metric in ("euclidean", "query-response"))
-        change[name] = 100 * (qrkc / euclidean - 1) if euclidean else None
-        rows.append((shown, euclidean, qrkc, "" if change[name] is None else f"{change[name]:+.1f}%"))
-    raised, lowered = change["key_mse"], change["score_error"]
-    findings = (
-        Finding("QRKC raises raw-key MSE", raised, "%", reason=NO_ERROR),
-        Finding("QRKC lowers QK-score error", None if lowered is None else -lowered, "%", reason=NO_ERROR),
-    )
-    columns = (Column("Metric"), Column("Euclidean", 3), Column("QRKC", 3), Column("Change"))
-    return Result(Table(columns, tuple(rows)), findings, note=_what_was_measured(calls))
-
-
-def mismatch_panel(gathered: Gathered) -> Result:
-    """Panel c of fig:retrieval_mismatches; what it finds is said where the figure of the appendix is."""
-    found = mismatch_figure(gathered)
-    return found if found.table is None else replace(found, findings=(), note=f"Panel c; a and b are drawings. {found.note}")
-
-
-def mismatch_figure(gathered: Gathered) -> Result:
-    calls = _calls(gathered)
-    if not calls:
-        return _nothing(gathered)
-    tv = [_mean(call["tv"][name] for call in calls) for name in ("query-centroid", "pama")]
-    mass = [_mean(call["keys"][metric]["log_mass"] for call in calls) for metric in ("euclidean", "query-response")]
-    rows = (
-        ("attention-weight TV", "query centroid", tv[0]), ("attention-weight TV", "per query", tv[1]),
-        ("log-mass RMSE", "Euclidean", mass[0]), ("log-mass RMSE", "QRKC", mass[1]),
-    )  # fmt: skip
-    panels = (
-        ("attention-weight TV", ("query centroid", "per query"), tuple(tv)),
-        ("log-mass RMSE", ("Euclidean", "QRKC"), tuple(mass)),
-    )
-    findings = (Finding("QRKC lowers the centred log-mass RMSE", mass[0] - mass[1]),)
-    columns = (Column("Metric"), Column("Estimate"), Column("Error", 4))
-    return Result(Table(columns, rows), findings, Bars(panels), _what_was_measured(calls))
-
-
-def qrkc_figure(gathered: Gathered) -> Result:
-    calls = _calls(gathered)
-    if not calls:
-        return _nothing(gathered)
-    names = {"euclidean": "Euclidean", "query-response": "QRKC"}
-    values = {metric: torch.tensor([v for call in calls for v in call["keys"][metric]["pama_recall"]]) for metric in names}
-    found = {metric: {name: 100 * value for name, value in recall_summary(each).items()} for metric, each in values.items()}
-    rows = tuple((names[metric], each["mean"], each["p05"], each["worst"]) for metric, each in found.items())
-    panels = tuple((f"{part} recall, %", tuple(names.values()), tuple(each[part] for each in found.values())) for part in ("mean", "p05"))
-    findings = tuple(
-        Finding(
-            f"QRKC raises {part} recall of PAMA",
-            found["query-response"][part] - found["euclidean"][part],
-            "percentage points",
-        )
-        for part in ("mean", "p05")
-    )
-    columns = (Column("Keys"), *(Column(name, 2) for name in ("Mean", "P05", "Worst")))
-    return Result(Table(columns, rows), findings, Bars(panels), _what_was_measured(calls))
-
-
-def _calls(gathered: Gathered) -> list[dict[str, Any]]:
-    return [call for record in gathered.of(gathered.cells) for call in record["calls"]]
-
-
-def _nothing(gathered: Gathered) -> Result:
+def nothing_run(gathered: Gathered) -> Result:
     return Result(None, note=f"{NOT_RUN}: {gathered.why_not(gathered.cells)}")
-
-
-def _mean(lists: Iterable[Sequence[float]]) -> float:
-    return statistics.fmean(value for values in lists for value in values)
-
-
-def _what_was_measured(calls: list[dict[str, Any]]) -> str:
-    heads = sum(len(call["tv"]["exact"]) for call in calls)
-    tokens, blocks = calls[0]["tokens"], calls[0]["blocks"]
-    return f"{heads} heads of {len(calls)} calls, {tokens[0]:,} tokens, {blocks[0]} query and {blocks[1]} key blocks."
 
 
 # quality
@@ -232,7 +118,8 @@ def _what_was_measured(calls: list[dict[str, Any]]) -> str:
 OTHERS = [name for name in MEASURES if name != ALWAYS]
 QUALITY = (
     Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title, MEASURES[name].digits) for name in OTHERS),
-    Column("error", 4), Column("density", 3), Column("of all steps", 3), Column("recall", 3), Column("seconds", 2), Column("speedup", 2),
+    Column("error", 4), Column("density", 3), Column("of all steps", 3), Column("recall", 3),
+    Column("plan, ms", 2), Column("attention, ms", 2), Column("seconds", 2), Column("speedup", 2),
     Column("note"),
 )  # fmt: skip
 
@@ -249,19 +136,16 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
             continue
         psnr = [row["psnr"] for row in found]
         seconds, dense = (mean_of_all(found, part) for part in ("seconds", "dense_seconds"))
-        missing = len(cells) - len(found)
+        missing, times = len(cells) - len(found), gathered.times_of(cells[0].request)
         notes = [
             f"{missing} of {len(cells)} {NOT_RUN}" if missing else "",
             "equal frames" if not any(row["error"] for row in found) else "",
         ]
         rows.append((
             *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in MEANS),
-            seconds, dense / seconds if seconds and dense else None, "; ".join(filter(None, notes)),
+            times.get("later_plan_ms"), times.get("attention_ms"), seconds, dense / seconds if seconds and dense else None, "; ".join(filter(None, notes)),
         ))  # fmt: skip
-    columns = (*map(Column, heads), *QUALITY)
-    # a column that nothing was measured for says nothing
-    kept = [i for i, column in enumerate(columns) if i < len(heads) or any(row[i] not in (None, "") for row in rows)]
-    return Result(Table(tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows)))
+    return Result(without_empty(Table((*map(Column, heads), *QUALITY), tuple(rows)), len(heads)))
 
 
 Chosen = Callable[[Mapping[str, Any]], bool]  # of requests

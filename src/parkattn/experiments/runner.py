@@ -1,10 +1,11 @@
-"""The runner: cells of six kinds, each with a content hash, made once by whichever process comes to it first.
+"""The runner: cells of several kinds, each with a content hash, made once by whichever process comes to it first.
 
 reference  a prompt and a seed with dense attention: raw frames, the video that every other one is compared with
 capture    queries and keys of a dense run
 retrieval  what compressing queries and keys costs, on a capture
 quality    a prompt, a seed and a method: how far it is from the reference, density, recall, cost, seconds
 frames     a few frames of one video, for people
+times      a method and a density: what a plan and a call of attention take, on a capture
 bench      lines of park bench, of kernels alone
 
 A density that is asked for is reached by a budget, found once per method on the capture of a prompt that is in no table
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from parkattn.experiments.evaluation import (
 from parkattn.experiments.mismatches import measure_call
 from parkattn.experiments.opening import Openings
 from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, whole_run_cost
+from parkattn.experiments.times import time_method
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.metrics.measures import MEASURES, Setting
 from parkattn.park import ParkConfig
@@ -64,9 +65,10 @@ from parkattn.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, co
 from parkattn.studio import checkpoints
 from parkattn.studio.compare import warm_up
 from parkattn.studio.generate import Request, config_for, fit_to_pipeline, for_method, generate_frames, prepare, understood
-from parkattn.studio.video import Frames
+from parkattn.studio.video import Frames, from_npy, to_npy
 
 SHOWN = 5  # frames of a video
+QUICK_CALLS = 2  # that are timed, of the last layers: some methods leave the first dense
 UNTIMED = dict.fromkeys(("total", "denoise", "attention"))
 
 
@@ -108,6 +110,12 @@ class Lab:
         asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
         return named_cell("frames", method, asked, ending=".npy")
 
+    def times_cell(self, method: str, density: float | None = None) -> Cell:
+        """On calls of the prompt that budgets are found on."""
+        asked = self._asked(self._spare()) | {"method": method, "changes": self.evaluation.changes, "density": density}
+        asked |= {"calls": QUICK_CALLS} if self.evaluation.quick else {}
+        return named_cell("times", method + ("" if density is None else f"-at-{density:g}"), asked)
+
     def bench_cells(self, benchmark: str) -> list[Cell]:
         """Of this machine's GPU; where nothing is made, of every GPU that is there."""
         if self.evaluation.draw:
@@ -116,7 +124,7 @@ class Lab:
         return [named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})]
 
     def load_frames(self, record: Record) -> Frames:
-        return _as_frames(self.store.load(record, next(iter(record["files"]))))
+        return from_npy(self.store.load(record, next(iter(record["files"]))))
 
     def retrieval_cells(self) -> list[Cell]:
         e = self.evaluation
@@ -230,6 +238,7 @@ class Lab:
         makers = {
             "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
             "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
+            "times": self._make_times,
             "bench": lambda making: {"lines": measure_benchmark(making.cell.request["benchmark"])},
         }  # fmt: skip
         kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
@@ -239,7 +248,7 @@ class Lab:
 
     def _make_reference(self, making: Making) -> Record:
         frames, found = self._dense_video(making.cell)
-        making.write(making.cell.files[0], _as_npy(frames))
+        making.write(making.cell.files[0], to_npy(frames))
         return found
 
     def _dense_video(self, cell: Cell) -> tuple[Frames, Record]:
@@ -256,23 +265,25 @@ class Lab:
             warm_up(self.pipe, request, config, fuse=self.evaluation.fuse)
             self._warm.add(what)
 
+    def _make_times(self, making: Making) -> Record:
+        request, config, budget = self._within_budget(making.cell)
+        calls = [call.to(self.base.device) for call in self._captured(making.cell)[-making.cell.request.get("calls", 0) :]]
+        method = make_method(making.cell.request["method"], config)
+        times = time_method(method, calls, request.steps or 0, self._layers)
+        return {"times": times, "budget": budget, "config": config.to_dict(), "shape": list(calls[0].q.shape[1:3])}
+
     def _make_frames(self, making: Making) -> Record:
         asked = making.cell.request
         request = self._set_for(self._fitted(making.cell), asked)
         made = generate_frames(self.pipe, request, config_for(request, self.pipe), recall_rows=0, fuse=self.evaluation.fuse)
         shown = np.linspace(0, len(made.frames) - 1, min(asked["shown"], len(made.frames))).round().astype(int)
-        making.write(making.cell.files[0], _as_npy(made.frames[shown]))
+        making.write(making.cell.files[0], to_npy(made.frames[shown]))
         return {"shown": shown.tolist()}
 
     def _make_quality(self, making: Making) -> Record:
         name = making.cell.request["method"]
-        # first, so that a density that cannot be reached costs nothing
-        budget = None if making.cell.request["density"] is None else self._matched_budget(making.cell)
+        request, config, budget = self._within_budget(making.cell)  # first, so that a density that cannot be reached costs nothing
         reference, dense = self._reference(making.cell)
-        request = self._set_for(self._fitted(making.cell), making.cell.request)
-        config = config_for(request, self.pipe)
-        if budget is not None:
-            config = method_entry(name).with_budget(config, budget["field"], budget["value"])
         self._warm_up(request, config)
         # a floor computes its own dense steps
         resumed = None if name in FLOORS else self._openings.resumed(self._held[FORMATS["reference"]][0], lambda: make_method(name, config))
@@ -361,6 +372,15 @@ class Lab:
     def _need(self, cell: Cell) -> Record:
         return self.store.fill([cell], self._make)[cell.name]
 
+    def _within_budget(self, cell: Cell) -> tuple[Request, MethodConfig, dict[str, Any] | None]:
+        """What a cell asks for, and the budget that gives its density."""
+        budget = None if cell.request["density"] is None else self._matched_budget(cell)
+        request = self._set_for(self._fitted(cell), cell.request)
+        config = config_for(request, self.pipe)
+        if budget is not None:
+            config = method_entry(cell.request["method"]).with_budget(config, budget["field"], budget["value"])
+        return request, config, budget
+
     def _matched_budget(self, cell: Cell) -> dict[str, Any]:
         budget: dict[str, Any] = self._need(self._budget_cell(cell))["budget"]
         if reason := self._refusal(cell):
@@ -368,8 +388,11 @@ class Lab:
         return budget
 
     def _budget_cell(self, cell: Cell) -> Cell:
-        spare = dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
-        return budget_cell(self._asked(spare), cell.request)
+        return budget_cell(self._asked(self._spare()), cell.request)
+
+    def _spare(self) -> Request:
+        """What is in no table."""
+        return dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
 
     def _asked(self, request: Request) -> dict[str, Any]:
         """Without where the weights lie: their fingerprint tells models apart, and records can move."""
@@ -387,14 +410,3 @@ class Lab:
         changes = ALL_DENSE if asked["method"] == OWN_FLOOR else dict(asked["changes"])
         method = {FLOOR: "dense", OWN_FLOOR: "park"}.get(asked["method"], asked["method"])
         return for_method(dataclasses.replace(request, changes=changes, preset=asked.get("profile")), method)
-
-
-def _as_npy(frames: Frames) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, frames, allow_pickle=False)
-    return buffer.getvalue()
-
-
-def _as_frames(data: bytes) -> Frames:
-    frames: Frames = np.load(io.BytesIO(data), allow_pickle=False)
-    return frames

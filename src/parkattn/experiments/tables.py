@@ -35,6 +35,12 @@ class Table:
         return [[column.show(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
 
 
+def without_empty(table: Table, heads: int = 0) -> Table:
+    """A column that nothing was measured for says nothing. heads: the first columns, which stay."""
+    kept = [i for i in range(len(table.columns)) if i < heads or any(row[i] not in (None, "") for row in table.rows)]
+    return Table(tuple(table.columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in table.rows))
+
+
 @dataclass(frozen=True)
 class Finding:
     """A statement of the paper, and what was measured: it holds where the margin is above 0, or 0 where a tie is enough."""

@@ -34,6 +34,17 @@ def as_bytes(frames: NDArray[np.floating]) -> Frames:
     return np.round(np.clip(frames, 0, 1) * 255).astype(np.uint8)
 
 
+def to_npy(frames: Frames) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, frames, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def from_npy(data: bytes) -> Frames:
+    frames: Frames = np.load(io.BytesIO(data), allow_pickle=False)
+    return frames
+
+
 def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
     """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column.
 
