@@ -309,6 +309,20 @@ def test_neither_autocast_nor_gradients_change_a_plan_or_an_output(case):
     assert all(x.grad is not None for x in learnt)
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_gradients_of_one_side_alone_are_those_of_masked_attention(which):
+    q, k, v = (torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(3))
+    config = ParkConfig(query_clusters=4, key_clusters=8, top_p=0.5)
+    plan = build_plan(q, k, config)
+    masked = {"attn_mask": plan_token_mask(plan).bool()}
+    found = []
+    for attention in (lambda *x: park_attention(*x, config, plan=plan), lambda *x: scaled_dot_product_attention(*x, **masked)):
+        sides = [x.clone().requires_grad_(place == which) for place, x in enumerate((q, k, v))]
+        attention(*sides).square().sum().backward()
+        found.append(sides[which].grad)
+    assert torch.allclose(*found, rtol=0, atol=1e-10 * found[1].abs().max().item())
+
+
 @cases(40)
 @given(attention_cases(), st.booleans())
 def test_a_saved_plan_loads_as_the_same_plan(tmp_path_factory, case, padded):

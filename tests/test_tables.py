@@ -29,6 +29,16 @@ def test_every_table_of_the_tool_stands_in_a_page(tables):
     assert sorted(set(marked)) == sorted(tables.TABLES)
 
 
+def test_no_measured_figure_stands_in_a_table_that_is_typed_in(tables):
+    measured = re.compile(r"\d\.\d+ ?(dB|ms|s|GB|%|x)(?!\w)|± ?\d")
+    written = {"methods.md", "profiles.md", "support.md"}  # whole pages of tools/methods_page.py and tools/support_page.py
+    for page in tables.pages():
+        if page.name not in written:
+            text = tables.MARKED.sub("", page.read_text())
+            typed = [line for line in text.splitlines() if line.startswith("|") and measured.search(line)]
+            assert not typed, f"{page.name}: make it a table of tools/tables.py"
+
+
 def test_every_marker_is_closed(tables):
     for page in tables.pages():
         text = page.read_text()

@@ -165,8 +165,8 @@ def measure_rules(cases: list[Case]) -> list[dict[str, Any]]:
     return records
 
 
-def print_gains(path: Path) -> None:
-    """PSNR of each setting above that of top-p per row at its cost, between whose settings it is interpolated."""
+def gains_at_equal_cost(path: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """By setting, for each prompt: PSNR above that of top-p per row at its cost, between whose settings it is interpolated; cost; PSNR."""
     runs: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for r in read_records(path):
         if r["method"] == "park":
@@ -177,7 +177,11 @@ def print_gains(path: Path) -> None:
         for name, (cost, psnr) in found.items():
             row = float(np.interp(cost, *zip(*line, strict=True)))
             gains.setdefault(name, []).append((psnr - row, cost, psnr))
-    for name, each in sorted(gains.items()):
+    return gains
+
+
+def print_gains(path: Path) -> None:
+    for name, each in sorted(gains_at_equal_cost(path).items()):
         gain, cost, psnr = zip(*each, strict=True)
         means = (
             f"cost {statistics.fmean(cost):.3f}  PSNR {statistics.fmean(psnr):.2f}  gain {statistics.fmean(gain):+.2f}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import statistics
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from parkattn.bench.e2e import composed, phases_of_run
 from parkattn.bench.frontier import interval, read_records, tabulate
 from parkattn.experiments.catalogue import EXPERIMENTS
 from parkattn.experiments.costs import compare_at_costs
+from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.reproduce import evaluation_for
 from parkattn.experiments.results import Gathered, on_curve
 from parkattn.experiments.runner import Lab
-from parkattn.experiments.tables import text_table, to_markdown
 from parkattn.methods import METHODS
 from parkattn.park import ParkConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from call_tables import TIME_HEADS, markdown, time_columns
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 PROFILES = ("paper", "quality", "fast")
@@ -31,6 +34,7 @@ H200_DENSITIES = {1.0: (0.1, 0.25, 0.5), 5.0: (0.25,)}
 COST_DENSITIES = (0.1, 0.2, 0.25, 0.35, 0.5)  # of the H200's runs at equal cost
 COSTS_ARE_ONE = 1e-3
 NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
+TIMED_AS = {FLOOR: "dense"}  # rows of a table: the method that was timed
 Record = dict[str, Any]
 
 
@@ -48,7 +52,7 @@ def float8_linears() -> str:
         )
 
     columns = "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | rest | weights | peak, dense | peak, PARK"
-    return _markdown(
+    return markdown(
         columns,
         (
             (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}", f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
@@ -64,17 +68,22 @@ def own_settings_on_h200() -> str:
     found: dict[tuple[float, str], list[Record]] = {}
     for cell in _all_cells("gpu_75600"):
         asked = cell["request"]
-        # park at its own settings is the profile paper, which is there with the others
-        if asked["density"] is None and not asked["changes"] and asked["method"] != "park":
+        if asked["density"] is None and not asked["changes"]:
             found.setdefault((asked["guidance"], asked["method"]), []).append(cell["row"])
     for scale in (1.0, 5.0):
         for name, runs in profile_rows("gpu_75600", scale).items():
-            found[scale, f"PARK, {name}"] = list(runs.values())
+            if name != "paper":  # that is park at its own settings
+                found[scale, f"PARK, {name}"] = list(runs.values())
     cost = {place: statistics.fmean(row["cost"] for row in rows) for place, rows in found.items()}
-    return _markdown(
-        "guidance | method | videos | attention computed | PSNR | worst video",
+    return markdown(
+        f"guidance | method | videos | attention computed | PSNR | worst video | SSIM | error | recall | {TIME_HEADS}",
         (
-            (f"{scale:g}", name, *_quality(found[scale, name])[:4])
+            (
+                f"{scale:g}",
+                name,
+                *_quality(found[scale, name]),
+                *time_columns("gpu_75600", TIMED_AS.get(name, name), None),
+            )
             for scale, name in sorted(found, key=lambda place: (place[0], cost[place]))
         ),
     )
@@ -88,8 +97,8 @@ def matched_on_h200() -> str:
         if asked["density"] in H200_DENSITIES[asked["guidance"]] and "profile" not in asked:
             found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
     order = {name: place for place, name in enumerate(METHODS)}
-    return _markdown(
-        "guidance | density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall",
+    return markdown(
+        f"guidance | density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall | {TIME_HEADS}",
         (
             (
                 f"{scale:g}",
@@ -97,6 +106,7 @@ def matched_on_h200() -> str:
                 name,
                 f"{statistics.fmean(row['density'] for row in rows):.3f}",
                 *_quality(rows),
+                *time_columns("gpu_75600", name, density),
             )
             for (scale, density, name), rows in sorted(
                 found.items(), key=lambda item: (*item[0][:2], order[item[0][2]])
@@ -127,7 +137,7 @@ def _changed(heads: str, settings: tuple[str, ...]) -> str:
         place: [", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in place]
         for place in found
     }
-    return _markdown(
+    return markdown(
         f"{heads} | videos | attention computed | PSNR | worst video | SSIM | error | recall",
         (
             (*shown[place], *_quality(found[place]))
@@ -159,7 +169,7 @@ def profiles_above_methods() -> str:
                 margins = (_margin(runs, curves, name) for name in RIVALS)
                 rows.append((tokens, setting, str(len(runs)), f"{cost:.1%}", *margins))
     above = " | ".join(f"above {name}" for name in RIVALS)
-    return _markdown(f"tokens | profile | videos | attention computed | {above}", rows)
+    return markdown(f"tokens | profile | videos | attention computed | {above}", rows)
 
 
 def short_runs_at_equal_cost() -> str:
@@ -173,7 +183,7 @@ def short_runs_at_equal_cost() -> str:
         if row["size"] == "81x400x576" and row["steps"] < 50
     ]
     rows = sorted([*equal, *own], key=lambda row: (-row["steps"], row["guidance"], row["cost"]))
-    return _markdown(
+    return markdown(
         "steps | guidance | setting | videos | attention computed | PSNR | worst video",
         (
             (str(row["steps"]), f"{row['guidance']:g}", row["setting"], str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
@@ -199,7 +209,7 @@ def matched_2k() -> str:
     head = [
         f"{density:g}" if density != DENSITIES[0] else f"guidance {scale:g}: {density:g}" for scale, density in columns
     ]
-    return _markdown(" | ".join(["method", *head]), rows)
+    return markdown(" | ".join(["method", *head]), rows)
 
 
 @functools.cache
@@ -247,7 +257,7 @@ def _costs(folder: str, **asked: Any) -> str:
                 same = [name for name, row in found.items() if row == told]
                 margins = (told.get(name, "") for name in names)
                 lines.append((f"{scale:g}", f"{cost:.3g}", own(scale, same[0], cost), ", ".join(same), *margins))
-    return _markdown(
+    return markdown(
         f"guidance | cost asked | cost | profile | {' | '.join(f'above {name}, dB' for name in names)}", lines
     )
 
@@ -327,10 +337,6 @@ def profiles_beside_methods(folder: str, prompts: set[str]) -> dict[str, dict[st
         name: {prompt: row for prompt, row in runs.items() if prompt in prompts}
         for name, runs in profile_rows(folder).items()
     }
-
-
-def _markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
-    return re.sub(r"\|  (?=\|)", "| ", to_markdown(text_table(columns.split(" | "), [tuple(row) for row in rows])))
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from parkattn.anchors import anchor_steps, log_signal_to_noise
 from parkattn.attend import dense_attention
@@ -104,6 +106,21 @@ def least_left(errors: Errors, count: int, steps: int) -> tuple[int, ...]:
     return min((best[a, count][0] + stretch[a, steps], best[a, count][1]) for a in range(count - 1, steps))[1]
 
 
+def spreads(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """What spreads of anchors leave, of a record."""
+    errors = {(first, step): error for first, step, error in found["errors"]}
+    levels, steps = tuple(found["noise_levels"]), len(found["noise_levels"])
+    visible = tuple(min(level, 0.99) for level in levels)
+    for count in (6, 7, 8, 12):
+        rules = {
+            "equal distances": anchor_steps(count, steps, levels),
+            "signal below a hundredth counts as a hundredth": anchor_steps(count, steps, visible),
+            "least sum, by dynamic programming": least_left(errors, count, steps),
+        }
+        for name, anchors in rules.items():
+            yield f"{count}, {name}", ", ".join(map(str, anchors)), f"{left_by(errors, anchors, steps):.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -120,17 +137,9 @@ def main() -> None:
         grown = errors[first, first + 4] ** 2 - errors[first, first + 1] ** 2
         passed = reached[first + 4] - reached[first + 1]
         print(f"{first:6}  {'  '.join(after)}   {grown / 3:.4f}  {grown / passed:.3f}")
-    visible = tuple(min(level, 0.99) for level in levels)
     print("| anchors | at | sum of e^2 |\n|---|---|---|")
-    for count in (6, 7, 8, 12):
-        spreads = {
-            "equal distances": anchor_steps(count, steps, levels),
-            "signal below a hundredth counts as a hundredth": anchor_steps(count, steps, visible),
-            "least sum, by dynamic programming": least_left(errors, count, steps),
-        }
-        for name, anchors in spreads.items():
-            places = ", ".join(map(str, anchors))
-            print(f"| {count}, {name} | {places} | {left_by(errors, anchors, steps):.2f} |")
+    for row in spreads(found):
+        print(f"| {' | '.join(row)} |")
 
 
 if __name__ == "__main__":

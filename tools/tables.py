@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/*.md from records in benchmarks/results; no figure in them is typed in.
+"""Writes the tables of README.md, DESIGN.md and docs/*.md from records in benchmarks/results; no figure in them is typed in.
 
     python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->
     python tools/tables.py --check    writes nothing; exit code 1 where a page differs from its records
@@ -20,20 +20,21 @@ from typing import Any
 from parkattn.bench.e2e import RUN_STEPS, phases_of_run
 from parkattn.bench.e2e_profile import anchored_run
 from parkattn.bench.frontier import read_records, tabulate
-from parkattn.experiments.tables import text_table, to_markdown
 from parkattn.files import write_atomically
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
 from parkattn.studio.gain import estimate
 
 sys.path.insert(0, str(Path(__file__).parent))
+import call_tables
+import diary_tables
 import quality_tables
+from call_tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
-Rows = Iterable[Iterable[str]]
 Record = dict[str, Any]
 
 MODELS = {"wan2.1-1.3b": "Wan2.1-1.3B", "wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
@@ -56,12 +57,6 @@ def records(name: str, benchmark: str | None = None) -> list[Record]:
 def only(rows: Iterable[Record], **wanted: Any) -> Record:
     (found,) = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
     return found
-
-
-def markdown(columns: str, rows: Rows) -> str:
-    """columns: names separated by " | "."""
-    table = text_table(columns.split(" | "), [tuple(row) for row in rows])
-    return re.sub(r"\|  (?=\|)", "| ", to_markdown(table))
 
 
 # README.md
@@ -364,11 +359,11 @@ TABLES: dict[str, Callable[[], str]] = {
         gains, profiles, profiles_of_whole_models, cpu, attention_calls, dense_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
         flashinfer, sanitizers, doctor_on_h200, one_video_on_h200,
     )
-} | quality_tables.TABLES  # fmt: skip
+} | quality_tables.TABLES | call_tables.TABLES | diary_tables.TABLES  # fmt: skip
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [*ROOT.glob("README.md"), *ROOT.glob("DESIGN.md"), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def filled(text: str) -> str:

@@ -33,6 +33,12 @@ def median_ms(call: Call, repeats: int = 7) -> float:
     return median(_each_ms(call, repeats))
 
 
+def least_ms(call: Call, repeats: int = 5) -> float:
+    """For a CPU: page faults and other work come in spells that last longer than a few repeats, and only add."""
+    call()
+    return min(_each_ms(call, repeats))
+
+
 def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
     """Each call repeated by itself until the card has settled: at its power limit a call takes 10 % longer after a hot kernel
     than after a light one, so calls that take turns would be charged for their neighbours."""

@@ -100,20 +100,20 @@ def dense_share(method: AttentionMethod, steps: int, layers: int) -> float:
 
     Noise levels move anchors and leave their number as it is, so none are needed.
     """
-    phases = scheduled_phases(method, steps, layers)
-    return (phases["dense"] + phases["anchor"]) / (layers * steps)
+    return sum(phases["dense"] + phases["anchor"] for phases in scheduled_phases(method, steps, layers)) / (layers * steps)
 
 
-def scheduled_phases(method: AttentionMethod, steps: int, layers: int) -> Counter[str]:
-    """How many calls of a run the schedule of a method makes dense, anchor, refresh and reuse."""
-    schedule, found = _planned(method).schedule, Counter[str]()
+def scheduled_phases(method: AttentionMethod, steps: int, layers: int) -> list[Counter[str]]:
+    """How many calls of a run the schedule of a method makes dense, anchor, refresh and reuse, by layer."""
+    schedule, by_layer = _planned(method).schedule, []
     for layer in range(layers):
-        refreshed = None
+        refreshed, found = None, Counter[str]()
         for step in range(steps):
             phase = schedule.phase(CallSite(layer=layer, step=step, total_steps=steps), History(refreshed)).name
             refreshed = step if phase in ("anchor", "refresh") else refreshed
             found[phase] += 1
-    return found
+        by_layer.append(found)
+    return by_layer
 
 
 def layers_in(folder: Path) -> int:

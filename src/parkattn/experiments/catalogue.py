@@ -103,7 +103,10 @@ def _main(lab: Lab) -> list[Cell]:
 
 
 def _main_result(gathered: Gathered) -> Result:
-    return results.quality_table(gathered, ("method", "guidance"), _by_method)
+    table = results.quality_table(gathered, ("method", "guidance"), _by_method)
+    names = dict.fromkeys(cell.request["method"] for cell in gathered.cells if cell.request["method"] not in ("park", *FLOORS))
+    found = [results.psnr_findings(gathered, f"PARK above {name}, each at its own settings", _is("park"), _is(name)) for name in names]
+    return Result(table.table, tuple(finding for each in found for finding in each))
 
 
 def _matched(lab: Lab) -> list[Cell]:

@@ -3,21 +3,19 @@
 plan_ms        a run's first plan
 later_plan_ms  one after it, which may start from it
 attention_ms   attention over the kept blocks, and what the method does to its output
-sparse_call_ms attention, and each plan shared among the sparse calls between it and the next
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from parkattn.bench.methods import parts_of_call
-from parkattn.bench.timing import median_ms
+from parkattn.bench.timing import Call, least_ms, median_ms
 from parkattn.experiments.calibration import scheduled_phases
 from parkattn.experiments.captures import Captured
 from parkattn.experiments.results import NOT_RUN, Gathered, Result, nothing_run
@@ -27,7 +25,7 @@ from parkattn.reuse import History
 from parkattn.site import AttentionMethod
 from parkattn.store import Record
 
-REPEATS = 3
+GPU_REPEATS, CPU_REPEATS = 3, 7  # medians of the former, the least of the latter
 COLUMNS = (
     Column("method"), Column("asked"), Column("density", 3), Column("first plan, ms", 2), Column("later plan, ms", 2),
     Column("attention, ms", 2), Column("plans per sparse call", 3), Column("sparse call, ms", 2), Column("of dense", 3), Column("note"),
@@ -37,17 +35,22 @@ COLUMNS = (
 def time_method(method: AttentionMethod, calls: Sequence[Captured], steps: int, layers: int) -> dict[str, float]:
     """steps, layers: of a whole run, over which its schedule shares out plans."""
     times = _time_calls(method, calls)
-    if not isinstance(method, PlannedMethod):
-        return times | {"sparse_call_ms": times["attention_ms"]}
-    return times | plans_shared_out(times, scheduled_phases(method, steps, layers), layers)
+    return times | plans_in_run(method, steps, layers) if isinstance(method, PlannedMethod) else times
 
 
-def plans_shared_out(times: Mapping[str, float], phases: Counter[str], layers: int) -> dict[str, float]:
-    """phases: how many calls of a run are what. A layer's first plan is made once."""
-    sparse, plans = phases["refresh"] + phases["reuse"], phases["refresh"]
-    first = min(layers, plans)
-    planning = first * times["plan_ms"] + (plans - first) * times["later_plan_ms"]
-    return {"plans_per_call": plans / sparse, "sparse_call_ms": times["attention_ms"] + planning / sparse}
+def plans_in_run(method: PlannedMethod, steps: int, layers: int) -> dict[str, float]:
+    """How many plans a run makes, how many of them are a layer's first, and how many calls share them."""
+    by_layer = scheduled_phases(method, steps, layers)
+    plans, reused = (sum(phases[name] for phases in by_layer) for name in ("refresh", "reuse"))
+    return {"plans": plans, "first_plans": sum(phases["refresh"] > 0 for phases in by_layer), "sparse_calls": plans + reused}
+
+
+def sparse_call_ms(times: Mapping[str, float]) -> float:
+    """Attention, and each plan shared among the sparse calls between it and the next."""
+    if "plans" not in times:
+        return times["attention_ms"]
+    planning = times["first_plans"] * times["plan_ms"] + (times["plans"] - times["first_plans"]) * times["later_plan_ms"]
+    return times["attention_ms"] + planning / times["sparse_calls"]
 
 
 @torch.no_grad()
@@ -58,18 +61,22 @@ def _time_calls(method: AttentionMethod, calls: Sequence[Captured]) -> dict[str,
         values, site = call.site.values, call.site
         assert values is not None
         if not isinstance(method, PlannedMethod):
-            found.append({"density": 1.0, "attention_ms": median_ms(partial(method, call.q, call.k, values, site), REPEATS)})
+            found.append({"density": 1.0, "attention_ms": _timed(partial(method, call.q, call.k, values, site), call)})
         elif method.schedule.phase(site, History()).name != "dense":
             # a later plan is made one step after, which the run must have
             site = dataclasses.replace(site, step=max(0, min(site.step, (site.total_steps or site.step + 2) - 2)))
             plan, parts = parts_of_call(method, call.q, call.k, values, site)
-            times = {name: median_ms(part, REPEATS) for name, part in parts.items()}
+            times = {name: _timed(part, call) for name, part in parts.items()}
             attention = times["attend"] + times.get("repair", 0.0)
             row = {"plan_ms": times["plan"], "later_plan_ms": times["later_plan"], "attention_ms": attention}
             found.append({"density": plan.density().mean().item(), **row})
     if not found:
         raise ValueError(f"method: expected one with sparse calls among those captured, got {method.name}; ask for more steps.")
     return {name: statistics.fmean(row[name] for row in found) for name in found[0]} | {"calls": len(found)}
+
+
+def _timed(part: Call, on: Captured) -> float:
+    return median_ms(part, GPU_REPEATS) if on.q.is_cuda else least_ms(part, CPU_REPEATS)
 
 
 def times_result(gathered: Gathered) -> Result:
@@ -89,11 +96,16 @@ def times_result(gathered: Gathered) -> Result:
             rows.append((*head, *(None,) * (len(COLUMNS) - 3), f"{NOT_RUN}: {gathered.why_not([cell])}"))
             continue
         times = record["times"]
-        parts = (times.get(name) for name in ("density", "plan_ms", "later_plan_ms", "attention_ms", "plans_per_call", "sparse_call_ms"))
-        rows.append((*head, *parts, times["sparse_call_ms"] / dense if dense else None, ""))
+        parts = (times.get(name) for name in ("density", "plan_ms", "later_plan_ms", "attention_ms"))
+        shared = times["plans"] / times["sparse_calls"] if "plans" in times else None
+        whole = sparse_call_ms(times)
+        rows.append((*head, *parts, shared, whole, whole / dense if dense else None, ""))
     return Result(without_empty(Table(COLUMNS, tuple(rows)), 2), note=_measured_on(next(filter(None, records.values()))))
 
 
 def _measured_on(record: Record) -> str:
     calls, (heads, tokens) = record["times"]["calls"], record["shape"]
-    return f"Means over up to {calls} calls of {heads} heads and {tokens:,} tokens, one layer each; medians of {REPEATS} repeats."
+    repeats = (
+        f"medians of {GPU_REPEATS} repeats" if record["request"]["device"].startswith("cuda") else f"the least of {CPU_REPEATS} repeats"
+    )
+    return f"Means over up to {calls} calls of {heads} heads and {tokens:,} tokens, one layer each; {repeats}."

@@ -1,0 +1,100 @@
+"""Tables of single calls for tools/tables.py: what plans and attention take, and what retrieval loses, from cells of park reproduce."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parkattn.experiments.catalogue import EXPERIMENTS
+from parkattn.experiments.reproduce import evaluation_for
+from parkattn.experiments.results import Gathered
+from parkattn.experiments.runner import Lab
+from parkattn.experiments.tables import Table, text_table, to_markdown
+from parkattn.experiments.times import sparse_call_ms
+from parkattn.methods import METHODS
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
+TIME_HEADS = "plan, ms | attention, ms | sparse call, ms"
+Times = dict[str, float]
+
+
+@functools.cache
+def times_in(folder: str) -> dict[tuple[str, float | None], Times]:
+    """By method and the density that was asked for, None at its own settings."""
+    found = [json.loads(path.read_text()) for path in sorted((RESULTS / folder / "cells").glob("times-*.json"))]
+    return {(cell["request"]["method"], cell["request"]["density"]): cell["times"] for cell in found}
+
+
+def time_columns(folder: str, method: str, density: float | None) -> tuple[str, ...]:
+    times = times_in(folder).get((method, density))
+    if times is None:
+        return "", "", ""
+    found = times.get("later_plan_ms"), times["attention_ms"], sparse_call_ms(times)
+    return tuple("" if value is None else f"{value:.1f}" for value in found)
+
+
+def times_2k() -> str:
+    """A method's plan takes as long at every density: the mean of them."""
+    times = times_in("matched_2k")
+
+    def row(name: str) -> tuple[str, ...]:
+        found = {density: found for (method, density), found in times.items() if method == name}
+        plans = [each["later_plan_ms"] for each in found.values() if "later_plan_ms" in each]
+        attention = (found[at]["attention_ms"] if at in found else None for at in (None, *DENSITIES))
+        plan = statistics.fmean(plans) if plans else None
+        return (name, *("" if value is None else f"{value:.1f}" for value in (plan, *attention)))
+
+    columns = ["method", "plan", "attention, own settings", *(f"{density:g}" for density in DENSITIES)]
+    return markdown(" | ".join(columns), (row(name) for name in METHODS if any(method == name for method, _ in times)))
+
+
+def recall_on_h200() -> str:
+    """The paper's two tables side by side."""
+    sides = [_retrieval(f"tab:query_key_compression{ending}") for ending in ("", "_topk")]
+    names = [column.name for column in sides[0].columns][3:]
+    heads = ["ordering", "query", "key", *(f"{kind}: {name.lower()}" for kind in ("top-p", "top-k") for name in names)]
+    rows = zip(*(side.shown() for side in sides), strict=True)
+    return markdown(" | ".join(heads), ([*one, *other[3:]] for one, other in rows))
+
+
+def representation_errors_on_h200() -> str:
+    return to_markdown(_retrieval("tab:query_representation_errors"))
+
+
+def key_errors_on_h200() -> str:
+    return to_markdown(_retrieval("tab:key_score_errors"))
+
+
+def qrkc_recall_on_h200() -> str:
+    return to_markdown(_retrieval("fig:qrkc_effect"))
+
+
+@functools.cache
+def _retrieval(label: str) -> Table:
+    """What `park reproduce LABEL --draw` finds of the cells at 75,600 tokens."""
+    asked: dict[str, Any] = {"frames": 81, "height": 400, "width": 576, "steps": 50, "device": "cuda", "fuse": True}
+    evaluation = evaluation_for(
+        model="tiny", prompts=8, prompt_file=None, quick=False, draw=True, keep="records", guidances=(1.0,), **asked
+    )
+    lab = Lab(evaluation, RESULTS / "gpu_75600")
+    cells = EXPERIMENTS[label].cells(lab)
+    table = EXPERIMENTS[label].result(Gathered(cells, lab.finished(cells), {})).table
+    assert table is not None
+    return table
+
+
+def markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """columns: names separated by " | "."""
+    return re.sub(r"\|  (?=\|)", "| ", to_markdown(text_table(columns.split(" | "), [tuple(row) for row in rows])))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (times_2k, recall_on_h200, representation_errors_on_h200, key_errors_on_h200, qrkc_recall_on_h200)
+}

@@ -1,0 +1,182 @@
+"""Tables of DESIGN.md and docs/diary.md, and of what fits in memory, for tools/tables.py: borders, budgets, spreads of anchors, GB by model."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from parkattn.bench.frontier import interval, read_records
+from parkattn.studio.gain import model_size
+from parkattn.studio.memory import PARAMETERS, memory
+
+sys.path.insert(0, str(Path(__file__).parent))
+import budgets
+import residual_age
+from call_tables import RESULTS, markdown
+
+# what the diary calls a rule: its name in the record, and the size of query tiles
+RULES = {
+    "top-k per row": ("top-k per row", None),
+    "mass per cost, one threshold per head": ("mass per cost over a head", None),
+    "the same over the heads of a layer": ("mass per cost over a layer", None),
+    "and a quarter of the mean head's cost for each": ("the same, a quarter to each head", None),
+    '`budget="mass"`': ("budget=mass", None),
+    'mass times spread: `budget="error"` with stand-ins': ("budget=error", None),
+    "`query_tile=64`": ("top-p per row", 64),
+    "top-k per row, `query_tile=64`": ("top-k per row", 64),
+    '`budget="mass"`, `query_tile=64`': ("budget=mass", 64),
+    "mass times spread, `query_tile=64`": ("budget=error", 64),
+    "mass times spread, `query_tile=128`": ("budget=error", 128),
+}
+# settings of whole videos at about the same densities, by what stands behind their top_p
+VIDEO_SETTINGS = {
+    "paper, `query_tile=64`": ("paper", "query_tile=64", (0.369, 0.705, 0.922)),
+    'paper, `budget="mass"`': ("paper", "budget=mass", (None, 0.41, None)),
+    "paper, both": ("paper", "query_tile=64 budget=mass", (0.304, 0.487, 0.716)),
+    "fast, `query_tile=64`": ("fast", "query_tile=64", (0.369, 0.705, 0.922)),
+    'fast, `budget="error"`': ("fast", "budget=error", (None, 0.293, None)),
+    'fast, `budget="mass"`, `query_tile=64`': ("fast", "query_tile=64 budget=mass", (None, 0.487, None)),
+    'fast, `budget="error"`, `query_tile=64`': ("fast", "query_tile=64 budget=error", (0.146, 0.467, 0.744)),
+}
+SWEPT = {
+    "paper": "paper",
+    "fast, p = 0.5 per row": "fast",
+    "fast, p = 0.5 per row, `query_tile=128`": "fast query_tile=128",
+    'fast, `budget="error"`, `query_tile=128`, p = 0.3': "fast query_tile=128 budget=error top_p=0.3",
+    'fast, `budget="error"`, `query_tile=128`, p = 0.5': "fast query_tile=128 budget=error top_p=0.5",
+    "quality, p = 0.85 per row": "quality",
+    'quality, `budget="error"`, `query_tile=128`, p = 0.7': "quality query_tile=128 budget=error top_p=0.7",
+}
+VIDEO = {"frames": 81, "height": 720, "width": 1280}
+
+
+def budget_rules() -> str:
+    """Errors on captured calls, relative to top-p per row."""
+    lines = map(json.loads, (RESULTS / "budgets.jsonl").read_text().splitlines())
+    found = {
+        (line["rule"], line["query_tile"], line["tokens"], line["asked"], line["compensate"]): line
+        for line in lines
+        if line["format"] == budgets.FORMAT
+    }
+    calls = {tokens: line["calls"] for (_, _, tokens, _, _), line in found.items()}
+    places = [(tokens, density) for tokens in sorted(calls) for density in budgets.DENSITIES]
+
+    def head(tokens: int, density: float) -> str:
+        first = density == budgets.DENSITIES[0]
+        return f"{tokens:,} tokens, {calls[tokens]} calls: {density:g}" if first else f"{density:g}"
+
+    rows = (
+        (name, *(", ".join(f"{found[*rule, *at, stand]['ratio']:.2f}" for stand in (True, False)) for at in places))
+        for name, rule in RULES.items()
+    )
+    return markdown(" | ".join(["with stand-ins, without; density", *(head(*at) for at in places)]), rows)
+
+
+def budget_videos() -> str:
+    gains = budgets.gains_at_equal_cost(RESULTS / "budgets.jsonl")
+
+    def shown(profile: str, rest: str, top_p: float | None) -> str:
+        if top_p is None:
+            return ""
+        gain = [each for each, _, _ in gains[f"{profile} top_p={top_p:g} {rest}"]]
+        return f"{statistics.fmean(gain):.1f} ± {interval(gain):.1f}"
+
+    columns = ["sparse density about", *(f"{density:g}" for density in budgets.DENSITIES)]
+    rows = (
+        (name, *(shown(profile, rest, p) for p in top_p)) for name, (profile, rest, top_p) in VIDEO_SETTINGS.items()
+    )
+    return markdown(" | ".join(columns), rows)
+
+
+def budget_sweep() -> str:
+    """Means over the prompts that the tiled budget was swept on."""
+    size = {"frames": 81, "height": 400, "width": 576, "steps": 50, "guidance": 1.0}
+    lines = [
+        line
+        for line in read_records(RESULTS / "frontier_sweep.jsonl")
+        if all(line[name] == value for name, value in size.items())
+    ]
+    prompts = {
+        line["prompt"]
+        for line in lines
+        if line["setting"] == SWEPT['fast, `budget="error"`, `query_tile=128`, p = 0.3']
+    }
+
+    def row(name: str, setting: str) -> tuple[str, ...]:
+        runs = {line["prompt"]: line for line in lines if line["setting"] == setting and line["prompt"] in prompts}
+        cost, psnr = (statistics.fmean(run[part] for run in runs.values()) for part in ("cost", "psnr"))
+        return name, str(len(runs)), f"{cost:.1%}", f"{psnr:.1f} dB"
+
+    return markdown("setting | videos | attention computed | PSNR", (row(*each) for each in SWEPT.items()))
+
+
+def anchor_spreads() -> str:
+    return markdown(
+        "anchors | at | sum of e^2", residual_age.spreads(json.loads((RESULTS / "residual_age.json").read_text()))
+    )
+
+
+def borders_on_scene() -> str:
+    found = [
+        line
+        for line in map(json.loads, (RESULTS / "decisions.jsonl").read_text().splitlines())
+        if line["choice"] == "block borders"
+    ]
+    heads = [f"{line['value']['query_multiple']}, {line['value']['key_multiple']}" for line in found]
+    rows = [("recall", *(f"{line['recall']:.3f}" for line in found))]
+    return markdown(" | ".join(["multiples of queries, keys", *heads]), rows)
+
+
+def borders_in_videos() -> str:
+    """Means over prompts."""
+    runs = {}
+    for multiples in ("1_1", "64_32", "128_32"):
+        lines = (RESULTS / "ablation_borders" / multiples / "results.jsonl").read_text().splitlines()
+        runs[multiples] = [row for row in map(json.loads, lines) if row["method"] == "park"]
+
+    def mean(multiples: str, name: str) -> float:
+        return statistics.fmean(row[name] for row in runs[multiples])
+
+    rows = [
+        ("PSNR against dense", *(f"{mean(each, 'psnr'):.1f} dB" for each in runs)),
+        ("density, recall", *(f"{mean(each, 'density'):.3f}, {mean(each, 'recall'):.3f}" for each in runs)),
+    ]
+    return markdown(" | ".join(["multiples of queries, keys", *(each.replace("_", ", ") for each in runs)]), rows)
+
+
+def memory_by_model() -> str:
+    return markdown(
+        "model | weights, bf16 | weights, float8 | activations, stock and compiled | state, quality and paper | decoding | on 24 GB",
+        _memory_rows(),
+    )
+
+
+def _memory_rows() -> Iterator[tuple[str, ...]]:
+    for model in PARAMETERS:
+        found: Any = memory(model, model_size(model), **VIDEO)
+        several = f"{found['transformers']} x " if found["transformers"] > 1 else ""
+        weights = (f"{several}{found['weights_gb'][kind]:.1f}" for kind in ("bfloat16", "float8"))
+        activations = ", ".join(f"{found['activations_gb'][kind]:.1f}" for kind in ("stock", "compiled"))
+        state = ", ".join(f"{found['plans_gb'][name]:.2f}" for name in ("quality", "paper"))
+        decoding = (
+            "not measured: `pipe.vae.enable_tiling()`" if found["decode_gb"] is None else f"{found['decode_gb']:.1f}"
+        )
+        yield model, *weights, activations, state, decoding, "; ".join(found["fits"]["24"]) or "nothing"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (
+        borders_on_scene,
+        borders_in_videos,
+        budget_rules,
+        budget_videos,
+        budget_sweep,
+        anchor_spreads,
+        memory_by_model,
+    )
+}
