@@ -109,7 +109,8 @@ def measure_frontier(
                     for setting in (Setting(DENSE, DENSE, None, {}), *asked):
                         method = _method(pipe, setting)
                         config = method.config.to_dict() if isinstance(method, PlannedMethod) else {}
-                        dtype = str(next(pipe.transformer.parameters()).dtype).removeprefix("torch.")
+                        # of the largest weight: some models keep small ones in float32
+                        dtype = str(max(pipe.transformer.parameters(), key=torch.Tensor.numel).dtype).removeprefix("torch.")
                         key = task.key(model=model, method=setting.method, config=config, dtype=dtype)
                         frames_file = out.parent / f"{out.stem}.dense" / f"{task.key(model=model, dtype=dtype)}.npy"
                         if key not in known or (setting.label == DENSE and not frames_file.exists()):
