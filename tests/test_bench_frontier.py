@@ -68,6 +68,12 @@ def test_a_run_that_is_there_is_not_made_again(runs, tmp_path):
     assert len(runs) == 8
 
 
+def test_the_dtype_is_that_of_the_weights_and_not_of_a_small_part_kept_in_float32(runs, tmp_path, monkeypatch):
+    mixed = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4).bfloat16())
+    monkeypatch.setattr(PIPE, "transformer", mixed)
+    assert {record["dtype"] for record in measure(tmp_path / "frontier.jsonl", prompts=("a",))} == {"bfloat16"}
+
+
 def test_a_line_that_was_cut_off_is_made_again(runs, tmp_path):
     path = tmp_path / "frontier.jsonl"
     measure(path)
