@@ -201,16 +201,27 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
         return "Nothing: there is no plan.\n"
     if not rows:
         return "Not measured on a GPU: `benchmarks/results/gpu_methods.jsonl` has no record of it.\n"
+    repaired = "repair_ms" in rows[0]
     lines = [
         f"| {SHAPES[row['shape']]} | {row['plan_ms']:.1f} | {row['later_plan_ms']:.1f} | {row['plan_mb']:.0f} | {row['attend_ms']:.1f} "
-        f"| {row['density']:.2f} |"
+        + (f"| {row['repair_ms']:.1f} " if repaired else "")
+        + f"| {row['density']:.2f} |"
         for row in rows
+    ]
+    heads = [
+        "shape",
+        "plan ms",
+        "later plan ms",
+        "memory of planning MB",
+        "attention ms",
+        *(["repair ms"] if repaired else []),
+        "density",
     ]
     gpus = ", ".join(sorted({row["environment"]["gpu"] for row in rows}))
     return (
         f"One layer on one {gpus}, at the defaults, on Gaussian mixtures (`benchmarks/results/gpu_methods.jsonl`,"
         " `park bench methods`). A later plan may start from the one before. Density depends on the data: real videos have others.\n\n"
-        "| shape | plan ms | later plan ms | memory of planning MB | attention ms | density |\n|---|---|---|---|---|---|\n"
+        + f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
         + "\n".join(lines)
         + "\n"
     )
