@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("diffusers")
 
+from parkattn.bench.frontier import interval
 from parkattn.experiments import catalogue, paper_numbers, retrieval_tables, runner
 from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
 from parkattn.experiments.mismatches import REPRESENTATIONS
@@ -65,6 +66,27 @@ def test_recall_is_summed_up_over_heads_in_percent():
         "of one video there is no interval"
     )
     assert result.findings[0].margin == 0 and result.findings[0].verdict == "not held", "a tie is not the best"
+
+
+def test_retrieval_has_intervals_over_videos_and_margins_are_paired():
+    def video(pama, centroid):
+        recall = {"exact": [1.0], "full-key": [0.1], "pama": [pama], "query-centroid": [centroid]}
+        keys = {"euclidean": {"key_mse": [1.0], "score_error": [2.0]}, "query-response": {"key_mse": [1.0 + pama], "score_error": [1.0]}}
+        shape = {"tokens": [9, 9], "blocks": [2, 2]}
+        return {
+            "calls": [{"recall": {order: {"top_p": recall} for order in ("Clustered", "Original")}, "tv": recall, "keys": keys} | shape]
+        }
+
+    # the two lie far apart, and always by as much: the margin is sure where the means are not
+    cells = [Cell(name=name, format="f") for name in ("a", "b")]
+    found = Gathered(cells, {"a": video(0.9, 0.8), "b": video(0.5, 0.4)}, {})
+    table = retrieval_tables.recall_table(found, "top_p")
+    assert [column.name for column in table.table.columns][3:] == ["Mean", "±", "P05", "Worst"]
+    assert table.table.rows[3][3:5] == (pytest.approx(70.0), pytest.approx(100 * interval([0.9, 0.5])))
+    assert table.findings[0].margin == pytest.approx(10.0) and table.findings[0].spread == pytest.approx(0.0, abs=1e-6)
+    errors = retrieval_tables.key_error_table(found)
+    assert errors.table.rows[0][3:] == ("+70.0%", pytest.approx(interval([90.0, 50.0])))
+    assert errors.findings[1].margin == pytest.approx(50.0) and errors.findings[1].spread == pytest.approx(0.0)
 
 
 def test_an_error_of_zero_has_no_change_in_percent_and_is_no_failure():
