@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.checks import asks_for_gradient
 from parkattn.plan import Blocks
 from parkattn.segments import compute_dtype, segment_mean
 
@@ -96,22 +95,17 @@ def _query_blocks(
     q: Tensor, k: Tensor, v: Tensor, queries: Blocks, keys: Blocks, mask: Tensor, compensate: Tensor | None, bias: Tensor | None
 ) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor | None]]:
     """For each query block that has work: where it goes, its queries, its keys and values, and the log weights of the stand-ins."""
-    starts, key_sizes, learnt = queries.offsets.tolist(), keys.sizes, asks_for_gradient(q, k, v)
+    starts, key_sizes = queries.offsets.tolist(), keys.sizes
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
         stand_ins = None if compensate is None else _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
         pairs = torch.cat([k[b, h], v[b, h]], -1)
         kept = mask[b, h].repeat_interleave(key_sizes[b, h], dim=1)
-        counts = kept.sum(-1).tolist()
-        picked_by_block = kept.nonzero()[:, 1].split(counts)
-        # one buffer for all query blocks: allocations of their own cost page faults, up to as much time as attention
-        room = None if learnt else pairs.new_empty(max(counts, default=0), pairs.shape[1])
+        picked_by_block = kept.nonzero()[:, 1].split(kept.sum(-1).tolist())
         for u, (first, last) in enumerate(itertools.pairwise(starts[b][h])):
             if first == last:
                 continue
             rows, weight = q[b, h, first:last], None
-            picked = picked_by_block[u]
-            gathered = torch.index_select(pairs, 0, picked, out=None if room is None else room[: len(picked)])
-            row_keys, row_values = gathered.split([k.shape[-1], v.shape[-1]], -1)
+            row_keys, row_values = pairs.index_select(0, picked_by_block[u]).split([k.shape[-1], v.shape[-1]], -1)
             if compensate is not None and stand_ins is not None:
                 skipped = compensate[b, h] & ~mask[b, h, u]
                 means, mean_values, log_weights = (part[skipped] for part in stand_ins)

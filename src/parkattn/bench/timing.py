@@ -34,7 +34,7 @@ def median_ms(call: Call, repeats: int = 7) -> float:
 
 
 def least_ms(call: Call, repeats: int = 5) -> float:
-    """For a CPU: page faults and other work come in spells that last longer than a few repeats, and only add."""
+    """For a CPU, where other work on the machine only adds."""
     call()
     return min(_each_ms(call, repeats))
 
