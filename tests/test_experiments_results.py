@@ -265,3 +265,20 @@ def test_a_quick_run_has_of_a_series_what_its_findings_compare(tmp_path, label, 
         pairs = [(cell, {"request": cell.request, "row": quality("a", "park", 20.0)[1]["row"]}) for cell in cells]
         findings = EXPERIMENTS[label].result(gathered(*pairs)).findings
         assert findings and all(finding.margin == 0 for finding in findings)
+
+
+def test_at_equal_density_a_method_is_compared_at_the_density_it_has_and_not_at_the_one_it_was_asked_for():
+    def run(prompt, method, asked, density, psnr):
+        cell, record = quality(prompt, method, psnr)
+        request = {**cell.request, "density": asked}
+        cell = Cell(name=f"{prompt} {method} {asked}", format="f", request=request)
+        return cell, {"request": request, "row": record["row"] | {"density": density}}
+
+    runs = [run(prompt, "park", asked, asked, 100 * asked + more) for prompt, more in (("a", 0), ("b", 2)) for asked in (0.3, 0.5)]
+    # 40 dB is what PARK has at the 0.4 that svg2 gets of 0.5; beside PARK's 50 dB at 0.5 it would look 9 dB worse
+    runs += [run("a", "svg2", 0.5, 0.4, 41.0), run("b", "svg2", 0.5, 0.4, 43.0), run("a", "sol", 0.5, 0.9, 41.0)]
+    found = {finding.statement: finding for finding in catalogue.EXPERIMENTS["matched_densities"].result(gathered(*runs)).findings}
+    below = found["PARK above svg2 at density 0.5"]
+    assert below.margin == pytest.approx(-1.0) and below.spread == pytest.approx(0.0, abs=1e-9) and below.verdict == "not held"
+    far = found["PARK above sol at density 0.5"]
+    assert far.verdict == "not run" and far.reason == "has a density of 0.900, and the other 0.300 to 0.500"

@@ -9,6 +9,7 @@ from typing import Any
 
 from parkattn.checks import did_you_mean
 from parkattn.experiments import results, retrieval_tables
+from parkattn.experiments.calibration import MATCHED
 from parkattn.experiments.costs import cost_cells, cost_result
 from parkattn.experiments.evaluation import FLOOR, FLOORS
 from parkattn.experiments.frontier import frontier_cells, frontier_result
@@ -163,8 +164,8 @@ def _matched_result(gathered: Gathered) -> Result:
         finding
         for density in densities
         for name in names
-        for finding in results.psnr_findings(
-            gathered, f"PARK above {name} at density {density:g}", _is("park", density=density), _is(name, density=density)
+        for finding in results.psnr_findings_at_density(
+            gathered, f"PARK above {name} at density {density:g}", _is("park"), _is(name, density=density), near=MATCHED
         )
     ]
     figure = results.trade_off(results.runs_by(gathered, lambda request: (_guidance(request), *_by_density(request)[:2])))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parkattn.bench.frontier import interval
@@ -153,13 +153,16 @@ Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
 
 def psnr_findings(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> list[Finding]:
     """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
+    return [psnr_finding(gathered, told, up, low, tie=tie) for told, up, low in _at_scales(gathered, statement, upper, lower)]
+
+
+def _at_scales(gathered: Gathered, statement: str, *sides: Chosen) -> Iterator[tuple[Any, ...]]:
+    """A statement and the sides of it at every guidance."""
     scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
-    findings = []
     for scale in scales:
         place = f", guidance {scale:g}" if len(scales) > 1 else ""
-        at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in (upper, lower)]
-        findings.append(psnr_finding(gathered, statement + place, *at, tie=tie))
-    return findings
+        at = [lambda request, side=side, scale=scale: request["guidance"] == scale and side(request) for side in sides]
+        yield statement + place, *at
 
 
 def psnr_finding(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> Finding:
@@ -178,27 +181,41 @@ def psnr_finding(gathered: Gathered, statement: str, upper: Chosen, lower: Chose
 
 
 def psnr_finding_at_cost(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float) -> Finding:
-    """The same at the cost that the upper one has on each prompt and seed.
+    """The same at the cost that the upper one has on each prompt and seed; all runs of the lower one are given."""
+    return _psnr_above_line(gathered, statement, upper, lower, "cost", near)
 
-    There the lower one, all of whose runs are given, has what lies on the line between its two runs next to that cost, or
-    what its nearest run has if that is no further away than `near`. Fewer than half of the prompts say nothing.
+
+def psnr_findings_at_density(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float) -> list[Finding]:
+    """The same at the density that the lower one has there, whatever was asked for, at every guidance; all runs of the upper one are given."""
+    findings = [
+        _psnr_above_line(gathered, told, low, up, "density", near) for told, up, low in _at_scales(gathered, statement, upper, lower)
+    ]
+    return [found if found.margin is None else replace(found, margin=-found.margin) for found in findings]
+
+
+def _psnr_above_line(gathered: Gathered, statement: str, ones: Chosen, line: Chosen, by: str, near: float) -> Finding:
+    """How far runs lie above the line through the runs of another method, at the cost or density (`by`) that each of the former has.
+
+    Between two runs next to that place a method has what lies on the straight line, beyond its first or last one what that
+    has if it is no further away than `near`. Fewer than half of the prompts say nothing.
     """
-    cells = [[cell for cell in gathered.cells if chosen(cell.request)] for chosen in (upper, lower)]
+    cells = [[cell for cell in gathered.cells if chosen(cell.request)] for chosen in (ones, line)]
     sides = [gathered.of(each) for each in cells]
     for side, asked in zip(sides, cells, strict=True):
         if not side:
             return Finding(statement, None, reason=gathered.why_not(asked))
     curves: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for record in sides[1]:
-        curves.setdefault(_place(record["request"]), []).append((record["row"]["cost"], record["row"]["psnr"]))
+        curves.setdefault(_place(record["request"]), []).append((record["row"][by], record["row"]["psnr"]))
     rows = [(record["row"], curves[place]) for record in sides[0] if (place := _place(record["request"])) in curves]
     if not rows:
         return Finding(statement, None, reason="no prompt that both were run on")
-    ahead = [row["psnr"] - other for row, curve in rows if (other := on_curve(curve, row["cost"], near)) is not None]
+    ahead = [row["psnr"] - other for row, curve in rows if (other := on_curve(curve, row[by], near)) is not None]
     if 2 * len(ahead) < len(rows):
-        have = sorted(cost for _, curve in rows for cost, _ in curve)
-        mean = statistics.fmean(row["cost"] for row, _ in rows)
-        return Finding(statement, None, reason=f"costs {mean:.3f} of all-dense, and the other {have[0]:.3f} to {have[-1]:.3f}")
+        have = sorted(place for _, curve in rows for place, _ in curve)
+        mean = statistics.fmean(row[by] for row, _ in rows)
+        what = {"cost": f"costs {mean:.3f} of all-dense", "density": f"has a density of {mean:.3f}"}[by]
+        return Finding(statement, None, reason=f"{what}, and the other {have[0]:.3f} to {have[-1]:.3f}")
     return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead))
 
 
