@@ -5,14 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("diffusers")
 
 from parkattn.anchors import anchor_count
 from parkattn.experiments import calibration, runner
-from parkattn.experiments.calibration import cost_at, dense_share, density_at, layers_in
-from parkattn.methods import configured_method, make_method
+from parkattn.experiments.calibration import cost_at, dense_share, density_at, find_budget, layers_in
+from parkattn.experiments.captures import Captured
+from parkattn.methods import configured_method, make_method, method_entry
+from parkattn.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
 from parkattn.park import ParkConfig
+from parkattn.planned import make_plan
 from parkattn.reuse import History, Schedule, dense_prefix
 from parkattn.site import CallSite
 from parkattn.store import read_record
@@ -71,6 +75,36 @@ def test_measured_runs_cost_what_the_schedule_says(lab, method):
         row = record["row"]
         # means of float32 densities
         assert row["cost"] == pytest.approx(cost_at(row["density"], lab.dense_share(record["request"])), abs=1e-6)
+
+
+def captured_layers(dense_layer_scale):
+    """Calls of two layers; attention of the first is spread or sharp by its scale."""
+    draw = torch.Generator().manual_seed(0)
+    calls = []
+    for layer, scale in enumerate((dense_layer_scale, 1.0)):
+        q, k = (scale * 2 * torch.randn(1, 2, 256, 16, generator=draw) for _ in range(2))
+        calls.append(Captured(q, k, CallSite(layer=layer, step=30, total_steps=50, values=k)))
+    return calls
+
+
+@pytest.mark.parametrize("method", ["park", "svg2", "svg-ear"])
+def test_a_budget_gives_its_density_to_the_calls_that_stay_sparse(method):
+    config = method_entry(method).config.from_dict({"dense_layers": [0]})
+    found = [find_budget(method, config, 0.5, captured_layers(scale)) for scale in (0.01, 3.0)]
+    assert found[0] == found[1]  # whatever the first layer attends to
+    planner = make_method(method, method_entry(method).with_budget(config, found[0]["field"], found[0]["value"])).planner
+    _, sparse = captured_layers(0.01)
+    reached = make_plan(sparse.q, sparse.k, planner, sparse.site, None).density().mean().item()
+    assert reached == pytest.approx(found[0]["density"]) and abs(reached - 0.5) < 10 * CLOSE_ENOUGH
+    # with the layer counted in, the budget is another
+    everywhere = find_budget(method, config.replace(dense_layers=[]), 0.5, captured_layers(0.01))
+    assert everywhere["value"] != found[0]["value"]
+
+
+def test_a_density_needs_a_call_that_stays_sparse():
+    method = make_method("park", {"dense_layers": [0, 1]})
+    with pytest.raises(ValueError, match="expected one with sparse calls among those captured, got park; ask for more steps"):
+        density_of_sparse_calls(method, [(call.q, call.k, call.site) for call in captured_layers(1.0)])
 
 
 def test_layers_are_counted_by_the_names_of_weights(monkeypatch):

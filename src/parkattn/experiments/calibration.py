@@ -6,7 +6,6 @@ cost = a + (1 - a) density, where a is the share of calls that the method's sche
 from __future__ import annotations
 
 import re
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 from parkattn.experiments.captures import Captured
 from parkattn.experiments.evaluation import named_cell
 from parkattn.methods import make_method, method_entry
-from parkattn.metrics.budget import solve_budget
+from parkattn.metrics.budget import density_of_sparse_calls, solve_budget
 from parkattn.models import MODELS
 from parkattn.park import ParkConfig
-from parkattn.planned import PlannedMethod, make_plan
+from parkattn.planned import PlannedMethod
 from parkattn.reuse import History, dense_prefix
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod, CallSite
@@ -57,13 +56,12 @@ def captured_steps(which: str, steps: int | None) -> tuple[int, ...]:
 
 
 def find_budget(method: str, config: MethodConfig, density: float, calls: Sequence[Captured]) -> Record:
-    """The budget with which plans of these calls have the density on average."""
+    """The budget with which the calls that the method leaves sparse have the density on average."""
     field = calibrated_field(method)
 
     def reached(value: float) -> float:
-        planner = _planned(make_method(method, method_entry(method).with_budget(config, field, value))).planner
-        plans = (make_plan(call.q, call.k, planner, call.site, None) for call in calls)
-        return statistics.fmean(plan.density().mean().item() for plan in plans)
+        budgeted = _planned(make_method(method, method_entry(method).with_budget(config, field, value)))
+        return density_of_sparse_calls(budgeted, ((call.q, call.k, call.site) for call in calls))
 
     value, got = solve_budget(reached, density)
     return {"field": field, "value": value, "density": got}

@@ -20,8 +20,8 @@ from parkattn.experiments.calibration import scheduled_phases
 from parkattn.experiments.captures import Captured
 from parkattn.experiments.results import NOT_RUN, Gathered, Result, nothing_run
 from parkattn.experiments.tables import Column, Table, without_empty
+from parkattn.metrics.budget import leaves_sparse
 from parkattn.planned import PlannedMethod
-from parkattn.reuse import History
 from parkattn.site import AttentionMethod
 from parkattn.store import Record
 
@@ -62,7 +62,7 @@ def _time_calls(method: AttentionMethod, calls: Sequence[Captured]) -> dict[str,
         assert values is not None
         if not isinstance(method, PlannedMethod):
             found.append({"density": 1.0, "attention_ms": _timed(partial(method, call.q, call.k, values, site), call)})
-        elif method.schedule.phase(site, History()).name != "dense":
+        elif leaves_sparse(method, site):
             # a later plan is made one step after, which the run must have
             site = dataclasses.replace(site, step=max(0, min(site.step, (site.total_steps or site.step + 2) - 2)))
             plan, parts = parts_of_call(method, call.q, call.k, values, site)

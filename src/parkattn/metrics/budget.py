@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from parkattn.planned import PlannedMethod, make_plan
+from parkattn.reuse import History
+from parkattn.site import CallSite
 
 CLOSE_ENOUGH = 0.005  # of density
 
@@ -30,3 +37,16 @@ def solve_budget(
         else:
             low, high = (low[0], low[1] / 2), (value, reached - target)
     return best
+
+
+def density_of_sparse_calls(method: PlannedMethod, calls: Iterable[tuple[Tensor, Tensor, CallSite]]) -> float:
+    """Mean density of the plans of these calls (q, k, site), without those that the method's schedule keeps dense."""
+    plans = [make_plan(q, k, method.planner, site, None) for q, k, site in calls if leaves_sparse(method, site)]
+    if not plans:
+        raise ValueError(f"method: expected one with sparse calls among those captured, got {method.name}; ask for more steps.")
+    return statistics.fmean(plan.density().mean().item() for plan in plans)
+
+
+def leaves_sparse(method: PlannedMethod, site: CallSite) -> bool:
+    """Whether the schedule plans blocks for a call where no plan is held yet."""
+    return method.schedule.phase(site, History()).name != "dense"

@@ -23,8 +23,8 @@ from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.methods import METHODS as ALL_METHODS
 from parkattn.methods import make_method, method_entry
 from parkattn.metrics import fidelity
-from parkattn.metrics.budget import solve_budget
-from parkattn.planned import PlannedMethod, make_plan
+from parkattn.metrics.budget import density_of_sparse_calls, solve_budget
+from parkattn.planned import PlannedMethod
 from parkattn.record import environment
 from parkattn.reuse import dense_prefix
 from parkattn.settings import LARGEST_SEED, MethodConfig, When
@@ -180,7 +180,7 @@ def _write_table(
 
 
 def calibrate(pipe: Any, request: Request, settings: AblationSettings, say: Say) -> dict[str, dict[str, float]]:
-    """The budget of each method at which the recorded calls have the asked density."""
+    """The budget of each method at which the recorded calls that it leaves sparse have the asked density."""
     assert request.steps
     park = config_for(for_method(request, "park"), pipe)
     assert isinstance(park, When)
@@ -197,8 +197,7 @@ def calibrate(pipe: Any, request: Request, settings: AblationSettings, say: Say)
         def density(value: float, name: str = name, config: MethodConfig = config) -> float:
             method = make_method(name, _with_budget(name, config, settings.budget, value))
             assert isinstance(method, PlannedMethod)
-            plans = (make_plan(q, k, method.planner, site, None) for q, k, site in recorder.kept.values())
-            return statistics.fmean(plan.density().mean().item() for plan in plans)
+            return density_of_sparse_calls(method, recorder.kept.values())
 
         value, reached = solve_budget(density, settings.density)
         found[name] = {"value": value, "density": reached}
