@@ -1,4 +1,4 @@
-"""Tables of single calls for tools/tables.py: what plans and attention take, and what retrieval loses, from cells of park reproduce."""
+"""Tables of single calls for tools/tables.py: what plans, attention and linears take, and what retrieval loses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parkattn.bench.e2e import composed, phases_of_run
 from parkattn.experiments.catalogue import EXPERIMENTS
 from parkattn.experiments.reproduce import evaluation_for
 from parkattn.experiments.results import Gathered
@@ -17,11 +18,19 @@ from parkattn.experiments.runner import Lab
 from parkattn.experiments.tables import Table, text_table, to_markdown
 from parkattn.experiments.times import sparse_call_ms
 from parkattn.methods import METHODS
+from parkattn.park import ParkConfig
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
+OFFICIAL = {
+    "flashinfer-python": "the same blocks, density 0.25",
+    "comfy-kitchen": "Sol-Attn, top-k 0.25; theirs with its choice of blocks, INT8",
+    "sageattention": "dense; theirs with INT8 scores",
+    "fastvideo-kernel": "STA, 3 x 3 x 3 tiles",
+}
 TIME_HEADS = "plan, ms | attention, ms | sparse call, ms"
 Times = dict[str, float]
+Record = dict[str, Any]
 
 
 @functools.cache
@@ -100,6 +109,50 @@ def _retrieval(label: str) -> Table:
     return table
 
 
+def official_kernels() -> str:
+    rows = [json.loads(line) for line in (RESULTS / "gpu_official.jsonl").read_text().splitlines()]
+    return markdown(
+        "package | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our plan, ms",
+        (
+            (
+                f"{row['kernel']} {row['version']}",
+                OFFICIAL[row["kernel"]],
+                f"{row['tokens']:,}",
+                *(f"{row[name]:.1f}" for name in ("official_ms", "ours_ms")),
+                f"{row['ours_ms'] / row['official_ms']:.2f}",
+                f"{row['ours_plan_ms']:.1f}" if "ours_plan_ms" in row else "",
+            )
+            for row in rows
+            if row.get("benchmark") == "official" and "absent" not in row
+        ),
+    )
+
+
+def float8_linears() -> str:
+    rows = [json.loads(line) for line in (RESULTS / "e2e_float8.jsonl").read_text().splitlines()]
+    found = {row["linears"]: row for row in rows if row["benchmark"] == "e2e float8"}
+    before = found["bfloat16"]
+    phases = phases_of_run(ParkConfig.profile("paper", model="wan2.1-14b"))
+
+    def whole(row: Record) -> float:
+        return float(
+            composed(row["dense_compiled_s"], row["refresh_cold_s"], row["refresh_warm_s"], row["reuse_s"], phases)[
+                "park_s"
+            ]
+        )
+
+    columns = "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | rest | weights | peak, dense | peak, PARK"
+    return markdown(
+        columns,
+        (
+            (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}", f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
+             *(f"{row['split']['reuse'][part]:.2f}" for part in ("attention_s", "linears_s", "rest_s")),
+             *(f"{row['memory'][part]:.1f} GB" for part in ("weights_gb", "dense_peak_gb", "park_peak_gb")))
+            for name, row in found.items()
+        ),
+    )  # fmt: skip
+
+
 def markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
     """columns: names separated by " | "."""
     return re.sub(r"\|  (?=\|)", "| ", to_markdown(text_table(columns.split(" | "), [tuple(row) for row in rows])))
@@ -107,5 +160,8 @@ def markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (times_2k, recall_on_h200, representation_errors_on_h200, key_errors_on_h200, qrkc_recall_on_h200)
-}
+    for function in (
+        times_2k, recall_on_h200, representation_errors_on_h200, key_errors_on_h200, qrkc_recall_on_h200, official_kernels,
+        float8_linears,
+    )
+}  # fmt: skip

@@ -152,26 +152,29 @@ def videos_made_twice() -> str:
     """Rows of cells that two machines made."""
     found = []
     for folder, tokens in (("gpu_7168", "7,168"), ("gpu_75600", "75,600")):
-        pairs = [(one["row"], other["row"]) for one, other in _made_twice(folder, "quality")]
+        pairs = [(one["row"], other["row"]) for one, other in _made_twice(folder)]
         apart = [abs(one["psnr"] - other["psnr"]) for one, other in pairs]
         found.append((tokens, str(len(pairs)), str(sum(one == other for one, other in pairs)), f"{max(apart):.2f} dB"))
     return markdown("tokens | videos | equal rows | largest difference", found)
 
 
-def times_made_twice() -> str:
+def times_on_three_machines() -> str:
+    """The first and the second machine's, and those of the tables."""
     rows = []
-    for one, other in _made_twice("gpu_75600", "times"):
-        sides = (one["times"], other["times"])
+    for path in sorted((RESULTS / "second_machine/first_times").glob("times-*.json")):
+        places = (path.parent, path.parents[1] / "gpu_75600", RESULTS / "gpu_75600/cells")
+        found = [json.loads((place / path.name).read_text()) for place in places]
+        sides = [each["times"] for each in found]
         parts = (
             ", ".join(f"{side[name]:.1f}" for side in sides) if name in sides[0] else ""
             for name in ("plan_ms", "later_plan_ms", "attention_ms")
         )
-        rows.append((one["request"]["method"], *parts))
-    return markdown("method, two machines | first plan, ms | later plan, ms | attention, ms", rows)
+        rows.append((found[0]["request"]["method"], *parts))
+    return markdown("method, three machines | first plan, ms | later plan, ms | attention, ms", rows)
 
 
-def _made_twice(folder: str, kind: str) -> Iterator[tuple[Any, Any]]:
-    for path in sorted((RESULTS / "second_machine" / folder).glob(f"{kind}-*.json")):
+def _made_twice(folder: str) -> Iterator[tuple[Any, Any]]:
+    for path in sorted((RESULTS / "second_machine" / folder).glob("quality-*.json")):
         yield tuple(json.loads(each.read_text()) for each in (RESULTS / folder / "cells" / path.name, path))
 
 
@@ -198,7 +201,7 @@ def _memory_rows() -> Iterator[tuple[str, ...]]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        borders_on_scene, borders_in_videos, budget_rules, budget_videos, budget_sweep, anchor_spreads, videos_made_twice, times_made_twice,
+        borders_on_scene, borders_in_videos, budget_rules, budget_videos, budget_sweep, anchor_spreads, videos_made_twice, times_on_three_machines,
         memory_by_model,
     )
 }  # fmt: skip

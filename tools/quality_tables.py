@@ -1,4 +1,4 @@
-"""Tables of videos by many methods, and of float8 linears, for tools/tables.py: written from records, as all of them."""
+"""Tables of videos by many methods for tools/tables.py: written from records, as all of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parkattn.bench.e2e import composed, phases_of_run
 from parkattn.bench.frontier import interval, read_records, tabulate
+from parkattn.experiments.calibration import MATCHED
 from parkattn.experiments.catalogue import EXPERIMENTS
 from parkattn.experiments.costs import compare_at_costs
 from parkattn.experiments.evaluation import FLOOR
 from parkattn.experiments.reproduce import evaluation_for
-from parkattn.experiments.results import Gathered, on_curve
+from parkattn.experiments.results import Gathered, on_curve, psnr_findings_at_density
 from parkattn.experiments.runner import Lab
 from parkattn.methods import METHODS
-from parkattn.park import ParkConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, markdown, time_columns
@@ -32,35 +31,14 @@ FOLDERS = {"gpu_75600": ("75,600", (81, 400, 576)), "gpu_7168": ("7,168", (29, 2
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 H200_DENSITIES = {1.0: (0.1, 0.25, 0.5), 5.0: (0.25,)}
 COST_DENSITIES = (0.1, 0.2, 0.25, 0.35, 0.5)  # of the H200's runs at equal cost
+SAME_SCHEDULE = {"dense_layers": [0], "dense_steps": 10}  # of the runs in gpu_75600_same_schedule
 COSTS_ARE_ONE = 1e-3
 NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
+MATCHED_HEADS = (
+    "density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall"
+)
 TIMED_AS = {FLOOR: "dense"}  # rows of a table: the method that was timed
 Record = dict[str, Any]
-
-
-def float8_linears() -> str:
-    rows = [json.loads(line) for line in (RESULTS / "e2e_float8.jsonl").read_text().splitlines()]
-    found = {row["linears"]: row for row in rows if row["benchmark"] == "e2e float8"}
-    before = found["bfloat16"]
-    phases = phases_of_run(ParkConfig.profile("paper", model="wan2.1-14b"))
-
-    def whole(row: Record) -> float:
-        return float(
-            composed(row["dense_compiled_s"], row["refresh_cold_s"], row["refresh_warm_s"], row["reuse_s"], phases)[
-                "park_s"
-            ]
-        )
-
-    columns = "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | rest | weights | peak, dense | peak, PARK"
-    return markdown(
-        columns,
-        (
-            (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}", f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
-             *(f"{row['split']['reuse'][part]:.2f}" for part in ("attention_s", "linears_s", "rest_s")),
-             *(f"{row['memory'][part]:.1f} GB" for part in ("weights_gb", "dense_peak_gb", "park_peak_gb")))
-            for name, row in found.items()
-        ),
-    )  # fmt: skip
 
 
 def own_settings_on_h200() -> str:
@@ -91,28 +69,70 @@ def own_settings_on_h200() -> str:
 
 def matched_on_h200() -> str:
     """Every method at a density that is asked for, at each guidance; which it cannot have are left out."""
+    found = _by_density("gpu_75600")
+    return markdown(
+        f"guidance | {MATCHED_HEADS} | {TIME_HEADS}",
+        (
+            (f"{scale:g}", *_matched(density, name, rows), *time_columns("gpu_75600", name, density))
+            for (scale, density, name), rows in found.items()
+        ),
+    )
+
+
+def same_schedule_on_h200() -> str:
+    """As above, with one schedule for every method, and how far PARK is above it on the same prompts."""
+    found = _by_density("gpu_75600_same_schedule")
+    size = dict(zip(("frames", "height", "width"), FOLDERS["gpu_75600"][1], strict=True))
+    asked: Record = {"guidances": (1.0,), "densities": H200_DENSITIES[1.0], "changes": SAME_SCHEDULE}
+    margins = _park_above("gpu_75600_same_schedule", **asked, device="cuda", steps=50, fuse=True, **size)
+    return markdown(
+        f"{MATCHED_HEADS} | PARK above it",
+        (
+            (*_matched(density, name, rows), margins.get((density, name), ""))
+            for (_, density, name), rows in found.items()
+        ),
+    )
+
+
+def _by_density(folder: str) -> dict[tuple[float, float, str], list[Record]]:
+    """Rows by guidance, density and method, in the order of a table."""
     found: dict[tuple[float, float, str], list[Record]] = {}
-    for cell in _all_cells("gpu_75600"):
+    for cell in _all_cells(folder):
         asked = cell["request"]
         if asked["density"] in H200_DENSITIES[asked["guidance"]] and "profile" not in asked:
             found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
-    order = {name: place for place, name in enumerate(METHODS)}
-    return markdown(
-        f"guidance | density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall | {TIME_HEADS}",
-        (
-            (
-                f"{scale:g}",
-                f"{density:g}",
-                name,
-                f"{statistics.fmean(row['density'] for row in rows):.3f}",
-                *_quality(rows),
-                *time_columns("gpu_75600", name, density),
-            )
-            for (scale, density, name), rows in sorted(
-                found.items(), key=lambda item: (*item[0][:2], order[item[0][2]])
-            )
-        ),
-    )
+    order = list(METHODS)
+    return dict(sorted(found.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]))))
+
+
+def _matched(density: float, name: str, rows: Sequence[Record]) -> tuple[str, ...]:
+    reached = statistics.fmean(row["density"] for row in rows)
+    return f"{density:g}", name, f"{reached:.3f}", *_quality(rows)
+
+
+def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
+    """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same prompts."""
+    pairs = [(density, name) for _, density, name in _by_density(folder) if name != "park"]
+    lab = _lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
+    cells = EXPERIMENTS["matched_densities"].cells(lab)
+    gathered, found = Gathered(cells, lab.finished(cells), {}), {}
+    for density, name in pairs:
+        (finding,) = psnr_findings_at_density(
+            gathered,
+            name,
+            lambda request: request["method"] == "park",
+            lambda request, at=(name, density): (request["method"], request["density"]) == at,
+            near=MATCHED,
+        )
+        if finding.margin is not None and finding.spread is not None:
+            found[density, name] = f"{finding.margin:+.1f} ± {finding.spread:.1f} dB"
+    return found
+
+
+def _lab(folder: str, **asked: Any) -> Lab:
+    """What `park reproduce --draw` reads the cells of a folder with: 8 prompts of the small model."""
+    given = {"model": "tiny", "prompts": 8, "prompt_file": None, "quick": False, "draw": True, "keep": "records"}
+    return Lab(evaluation_for(**given, **asked), RESULTS / folder)
 
 
 def blocks_on_h200() -> str:
@@ -225,10 +245,7 @@ def costs_7k() -> str:
 
 def _costs(folder: str, **asked: Any) -> str:
     """What `park reproduce matched_costs --draw` finds of the cells: a profile above each method at every cost."""
-    evaluation = evaluation_for(
-        model="tiny", prompts=8, prompt_file=None, quick=False, draw=True, keep="records", **asked
-    )
-    lab = Lab(evaluation, RESULTS / folder)
+    lab = _lab(folder, **asked)
     cells = EXPERIMENTS["matched_costs"].cells(lab)
     records = lab.finished(cells)
     reasons = lab.unreachable([cell for cell in cells if cell.name not in records])
@@ -342,9 +359,9 @@ def profiles_beside_methods(folder: str, prompts: set[str]) -> dict[str, dict[st
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        float8_linears,
         own_settings_on_h200,
         matched_on_h200,
+        same_schedule_on_h200,
         blocks_on_h200,
         schedules_on_h200,
         profiles_above_methods,
