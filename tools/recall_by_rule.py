@@ -1,0 +1,72 @@
+"""What the recall of a plan at one density depends on: the rule that keeps blocks, and how many blocks there are.
+
+    park capture "a red circle moves right over blue waves" --frames 33 --height 320 --width 400 --steps 50 --layers 1,3,5 --capture-steps 10 \
+        --out out/calls.safetensors
+    python tools/recall_by_rule.py out/calls.safetensors
+
+writes benchmarks/results/recall_by_rule.json. Every setting gets the budget with which these calls have the density on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from parkattn.experiments.captures import Captured, read_captures
+from parkattn.files import write_atomically
+from parkattn.methods import make_method, method_entry
+from parkattn.metrics.budget import density_of_sparse_calls, solve_budget
+from parkattn.planned import PlannedMethod, make_plan
+from parkattn.record import environment
+from parkattn.studio.observe import sampled_recall
+
+RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/recall_by_rule.json"
+DENSITIES = (0.1, 0.25, 0.5)
+ROWS = 256  # queries per head on which recall is measured
+COARSE, FINE = (128, 512), (300, 1000)  # blocks of PARK and of SVG2
+SETTINGS = [
+    *(("park", blocks, budget) for blocks in (COARSE, FINE) for budget in ("top_p", "top_k")),
+    ("svg2", FINE, "top_p"),
+]
+
+
+def measure(calls: list[Captured], method: str, blocks: tuple[int, int], budget: str, density: float) -> dict[str, Any]:
+    entry = method_entry(method)
+    config = entry.config.from_dict({"long_video_blocks": blocks})
+    kept = [(call.q, call.k, call.site) for call in calls]
+
+    def budgeted(value: float) -> PlannedMethod:
+        made = make_method(method, entry.with_budget(config, budget, value))
+        assert isinstance(made, PlannedMethod)
+        return made
+
+    value, reached = solve_budget(lambda value: density_of_sparse_calls(budgeted(value), kept), density)
+    planner, recalls, densities = budgeted(value).planner, [], []
+    for q, k, site in kept:
+        plan = make_plan(q, k, planner, site, None)
+        recalls += sampled_recall(q, k, plan, ROWS, scale=site.scale).flatten().tolist()
+        densities += plan.density().flatten().tolist()
+    return {
+        "method": method, "blocks": list(blocks), "budget": budget, "value": value, "asked": density, "density": reached,
+        "recall": statistics.fmean(recalls), "least_recall": min(recalls), "least_density": min(densities), "most_density": max(densities),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calls", type=Path, help="file of park capture")
+    calls, about = read_captures(parser.parse_args().calls)
+    rows = []
+    for density in DENSITIES:
+        for setting in SETTINGS:
+            rows.append(measure(calls, *setting, density))
+            print(json.dumps(rows[-1]), flush=True)
+    facts = {"rows": rows, "about": about, "calls": [call.name for call in calls], "environment": environment()}
+    write_atomically(RESULT, json.dumps(facts, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()
