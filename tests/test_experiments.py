@@ -277,6 +277,15 @@ def test_blocks_of_the_small_size_are_not_those_of_a_size_that_is_asked_for():
     assert quick(changes={"key_clusters": 16}).changes == {"query_clusters": 8, "key_clusters": 16}
 
 
+def test_the_report_says_what_was_set_for_every_method(tmp_path):
+    asked = {"dense_layers": [0], "dense_steps": 10}
+    for folder, changes in (("own", {}), ("one schedule", asked)):
+        reproduce.run_experiments(["matched_densities"], quick(draw=True, changes=changes), tmp_path / folder)
+    own, one = ((tmp_path / folder / "report.md").read_text() for folder in ("own", "one schedule"))
+    assert "- settings: dense_layers=[0], dense_steps=10 of every method that has them; otherwise each method's own" in one
+    assert "settings:" not in own
+
+
 def test_another_model_needs_its_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "find_model", lambda model: tmp_path)
     with pytest.raises(ValueError, match=r"^prompt_file: expected one for a model other than the shipped one"):

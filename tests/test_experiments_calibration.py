@@ -1,6 +1,7 @@
 """Which density makes a run cost what is asked for, counted on schedules and held against measured runs."""
 
 import json
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ pytest.importorskip("diffusers")
 
 from parkattn.anchors import anchor_count
 from parkattn.experiments import calibration, runner
-from parkattn.experiments.calibration import cost_at, dense_share, density_at, find_budget, layers_in
+from parkattn.experiments.calibration import MATCHED, cost_at, dense_share, density_at, find_budget, layers_in
 from parkattn.experiments.captures import Captured
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
@@ -75,6 +76,21 @@ def test_measured_runs_cost_what_the_schedule_says(lab, method):
         row = record["row"]
         # means of float32 densities
         assert row["cost"] == pytest.approx(cost_at(row["density"], lab.dense_share(record["request"])), abs=1e-6)
+
+
+@pytest.mark.parametrize("folder", ["matched_2k", "gpu_7168", "gpu_75600", "gpu_75600_same_schedule"])
+def test_measured_runs_have_the_density_that_park_has_there(folder):
+    """Budgets come from one other prompt, so what was asked for is met nearly; by all methods alike."""
+    reached = {}
+    for path in (CELLS.parents[1] / folder / "cells").glob("quality-*-at-*.json"):
+        record = read_record(path)
+        asked = record["request"]
+        if "profile" not in asked:
+            reached.setdefault((asked["method"], asked["guidance"], asked["density"]), []).append(record["row"]["density"])
+    means = {what: statistics.fmean(found) for what, found in reached.items()}
+    apart = {what: mean - means["park", *what[1:]] for what, mean in means.items() if ("park", *what[1:]) in means}
+    assert len(apart) >= 20
+    assert {what: off for what, off in apart.items() if abs(off) > MATCHED} == {}
 
 
 def captured_layers(dense_layer_scale):
