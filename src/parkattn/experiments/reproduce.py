@@ -158,10 +158,10 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
         if untimed
         else "text, denoising and decoding of one video; what measuring recall takes is left out"
     )
-    quick = {"quick": "a test that everything works, of one short video: it says nothing about methods"} if e.quick else {}
+    told = {"quick": "a test that everything works, of one short video: it says nothing about methods"} if e.quick else {}
     changed = ", ".join(f"{name}={value}" for name, value in e.said.items())
-    settings = {"settings": f"{changed} of every method that has them; otherwise each method's own"} if changed else {}
-    return quick | settings | {
+    told |= {"settings": f"{changed} of every method that has them; otherwise each method's own"} if changed else {}
+    return told | {
         "model": "the shipped model" if e.model is None else Path(e.model).name,
         "weights": base.weights[:16],
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
