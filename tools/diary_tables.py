@@ -178,6 +178,26 @@ def _made_twice(folder: str) -> Iterator[tuple[Any, Any]]:
         yield tuple(json.loads(each.read_text()) for each in (RESULTS / folder / "cells" / path.name, path))
 
 
+def recall_by_rule() -> str:
+    rows = json.loads((RESULTS / "recall_by_rule.json").read_text())["rows"]
+    return markdown(
+        "density asked | method | blocks | rule | density | density of heads | recall | least of a head",
+        (
+            (
+                f"{row['asked']:g}",
+                row["method"],
+                " x ".join(f"{count:,}" for count in row["blocks"]),
+                row["budget"],
+                f"{row['density']:.3f}",
+                f"{row['least_density']:.2f} to {row['most_density']:.2f}",
+                f"{row['recall']:.3f}",
+                f"{row['least_recall']:.3f}",
+            )
+            for row in rows
+        ),
+    )
+
+
 def memory_by_model() -> str:
     return markdown(
         "model | weights, bf16 | weights, float8 | activations, stock and compiled | state, quality and paper | decoding | on 24 GB",
@@ -202,6 +222,6 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         borders_on_scene, borders_in_videos, budget_rules, budget_videos, budget_sweep, anchor_spreads, videos_made_twice, times_on_three_machines,
-        memory_by_model,
+        recall_by_rule, memory_by_model,
     )
 }  # fmt: skip

@@ -24,7 +24,7 @@ from parkattn.record import environment
 from parkattn.studio.observe import sampled_recall
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/recall_by_rule.json"
-DENSITIES = (0.1, 0.25, 0.5)
+DENSITIES = (0.1, 0.25)
 ROWS = 256  # queries per head on which recall is measured
 COARSE, FINE = (128, 512), (300, 1000)  # blocks of PARK and of SVG2
 SETTINGS = [
@@ -43,7 +43,7 @@ def measure(calls: list[Captured], method: str, blocks: tuple[int, int], budget:
         assert isinstance(made, PlannedMethod)
         return made
 
-    value, reached = solve_budget(lambda value: density_of_sparse_calls(budgeted(value), kept), density)
+    value, reached = solve_budget(lambda value: density_of_sparse_calls(budgeted(value), kept), density, evaluations=6)
     planner, recalls, densities = budgeted(value).planner, [], []
     for q, k, site in kept:
         plan = make_plan(q, k, planner, site, None)
