@@ -40,7 +40,9 @@ INDEX = """# Methods
 PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
 `park compare --methods dense,NAME` shows it beside dense attention. All of them attend through the same kernels, at
 their authors' settings. Every page has the mask that the method chooses, in the small model of the package where it
-looks at tokens. The pages are written by `tools/methods_page.py`.
+looks at tokens. [Measured](measured.md#methods-beside-each-other-on-an-h200) has all of them beside each other: at their authors' settings, at equal
+density, with one schedule, and at equal cost. [Kernels](kernels.md#the-authors-own-kernels) has the authors' own kernels beside ours. The pages are written by
+`tools/methods_page.py`.
 """
 PROFILES = """# Profiles
 
