@@ -61,6 +61,22 @@ def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, sett
     return found
 
 
+def video_row(quality: Measured, made: Mapping[str, Any], dense_seconds: Mapping[str, float | None]) -> dict[str, float | None]:
+    """What tables show of one video: how close it is to the dense one, what it computed, and what both took."""
+    seconds, sparse = made["seconds"], made["density_sparse_steps"]
+    return quality.video | whole_run_cost(made) | {
+        "density": 1.0 if sparse is None else sparse,
+        "density_all_steps": made["density"],
+        "recall": made["recall"]["mean"] if made["recall"] else None,
+        "seconds": seconds["total"],
+        "dense_seconds": dense_seconds["total"],
+        "denoise_seconds": seconds["denoise"],
+        "dense_denoise_seconds": dense_seconds["denoise"],
+        "attention_seconds": seconds["attention"],
+        "dense_attention_seconds": dense_seconds["attention"],
+    }  # fmt: skip
+
+
 def relative_error(frames: Frames, reference: Frames) -> float:
     # frame by frame: a long video in float64 would take eight times its room
     apart = whole = 0.0
@@ -71,7 +87,7 @@ def relative_error(frames: Frames, reference: Frames) -> float:
     return math.sqrt(apart / whole) if whole else math.sqrt(apart)
 
 
-def whole_run_cost(measured: dict[str, Any]) -> dict[str, float]:
+def whole_run_cost(measured: Mapping[str, Any]) -> dict[str, float]:
     """Attention over the whole run as a share of all-dense: dense calls and anchors count 1, a sparse call its density.
 
     An anchor whose dense and sparse outputs come out of two passes costs its plan's density more (cost_two_passes).

@@ -54,7 +54,7 @@ from parkattn.experiments.evaluation import (
 )  # fmt: skip
 from parkattn.experiments.mismatches import measure_call
 from parkattn.experiments.opening import Openings
-from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, whole_run_cost
+from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures, video_row
 from parkattn.experiments.times import time_method
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.metrics.measures import MEASURES, Setting
@@ -290,19 +290,8 @@ class Lab:
         made = generate_frames(self.pipe, request, config, method=resumed, fuse=self.evaluation.fuse)
         found = made.measured if self.evaluation.timed else made.measured | {"seconds": UNTIMED}
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
-        row = quality.video | whole_run_cost(found) | {
-            "density": 1.0 if found["density_sparse_steps"] is None else found["density_sparse_steps"],
-            "density_all_steps": found["density"],
-            "recall": found["recall"]["mean"] if found["recall"] else None,
-            "seconds": found["seconds"]["total"],
-            "dense_seconds": dense["seconds"]["total"],
-            "denoise_seconds": found["seconds"]["denoise"],
-            "dense_denoise_seconds": dense["seconds"]["denoise"],
-            "attention_seconds": found["seconds"]["attention"],
-            "dense_attention_seconds": dense["seconds"]["attention"],
-        }  # fmt: skip
         return {
-            "row": row,
+            "row": video_row(quality, found, dense["seconds"]),
             "by_frame": quality.by_frame,
             "not_measured": quality.reasons,
             "measured_with": {name: MEASURES[name].version for name in self.measures if MEASURES[name].package},
