@@ -1,5 +1,8 @@
 """The authors' kernels beside ours: what is not there is said, with how to get it, and what fails costs no other."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,6 +36,27 @@ def test_official_kernels_and_ours_are_timed_on_the_same_tensors(one_package):
     one_package(lambda q, k, v: official.Call(lambda: q, lambda: q.clone(), lambda: None))
     (row,) = official.measure(CPU, {}, repeats=1, rehearse=True)
     assert row["tokens"] == TINY.tokens and {"official_ms", "ours_ms", "ours_plan_ms"} <= set(row) and "absent" not in row
+
+
+@pytest.mark.parametrize("compiled", [None, True, False])
+def test_a_record_says_which_kernel_of_a_package_was_timed(one_package, compiled):
+    one_package(lambda q, k, v: official.Call(lambda: q, lambda: q, compiled=compiled))
+    (row,) = official.measure(CPU, {}, repeats=1, rehearse=True)
+    assert row.get("compiled") is compiled and ("compiled" in row) == (compiled is not None)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_packages_that_fall_back_in_silence_are_asked(monkeypatch, loaded):
+    q, k, v = (x.float() for x in rows(TINY, CPU))
+    sol = SimpleNamespace(sol_attn=None, sol_attn_is_available=lambda device: loaded)
+    sta = SimpleNamespace(sliding_tile_attention=list, sta_fwd=object() if loaded else None)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", sol)
+    assert official.with_comfy_kitchen(q, k, v).compiled is loaded
+    monkeypatch.setitem(sys.modules, "fastvideo_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fastvideo_kernel.ops", sta)
+    monkeypatch.setattr(official, "STA_GRID", (1, 1, q.shape[2]))
+    monkeypatch.setattr(official, "_planned", lambda *asked: (None, None))
+    assert official.with_fastvideo(q, k, v).compiled is loaded
 
 
 def test_a_gate_compares_rows_in_the_order_that_theirs_come_in(one_package):

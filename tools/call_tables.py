@@ -28,6 +28,7 @@ OFFICIAL = {
     "sageattention": "dense; theirs with INT8 scores",
     "fastvideo-kernel": "STA, 3 x 3 x 3 tiles",
 }
+FALL_BACK = ("comfy-kitchen", "fastvideo-kernel")  # to another kernel, in silence
 TIME_HEADS = "plan, ms | attention, ms | sparse call, ms"
 Times = dict[str, float]
 Record = dict[str, Any]
@@ -112,10 +113,11 @@ def _retrieval(label: str) -> Table:
 def official_kernels() -> str:
     rows = [json.loads(line) for line in (RESULTS / "gpu_official.jsonl").read_text().splitlines()]
     return markdown(
-        "package | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our plan, ms",
+        "package | its compiled kernel | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our plan, ms",
         (
             (
                 f"{row['kernel']} {row['version']}",
+                _compiled(row),
                 OFFICIAL[row["kernel"]],
                 f"{row['tokens']:,}",
                 *(f"{row[name]:.1f}" for name in ("official_ms", "ours_ms")),
@@ -126,6 +128,12 @@ def official_kernels() -> str:
             if row.get("benchmark") == "official" and "absent" not in row
         ),
     )
+
+
+def _compiled(row: Record) -> str:
+    if row["kernel"] not in FALL_BACK:
+        return ""
+    return {True: "yes", False: "no, its fallback"}.get(row.get("compiled"), "not recorded")
 
 
 def float8_linears() -> str:

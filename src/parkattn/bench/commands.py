@@ -109,9 +109,8 @@ def methods(
 @app.command("official")
 def official(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """The authors' own kernels beside ours, for time only: FlashInfer, comfy-kitchen, sageattention, fastvideo-kernel, where installed."""
-    _run(
-        "official", record, repeats, rehearse, ("kernel", "version", "method", "tokens", "official_ms", "ours_ms", "ours_plan_ms", "absent")
-    )
+    columns = ("kernel", "version", "compiled", "method", "tokens", "official_ms", "ours_ms", "ours_plan_ms", "absent")
+    _run("official", record, repeats, rehearse, columns)
 
 
 @app.command("layer")

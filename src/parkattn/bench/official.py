@@ -8,6 +8,8 @@
 | fastvideo-kernel | STA of 3 x 3 x 3 tiles, bf16    | STA: attention, plan         | sm_90, grids that its kernel knows  |
 
 Theirs get tokens in the order they want; ours in the model's, so that gathering is in our time and not in theirs.
+comfy-kitchen and fastvideo-kernel fall back to another kernel in silence where their compiled one does not load: `compiled`
+says which one was timed.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Call(NamedTuple):
     ours: Callable[[], Tensor]  # [b h n d] in the model's order
     our_plan: Callable[[], object] | None = None
     order: Tensor | None = None  # [b h n] int64: the token at each row of theirs; None: as ours
+    compiled: bool | None = None  # whether theirs is the package's compiled kernel; None: there is no other
 
 
 class Package(NamedTuple):
@@ -71,10 +74,11 @@ def with_flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def with_comfy_kitchen(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    sol_attn: Any = importlib.import_module("comfy_kitchen").sol_attn
+    package: Any = importlib.import_module("comfy_kitchen")
     by_token = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     attend, plan = _planned("sol", {"topk": DENSITY}, q, k, v, CallSite(step=30, total_steps=50))
-    return Call(lambda: sol_attn(*by_token, topk_ratio=DENSITY).transpose(1, 2), attend, plan)
+    compiled = package.sol_attn_is_available(q.device)
+    return Call(lambda: package.sol_attn(*by_token, topk_ratio=DENSITY).transpose(1, 2), attend, plan, compiled=compiled)
 
 
 def with_sageattention(q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -85,13 +89,14 @@ def with_sageattention(q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def with_fastvideo(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    attention: Any = importlib.import_module("fastvideo_kernel").sliding_tile_attention
+    ops: Any = importlib.import_module("fastvideo_kernel.ops")
     order = tile_of_cell(STA_GRID, STA_TILE, q.device).argsort(stable=True)
     by_tile = [x[:, :, order].contiguous() for x in (q, k, v)]
     windows, name = [list(STA_WINDOW)] * q.shape[1], "x".join(map(str, STA_GRID))
     site = CallSite(step=30, total_steps=50, grid=STA_GRID)
     attend, plan = _planned("sta", {"tile": STA_TILE, "window": STA_WINDOW}, q, k, v, site)
-    return Call(partial(attention, *by_tile, windows, 0, False, name), attend, plan, order.expand(q.shape[:3]))
+    theirs = partial(ops.sliding_tile_attention, *by_tile, windows, 0, False, name)
+    return Call(theirs, attend, plan, order.expand(q.shape[:3]), compiled=ops.sta_fwd is not None)
 
 
 def _planned(
@@ -144,7 +149,8 @@ def _times(package: Package, shape: Shape, device: torch.device, repeats: int) -
     call = package.make(q, k, v)
     found = steady_ms({"official_ms": call.official, "ours_ms": call.ours}, repeats)
     plan = {} if call.our_plan is None else {"ours_plan_ms": median_ms(call.our_plan, 3)}
-    return {"heads": q.shape[1], "tokens": q.shape[2], **found, **plan}
+    compiled = {} if call.compiled is None else {"compiled": call.compiled}
+    return {"heads": q.shape[1], "tokens": q.shape[2], **found, **plan, **compiled}
 
 
 def _tensors(package: Package, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
