@@ -20,7 +20,7 @@ from parkattn.experiments.calibration import scheduled_phases
 from parkattn.experiments.captures import Captured
 from parkattn.experiments.results import NOT_RUN, Gathered, Result, nothing_run
 from parkattn.experiments.tables import Column, Table, without_empty
-from parkattn.metrics.budget import leaves_sparse
+from parkattn.metrics.budget import leaves_sparse, no_sparse_calls
 from parkattn.planned import PlannedMethod
 from parkattn.site import AttentionMethod
 from parkattn.store import Record
@@ -71,7 +71,7 @@ def _time_calls(method: AttentionMethod, calls: Sequence[Captured]) -> dict[str,
             row = {"plan_ms": times["plan"], "later_plan_ms": times["later_plan"], "attention_ms": attention}
             found.append({"density": plan.density().mean().item(), **row})
     if not found:
-        raise ValueError(f"method: expected one with sparse calls among those captured, got {method.name}; ask for more steps.")
+        raise no_sparse_calls(method.name)
     return {name: statistics.fmean(row[name] for row in found) for name in found[0]} | {"calls": len(found)}
 
 

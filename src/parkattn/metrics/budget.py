@@ -45,10 +45,15 @@ def density_of_sparse_calls(method: PlannedMethod, calls: Iterable[tuple[Tensor,
     # one plan at a time: those of a real model are large
     found = [make_plan(q, k, method.planner, site, None).density().mean().item() for q, k, site in sparse]
     if not found:
-        raise ValueError(f"method: expected one with sparse calls among those captured, got {method.name}; ask for more steps.")
+        raise no_sparse_calls(method.name)
     return statistics.fmean(found)
 
 
 def leaves_sparse(method: PlannedMethod, site: CallSite) -> bool:
     """Whether the schedule plans blocks for a call where no plan is held yet."""
     return method.schedule.phase(site, History()).name != "dense"
+
+
+def no_sparse_calls(method: str) -> ValueError:
+    wanted = f"method: expected one with sparse calls among those captured, got {method}"
+    return ValueError(f"{wanted}, whose schedule keeps all of them dense; ask for more steps or fewer dense_layers.")
