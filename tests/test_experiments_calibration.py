@@ -119,7 +119,9 @@ def test_a_budget_gives_its_density_to_the_calls_that_stay_sparse(method):
 
 def test_a_density_needs_a_call_that_stays_sparse():
     method = make_method("park", {"dense_layers": [0, 1]})
-    with pytest.raises(ValueError, match="expected one with sparse calls among those captured, got park, .*; ask for more steps or fewer dense_layers"):
+    with pytest.raises(
+        ValueError, match=r"expected one with sparse calls among those captured, got park, .*; ask for more steps or fewer dense_layers"
+    ):
         density_of_sparse_calls(method, [(call.q, call.k, call.site) for call in captured_layers(1.0)])
 
 
