@@ -43,10 +43,10 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 # Debian's Python may come without ensurepip: then the machine's own pip furnishes the environment
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . -e './lab[test]'
 	touch $@
 
 $(DOCS_VENV)/.installed: pyproject.toml

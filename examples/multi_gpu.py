@@ -12,7 +12,7 @@ import torch
 from diffusers import ContextParallelConfig, HunyuanVideoPipeline
 
 from parkattn import enable, sequence_parallel_plan, summary
-from parkattn.studio.video import as_bytes, write_mp4
+from parklab.studio.video import as_bytes, write_mp4
 
 
 def split_over_ranks(pipe, **changes) -> None:

@@ -12,8 +12,8 @@ import torch
 from diffusers import WanPipeline
 
 import parkattn
-from parkattn.sprites import CHECKPOINT, grammar
-from parkattn.studio.video import as_bytes, write_mp4
+from parklab.sprites import CHECKPOINT, grammar
+from parklab.studio.video import as_bytes, write_mp4
 
 # blocks as large as the paper's: 5,760 tokens instead of the 75,600 that the preset's 128 and 512 blocks are for
 BLOCKS = {"query_clusters": 11, "key_clusters": 44}

@@ -12,7 +12,7 @@ import torch
 from diffusers import WanPipeline
 
 from parkattn import enable
-from parkattn.studio.video import as_bytes, write_mp4
+from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, **options):

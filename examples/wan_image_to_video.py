@@ -13,7 +13,7 @@ from diffusers import WanImageToVideoPipeline
 from diffusers.utils import load_image
 
 from parkattn import enable, summary
-from parkattn.studio.video import as_bytes, write_mp4
+from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, image, prompt: str, compiler: str = "inductor", **options):

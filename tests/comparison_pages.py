@@ -5,9 +5,9 @@ import os
 import numpy as np
 
 from parkattn.park import ParkConfig
-from parkattn.studio.page import render_page
-from parkattn.studio.scores import variant_label
-from parkattn.studio.video import still, write_mp4
+from parklab.studio.page import render_page
+from parklab.studio.scores import variant_label
+from parklab.studio.video import still, write_mp4
 
 FRAMES, FPS = 24, 12
 DESKTOP = {"viewport": {"width": 1440, "height": 900}}

@@ -24,9 +24,9 @@ import numpy as np
 
 from parkattn import files, store
 from parkattn.park import ParkConfig
-from parkattn.store import Cell, Making, Store
-from parkattn.studio import ablation, checkpoints, compare, generate, prompts, video
-from parkattn.studio.generate import Generation, Request
+from parklab.store import Cell, Making, Store
+from parklab.studio import ablation, checkpoints, compare, generate, prompts, video
+from parklab.studio.generate import Generation, Request
 
 STOP, POWER_CUT, DISORDER, FULL_DISK, KILL = (
     "stop",

@@ -25,12 +25,12 @@ import torch
 
 import reproduce_campaign
 from fuzz_calls import Tally, report
-from parkattn import cli, demo
-from parkattn.baselines.density_profile import DensityProfile
-from parkattn.bench import cpu, decisions, e2e_turns, gpu, sanitize
-from parkattn.scene import clustered_scene
-from parkattn.sprites.grammar import EXAMPLE
-from parkattn.studio import ablation, checkpoints, density, doctor
+from parklab import cli, demo
+from parklab.baselines.density_profile import DensityProfile
+from parklab.bench import cpu, decisions, e2e_turns, gpu, sanitize
+from parklab.scene import clustered_scene
+from parklab.sprites.grammar import EXAMPLE
+from parklab.studio import ablation, checkpoints, density, doctor
 
 MEMORY = 8 * 2**30  # bytes of address space, most of it the libraries'
 NUMBERS = (

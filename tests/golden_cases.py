@@ -101,7 +101,7 @@ def methods(backend: str, n: int, heads: int, dim: int, dtype: torch.dtype):
 def video():
     from diffusers import WanPipeline
 
-    from parkattn.sprites import CHECKPOINT
+    from parklab.sprites import CHECKPOINT
 
     pipe = WanPipeline.from_pretrained(str(CHECKPOINT), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

@@ -23,12 +23,12 @@ import torch
 import campaign_store
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
-from parkattn.experiments import calibration, report, reproduce, runner
-from parkattn.experiments.captures import Captured
 from parkattn.park import ParkConfig
 from parkattn.site import CallSite
-from parkattn.studio import generate
-from parkattn.studio.generate import Generation
+from parklab.experiments import calibration, report, reproduce, runner
+from parklab.experiments.captures import Captured
+from parklab.studio import generate
+from parklab.studio.generate import Generation
 
 NAMES = ["tab:module_ablation", "matched_densities", "fig:generation_example"]
 # cells that finished ones no longer need: a damaged one is made again when a new cell asks for it

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import reproduce
-from parkattn.experiments.results import Gathered
-from parkattn.store import Cell
+from parklab.experiments import reproduce
+from parklab.experiments.results import Gathered
+from parklab.store import Cell
 
 
 def quick(**given):

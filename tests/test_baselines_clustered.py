@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
-from parkattn.baselines import svg2, svoo
-from parkattn.baselines.density_profile import DensityProfile, DensityProfiler, profile_densities, required_density
 from parkattn.cluster import first_centroids, lloyd
 from parkattn.planned import make_plan, plan_key
 from parkattn.site import CallSite
+from parklab.baselines import svg2, svoo
+from parklab.baselines.density_profile import DensityProfile, DensityProfiler, profile_densities, required_density
 from plans import token_mask
 from restated import svg2 as restated_svg2
 from restated import svoo as restated_svoo

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from interpreted import run_interpreted
 from parkattn import backend
 from parkattn.backend import ReferenceBackend, resolve_for
-from parkattn.baselines import radial, sparsepr, svg2, svg_ear, svoo
 from parkattn.cluster import Clustering, lloyd
 from parkattn.methods import MODULES, make_method
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parkattn.site import CallSite
+from parklab.baselines import radial, sparsepr, svg2, svg_ear, svoo
 from strategies import clustered, normal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from definitions import output_rounding
-from parkattn.baselines import radial, sol, sparge, sta, svg, video, xattention
 from parkattn.plan import Roles, assign_roles
+from parklab.baselines import radial, sol, sparge, sta, svg, video, xattention
 from plans import RESTATED, attend, problem, token_mask
 
 CASES = 240

@@ -18,15 +18,15 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.baselines.density_profile import DensityProfile
 from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS, MODULES
-from parkattn.sprites import grammar
-from parkattn.studio import checkpoints
-from parkattn.studio.ablation import budgeted_methods
-from parkattn.studio.compare import choose_methods
-from parkattn.studio.density import measure_profile
-from parkattn.studio.generate import Request, config_for, generate_frames
+from parklab.baselines.density_profile import DensityProfile
+from parklab.sprites import grammar
+from parklab.studio import checkpoints
+from parklab.studio.ablation import budgeted_methods
+from parklab.studio.compare import choose_methods
+from parklab.studio.density import measure_profile
+from parklab.studio.generate import Request, config_for, generate_frames
 from small_methods import SMALL
 
 pytestmark = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from definitions import output_rounding
-from parkattn.baselines import sol, sparge, xattention
 from parkattn.plan import assign_roles
 from parkattn.planned import PlannedMethod
+from parklab.baselines import sol, sparge, xattention
 from plans import RESTATED, Problem, attend, problem, token_mask
 
 CASES = 240

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("diffusers")
 from parkattn.anchors import anchor_steps
-from parkattn.bench import e2e, e2e_profile, e2e_run, e2e_turns
 from parkattn.hosts.diffusers.session import session_of
 from parkattn.park import ParkConfig
+from parklab.bench import e2e, e2e_profile, e2e_run, e2e_turns
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -341,7 +341,7 @@ def test_a_section_that_nobody_waits_for_ends(monkeypatch, capfd):
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo"])
 def test_the_gate_can_fail(name, monkeypatch):
     """A method that loses key blocks must not pass as dense attention."""
-    from parkattn.bench import e2e_gate
+    from parklab.bench import e2e_gate
 
     monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))
     good = list(e2e_gate._gate_model(name, TINY[name], CPU))
@@ -353,8 +353,8 @@ def test_the_gate_can_fail(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo"])
 def test_the_gate_of_anchors_can_fail(name, monkeypatch):
-    from parkattn.bench import e2e_gate
     from parkattn.residual import LowRank
+    from parklab.bench import e2e_gate
 
     monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))
     assert all(case["ok"] for case in e2e_gate._gate_anchored(name, TINY[name], CPU))
@@ -365,8 +365,8 @@ def test_the_gate_of_anchors_can_fail(name, monkeypatch):
 
 def test_the_gate_sees_padding(monkeypatch):
     """Stock attention without its mask must not pass."""
-    from parkattn.bench import e2e_gate
     from parkattn.hosts.diffusers import processor
+    from parklab.bench import e2e_gate
 
     monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))
     monkeypatch.setattr(processor, "_key_valid", lambda mask, q: (None, None))
@@ -375,7 +375,7 @@ def test_the_gate_sees_padding(monkeypatch):
 
 
 def test_the_table_has_a_line_per_model():
-    from parkattn.bench.e2e_turns import table_rows
+    from parklab.bench.e2e_turns import table_rows
 
     line = {
         "benchmark": "e2e", "model": "m", "density": 0.25, "dense_s": 2.0, "refresh_cold_s": 1.5, "refresh_warm_s": 1.4, "reuse_s": 1.0, "reuse_unfused_s": 1.1,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-from parkattn.bench import e2e, e2e_float8, e2e_turns
 from parkattn.hosts.diffusers.session import session_of
+from parklab.bench import e2e, e2e_float8, e2e_turns
 from test_bench_e2e import CPU, TINY
 
 

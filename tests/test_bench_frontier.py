@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from parkattn import ParkConfig
-from parkattn.bench import frontier
-from parkattn.bench.frontier import Setting, costs, interval, measure_frontier, read_records, tabulate, to_text
 from parkattn.methods import configured_method
+from parklab.bench import frontier
+from parklab.bench.frontier import Setting, costs, interval, measure_frontier, read_records, tabulate, to_text
 
 
 def test_settings_are_a_method_or_profile_and_fields():

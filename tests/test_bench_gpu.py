@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from parkattn.attend import attend
-from parkattn.bench import scaling
-from parkattn.bench.problems import Shape, random_plan, rows, tiled_plan
-from parkattn.kernels import importance_tilelang
+from parklab.bench import importance_tilelang, scaling
+from parklab.bench.problems import Shape, random_plan, rows, tiled_plan
 
 
 def test_tiles_of_a_plan_keep_what_their_block_keeps_or_as_much_each_their_own():
@@ -74,7 +73,7 @@ def test_full_key_in_tilelang_names_the_kernel_for_more_key_blocks():
 
 
 def test_pama_gate_fails_a_kernel_that_is_wrong(monkeypatch):
-    from parkattn.bench import pama
+    from parklab.bench import pama
 
     def off(q, ends, centroids, sizes, *, out=None):
         return pama.pama_torch(q, ends, centroids, sizes, dtype=torch.float64).float().mul(1.05)
@@ -86,7 +85,7 @@ def test_pama_gate_fails_a_kernel_that_is_wrong(monkeypatch):
 
 
 def test_pama_gate_fails_a_head_that_depends_on_the_others(monkeypatch):
-    from parkattn.bench import pama
+    from parklab.bench import pama
 
     def leaky(q, ends, centroids, sizes, *, out=None):
         return pama.pama_torch(q, ends, centroids, sizes, dtype=torch.float64).float() + 1e-7 * q.shape[0]
@@ -96,9 +95,9 @@ def test_pama_gate_fails_a_head_that_depends_on_the_others(monkeypatch):
 
 
 def test_torch_baseline_is_the_definition():
-    from parkattn.bench.pama import _case, pama_torch
     from parkattn.retrieval import centroid_log_mass
     from parkattn.segments import segment_mean
+    from parklab.bench.pama import _case, pama_torch
 
     q, ends, centroids, sizes = _case(Shape(2, 60, 5, 7, 16), torch.device("cpu"), torch.float64)
     labels = torch.stack([torch.arange(5).repeat_interleave(row.diff()) for row in ends])
@@ -107,7 +106,7 @@ def test_torch_baseline_is_the_definition():
 
 
 def test_flashinfer_is_left_out_of_the_whole_and_refused_alone_where_it_is_missing(monkeypatch, tmp_path):
-    from parkattn.bench import flashinfer, gpu
+    from parklab.bench import flashinfer, gpu
 
     asked = []
     monkeypatch.setattr(gpu, "bench_device", lambda: torch.device("cuda"))
@@ -180,7 +179,7 @@ APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without
     ],
 )
 def test_what_a_sanitizer_printed_is_judged(tool, printed, ok, errors):
-    from parkattn.bench.sanitize import judge
+    from parklab.bench.sanitize import judge
 
     found = judge(tool, printed)
     assert (found["ok"], found["errors"]) == (ok, errors)
@@ -192,7 +191,7 @@ def test_what_a_sanitizer_printed_is_judged(tool, printed, ok, errors):
 
 def test_a_watched_process_says_when_all_checks_ran(capsys):
     """Under the interpreter no kernel runs here: the gates are exchanged."""
-    from parkattn.bench import sanitize
+    from parklab.bench import sanitize
 
     checks = sanitize.checks("sanitize", torch.device("cpu"))
     gates = ("pama", "kmeans", "qrkc", "attend")
@@ -219,7 +218,7 @@ def test_a_watched_process_says_when_all_checks_ran(capsys):
     ],
 )
 def test_the_sanitizer_is_found_and_new_enough(monkeypatch, tmp_path, prints, complaint):
-    from parkattn.bench import sanitize
+    from parklab.bench import sanitize
 
     if prints:
         program = tmp_path / "compute-sanitizer"
@@ -235,7 +234,7 @@ def test_the_sanitizer_is_found_and_new_enough(monkeypatch, tmp_path, prints, co
 
 
 def test_a_sanitizer_that_cannot_run_is_named(monkeypatch, tmp_path):
-    from parkattn.bench import sanitize
+    from parklab.bench import sanitize
 
     (tmp_path / "compute-sanitizer").write_text("no program")
     (tmp_path / "compute-sanitizer").chmod(0o755)
@@ -247,7 +246,7 @@ def test_a_sanitizer_that_cannot_run_is_named(monkeypatch, tmp_path):
 
 def test_no_watched_program_outlives_its_time(monkeypatch, tmp_path):
     """A sanitizer is the parent of what it watches: both end."""
-    from parkattn.bench import sanitize
+    from parklab.bench import sanitize
 
     program = tmp_path / "compute-sanitizer"
     started = f"sleep 300 & echo $! > {tmp_path}/new.$$; mv {tmp_path}/new.$$ {tmp_path}/child.$$; wait"
@@ -283,7 +282,7 @@ def alive(pid: int) -> bool:
 
 
 def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path):
-    from parkattn.bench import sanitize
+    from parklab.bench import sanitize
 
     for folder, version in ((tmp_path / "old", "2026.3.0.0"), (tmp_path / "nvidia" / "cu13" / "bin", "2026.4.0.0")):
         folder.mkdir(parents=True)
@@ -309,7 +308,7 @@ def test_a_broken_kernel_is_the_kernel_without_one_line():
     shipped = pathlib.Path(importance_tilelang.__file__).with_name("importance_hopper.py").read_text()
     for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_BARRIER", "barrier_sync(")):
         out = run_apart(
-            f"import inspect; from parkattn.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"
+            f"import inspect; from parklab.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"
             f"from parkattn.kernels import importance_hopper as ours; print(inspect.getsource(ours))"
         )
         assert out.count(word) == shipped.count(word) - 1
@@ -318,13 +317,13 @@ def test_a_broken_kernel_is_the_kernel_without_one_line():
 
 def test_a_change_that_no_longer_fits_its_kernel_is_refused():
     with pytest.raises(subprocess.CalledProcessError) as refusal:
-        run_apart("from parkattn.bench import sanitize; sanitize.exchange(sanitize.PAMA, {'no such line': ('', 1)})")
+        run_apart("from parklab.bench import sanitize; sanitize.exchange(sanitize.PAMA, {'no such line': ('', 1)})")
     assert "expected 'no such line' 1 times, got it 0 times" in refusal.value.stderr
 
 
 def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
     out = run_apart(
-        "from parkattn.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
+        "from parklab.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
         "from parkattn.kernels import importance_hopper as pama, attend_gluon as attention;"
         "import machine_code, test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
         "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"

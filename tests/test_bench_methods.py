@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from parkattn.bench import methods
-from parkattn.bench.e2e import SMALL
 from parkattn.methods import METHODS
+from parklab.bench import methods
+from parklab.bench.e2e import SMALL
 
 
 @pytest.mark.parametrize("label", methods.TWO_BLOCKS)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parkattn.bench import official
-from parkattn.bench.problems import TINY, rows
+from parklab.bench import official
+from parklab.bench.problems import TINY, rows
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 import parkattn
-from parkattn import cli
-from parkattn.bench import cpu
+from parklab import cli
+from parklab.bench import cpu
 
-PARK = [sys.executable, "-c", "from parkattn.cli import main; main()"]
+PARK = [sys.executable, "-c", "from parklab.cli import main; main()"]
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_benchmark_appends_records_with_their_environment(park, tmp_path, monkey
 
 
 def test_help_and_version_import_no_torch():
-    code = "import sys; sys.modules['torch'] = None; from parkattn.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from parklab.cli import main; main()"
     for word in ("--help", "--version"):
         done = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

@@ -171,7 +171,7 @@ def expect_command(words: list[str]) -> None:
 def expect_park(words: list[str]) -> None:
     import typer
 
-    from parkattn.cli import app
+    from parklab.cli import app
 
     command = typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", ()):

@@ -19,12 +19,12 @@ import typer
 pytest.importorskip("diffusers")
 
 import reproduce_campaign
-from parkattn.experiments import commands, paper_numbers, reproduce, runner
-from parkattn.experiments.calibration import MATCHED
-from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
-from parkattn.store import Cell, read_record, sealed
-from parkattn.studio import checkpoints
-from parkattn.studio.prompts import Shard
+from parklab.experiments import commands, paper_numbers, reproduce, runner
+from parklab.experiments.calibration import MATCHED
+from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
+from parklab.store import Cell, read_record, sealed
+from parklab.studio import checkpoints
+from parklab.studio.prompts import Shard
 from reproduce_cases import quick
 
 NAMES = ["tab:query_key_compression", "tab:module_ablation", "matched_densities"]
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     words = [
         sys.executable,
         "-m",
-        "parkattn.cli",
+        "parklab.cli",
         "reproduce",
         *NAMES,
         "--quick",

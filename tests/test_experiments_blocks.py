@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import blocks, reproduce, runner
-from parkattn.experiments.blocks import blocks_for, preset_in
-from parkattn.experiments.captures import MODEL, Captured, Selection, read_about, write_captures
 from parkattn.park import ParkConfig
 from parkattn.site import CallSite
-from parkattn.sprites.grammar import EXAMPLE
-from parkattn.studio import checkpoints
-from parkattn.studio.generate import Request
+from parklab.experiments import blocks, reproduce, runner
+from parklab.experiments.blocks import blocks_for, preset_in
+from parklab.experiments.captures import MODEL, Captured, Selection, read_about, write_captures
+from parklab.sprites.grammar import EXAMPLE
+from parklab.studio import checkpoints
+from parklab.studio.generate import Request
 from reproduce_cases import quick
 
 LONG = 75_600  # tokens of a 720p video

@@ -11,17 +11,17 @@ import torch
 pytest.importorskip("diffusers")
 
 from parkattn.anchors import anchor_count
-from parkattn.experiments import calibration, runner
-from parkattn.experiments.calibration import MATCHED, cost_at, dense_share, density_at, find_budget, layers_in
-from parkattn.experiments.captures import Captured
 from parkattn.methods import configured_method, make_method, method_entry
-from parkattn.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
 from parkattn.park import ParkConfig
 from parkattn.planned import make_plan
 from parkattn.reuse import History, Schedule, dense_prefix
 from parkattn.site import CallSite
-from parkattn.store import read_record
-from parkattn.studio import checkpoints
+from parklab.experiments import calibration, runner
+from parklab.experiments.calibration import MATCHED, cost_at, dense_share, density_at, find_budget, layers_in
+from parklab.experiments.captures import Captured
+from parklab.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
+from parklab.store import read_record
+from parklab.studio import checkpoints
 from reproduce_cases import matched_2k, quick
 
 CELLS = Path(__file__).parents[1] / "benchmarks/results/matched_2k/cells"

@@ -8,17 +8,17 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import mismatches
-from parkattn.experiments.captures import Capture, Captured, Selection, capture_calls, read_captures, write_captures
-from parkattn.experiments.mismatches import measure_call
-from parkattn.metrics.retrieval import attention_recall
 from parkattn.park import ParkConfig
 from parkattn.plan import Plan, arrange
 from parkattn.retrieval import pama, select_top_p
 from parkattn.settings import MethodConfig
 from parkattn.site import CallSite
-from parkattn.studio import checkpoints
-from parkattn.studio.generate import Request, fit_to_pipeline, generate_frames, prepare
+from parklab.experiments import mismatches
+from parklab.experiments.captures import Capture, Captured, Selection, capture_calls, read_captures, write_captures
+from parklab.experiments.mismatches import measure_call
+from parklab.metrics.retrieval import attention_recall
+from parklab.studio import checkpoints
+from parklab.studio.generate import Request, fit_to_pipeline, generate_frames, prepare
 
 
 def test_a_long_call_is_measured_on_a_sample_of_its_queries_for_the_log_mass_alone(monkeypatch):

@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import costs, runner
-from parkattn.experiments.calibration import cost_at
-from parkattn.experiments.catalogue import EXPERIMENTS
-from parkattn.experiments.evaluation import FLOOR
-from parkattn.experiments.tables import to_markdown
 from parkattn.park import ParkConfig
-from parkattn.store import read_record
-from parkattn.studio import checkpoints
+from parklab.experiments import costs, runner
+from parklab.experiments.calibration import cost_at
+from parklab.experiments.catalogue import EXPERIMENTS
+from parklab.experiments.evaluation import FLOOR
+from parklab.experiments.tables import to_markdown
+from parklab.store import read_record
+from parklab.studio import checkpoints
 from reproduce_cases import gathered, matched_2k, quality, quick
 
 PROFILES = [name for name in ParkConfig.PROFILES if name != "paper"]

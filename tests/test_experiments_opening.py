@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from parkattn.baselines.dense import Dense
-from parkattn.experiments import opening, reproduce
+from parkattn.dense import Dense
 from parkattn.methods import configured_method
 from parkattn.site import CallSite
-from parkattn.store import read_record
+from parklab.experiments import opening, reproduce
+from parklab.store import read_record
 from reproduce_cases import quick
 
 NAMES = ["tab:main_quality_efficiency"]

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments.paper_numbers import PAPER
-from parkattn.experiments.report import sections_of, to_page
-from parkattn.experiments.results import Result
-from parkattn.experiments.tables import Finding, text_table
+from parklab.experiments.paper_numbers import PAPER
+from parklab.experiments.report import sections_of, to_page
+from parklab.experiments.results import Result
+from parklab.experiments.tables import Finding, text_table
 
 BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]

@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import quality, reproduce, runner
-from parkattn.experiments.catalogue import EXPERIMENTS
-from parkattn.experiments.evaluation import FLOOR, FLOORS, OWN_FLOOR
-from parkattn.experiments.quality import measure_frames, named_measures, takeable_measures
-from parkattn.metrics.measures import MEASURES, SINGLE, Setting
-from parkattn.store import read_record
-from parkattn.studio.prompts import Shard
+from parklab.experiments import quality, reproduce, runner
+from parklab.experiments.catalogue import EXPERIMENTS
+from parklab.experiments.evaluation import FLOOR, FLOORS, OWN_FLOOR
+from parklab.experiments.quality import measure_frames, named_measures, takeable_measures
+from parklab.metrics.measures import MEASURES, SINGLE, Setting
+from parklab.store import read_record
+from parklab.studio.prompts import Shard
 from reproduce_cases import gathered, quick
 from reproduce_cases import quality as made_up
 

@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parkattn.bench.frontier import interval
-from parkattn.experiments import catalogue, paper_numbers, retrieval_tables, runner
-from parkattn.experiments.catalogue import EXPERIMENTS, NOT_BUILT
-from parkattn.experiments.mismatches import REPRESENTATIONS
-from parkattn.experiments.report import sections_of
-from parkattn.experiments.results import Gathered
-from parkattn.experiments.tables import Column, Finding, Table, to_csv, to_latex, to_markdown
-from parkattn.store import Cell
+from parklab.bench.frontier import interval
+from parklab.experiments import catalogue, paper_numbers, retrieval_tables, runner
+from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT
+from parklab.experiments.mismatches import REPRESENTATIONS
+from parklab.experiments.report import sections_of
+from parklab.experiments.results import Gathered
+from parklab.experiments.tables import Column, Finding, Table, to_csv, to_latex, to_markdown
+from parklab.store import Cell
 from reproduce_cases import gathered, quality, quick
 
 

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from parkattn.experiments import reproduce, times
-from parkattn.experiments.captures import Captured
-from parkattn.experiments.results import Gathered, quality_table
 from parkattn.methods import make_method
 from parkattn.site import CallSite
+from parklab.experiments import reproduce, times
+from parklab.experiments.captures import Captured
+from parklab.experiments.results import Gathered, quality_table
 from reproduce_cases import gathered, quality, quick
 
 NAMES = ["call_times", "matched_densities"]

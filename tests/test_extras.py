@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parkattn.extras import install_command, package
+from parklab.extras import install_command, package
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

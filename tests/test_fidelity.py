@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from parkattn.metrics import fidelity
+from parklab.metrics import fidelity
 
 
 def noise(seed: int = 0, frames: int = 2, height: int = 24, width: int = 20) -> np.ndarray:

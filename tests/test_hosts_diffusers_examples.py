@@ -64,7 +64,7 @@ def with_cache(module):
 
 
 def on_the_shipped_model(module, out):
-    from parkattn.studio.video import read_mp4
+    from parklab.studio.video import read_mp4
 
     pipe = module.WanPipeline.from_pretrained(module.CHECKPOINT)
     before = [block.attn1.processor for block in pipe.transformer.blocks]

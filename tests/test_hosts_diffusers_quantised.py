@@ -19,7 +19,7 @@ import diffusers
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, fused, summary
 from parkattn.models import SIZES
-from parkattn.studio.memory import memory
+from parklab.studio.memory import memory
 from test_hosts_diffusers import SPARSE
 from test_hosts_diffusers_compile import apart_from_time, fresh_compiler, graphs  # noqa: F401 (a fixture)
 

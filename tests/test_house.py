@@ -45,10 +45,10 @@ def test_package_says_it_is_typed():
 
 
 def test_missing_extra_names_the_install_line():
-    code = "import sys\nsys.modules['matplotlib'] = None\nfrom parkattn import extras\nextras.pyplot('pictures')"
+    code = "import sys\nsys.modules['matplotlib'] = None\nfrom parklab import extras\nextras.pyplot('pictures')"
     failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert failed.returncode != 0
-    assert "pip install 'parkattn[plots]'" in failed.stderr
+    assert "pip install 'parklab[plots]'" in failed.stderr
 
 
 def test_figures_of_whole_models_in_the_text_are_the_recorded_ones():
@@ -66,7 +66,7 @@ def test_figures_of_whole_models_in_the_text_are_the_recorded_ones():
 
 
 def test_every_tool_of_the_sanitizers_has_a_record_that_passed():
-    from parkattn.bench.sanitize import ROUNDS
+    from parklab.bench.sanitize import ROUNDS
 
     records = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_sanitize.jsonl").read_text().splitlines()]
     assert {r["tool"]: r["ok"] for r in records} == dict.fromkeys(ROUNDS, True)

@@ -323,8 +323,8 @@ def test_a_broken_attention_kernel_is_noticed(module, fault, monkeypatch):
 
 
 def check_pama(module, change, key_blocks: int, dtype: torch.dtype) -> None:
-    from parkattn.bench.pama import pama_torch
     from parkattn.kernels import importance
+    from parklab.bench.pama import pama_torch
 
     generator = torch.Generator().manual_seed(key_blocks)
     q, centroids = (torch.randn(2, count, 128, generator=generator).to(dtype) for count in (330, key_blocks))

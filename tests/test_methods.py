@@ -175,8 +175,8 @@ SMALL = {"height": 64, "width": 96, "frames": 9, "steps": 4, "device": "cpu"}
 
 
 def test_outside_methods_are_compared_and_summarised_like_our_own(outside, tmp_path):
-    from parkattn.studio.compare import compare
-    from parkattn.studio.generate import Request
+    from parklab.studio.compare import compare
+    from parklab.studio.generate import Request
 
     request = Request(prompt="a red circle moves right over blue waves", changes={"tile": 32}, **SMALL)
     report = compare(request, ["dense", "tile-top-k"], tmp_path / "tiles", recall_rows=8)
@@ -188,8 +188,8 @@ def test_outside_methods_are_compared_and_summarised_like_our_own(outside, tmp_p
 
 
 def test_an_outside_method_takes_part_in_an_ablation_at_equal_density(outside, tmp_path):
-    from parkattn.studio.ablation import AblationSettings, run_ablation
-    from parkattn.studio.generate import Request
+    from parklab.studio.ablation import AblationSettings, run_ablation
+    from parklab.studio.generate import Request
 
     settings = AblationSettings(prompts=1, methods=("park", "tile-top-k"), density=0.5, budget="top_k")
     request = Request(prompt="held out", changes={"tile": 16, "query_clusters": 4, "key_clusters": 16}, **SMALL)

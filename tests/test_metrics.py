@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from parkattn import cli
-from parkattn.metrics import fidelity, perceptual
-from parkattn.metrics.measures import MEASURES, SINGLE, Setting, choose_measures, measure_video
-from parkattn.metrics.pairs import DECODED, RAW, Clip, Pair, find_pairs, measure_pair, read_clip
-from parkattn.store import Cell, Making, Store, read_record
+from parklab import cli
+from parklab.metrics import fidelity, perceptual
+from parklab.metrics.measures import MEASURES, SINGLE, Setting, choose_measures, measure_video
+from parklab.metrics.pairs import DECODED, RAW, Clip, Pair, find_pairs, measure_pair, read_clip
+from parklab.store import Cell, Making, Store, read_record
 
 
 def scene(seed: int = 0, frames: int = 4, height: int = 48, width: int = 64) -> np.ndarray:
@@ -74,8 +74,8 @@ def test_what_is_asked_by_name_and_missing_is_one_line_with_the_install_command(
     missing = lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name=name))  # noqa: E731
     monkeypatch.setattr(perceptual.importlib, "import_module", missing)
     for name, install in (
-        ("vmaf", "parkattn[metrics]"),
-        ("st_lpips", "parkattn[metrics]"),
+        ("vmaf", "parklab[metrics]"),
+        ("st_lpips", "parklab[metrics]"),
         ("cvvdp", "pip install cvvdp"),
     ):
         with pytest.raises(ModuleNotFoundError, match=f"{name}: expected what it needs, got no package") as said:
@@ -224,7 +224,7 @@ def test_one_bad_pair_is_a_line_and_an_exit_code_and_the_others_are_measured(tmp
 
 
 def test_mp4_files_are_compared_after_their_codec(tmp_path, monkeypatch, capsys):
-    video = pytest.importorskip("parkattn.studio.video")
+    video = pytest.importorskip("parklab.studio.video")
     pytest.importorskip("av")
     for name, amplitude in (("a", 12), ("b", 0)):
         video.write_mp4(tmp_path / f"{name}.mp4", noisy(scene(), amplitude), 16)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parkattn.metrics import vbench
-from parkattn.metrics.measures import Setting, choose_measures, measure_video
+from parklab.metrics import vbench
+from parklab.metrics.measures import Setting, choose_measures, measure_video
 
 transformers = pytest.importorskip("transformers")
 

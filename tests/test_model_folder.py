@@ -15,9 +15,9 @@ pytest.importorskip("diffusers")
 
 import hostile_folders as hostile
 import tiny_pipelines as tiny
-from parkattn.sprites import CHECKPOINT
-from parkattn.studio import checkpoints, generate
-from parkattn.studio.model_folder import judge_folder, read_header
+from parklab.sprites import CHECKPOINT
+from parklab.studio import checkpoints, generate
+from parklab.studio.model_folder import judge_folder, read_header
 
 ONE_LINE = re.compile(r"model: expected [^\n]+, got[^\n]+; [^\n]+\.")
 

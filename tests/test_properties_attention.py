@@ -10,9 +10,9 @@ import definitions
 import strategies
 from parkattn.attend import attend, attend_with_lse, gather, scatter
 from parkattn.cluster import cluster_keys, kmeans
-from parkattn.metrics import retrieval
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan, arrange
+from parklab.metrics import retrieval
 from strategies import attention_cases, cases, half_cases, self_attention_cases
 
 

@@ -12,10 +12,10 @@ import definitions
 import strategies
 from parkattn.attend import gather, scatter
 from parkattn.cluster import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.metrics import retrieval
 from parkattn.plan import arrange
 from parkattn.retrieval import ESTIMATORS, centroid_log_mass, exact_log_mass, select_top_k, select_top_p
 from parkattn.segments import segment_mean, segment_sum
+from parklab.metrics import retrieval
 from strategies import attention_cases, cases
 
 DEFINED = {

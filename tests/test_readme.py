@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from parkattn import ParkConfig, build_plan
-from parkattn.scene import clustered_scene
+from parklab.scene import clustered_scene
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

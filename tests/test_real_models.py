@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import typer
 
-from parkattn import cli
-from parkattn.experiments.catalogue import choose_experiments
-from parkattn.experiments.reproduce import parse_shard
 from parkattn.methods import METHODS
-from parkattn.metrics.measures import MEASURES
 from parkattn.models import SIZES
+from parklab import cli
+from parklab.experiments.catalogue import choose_experiments
+from parklab.experiments.reproduce import parse_shard
+from parklab.metrics.measures import MEASURES
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^(?:    )?(?:CUDA_VISIBLE_DEVICES=\d+ )?park (.*)$", re.MULTILINE)

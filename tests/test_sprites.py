@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from parkattn.sprites import CHECKPOINT, card, following, grammar
-from parkattn.sprites.data import ClipSize, render
-from parkattn.sprites.evaluation import evaluate
-from parkattn.sprites.flow import RADIX
-from parkattn.sprites.gradients import orthogonalised
-from parkattn.sprites.model import SpriteModelConfig, build_autoencoder, build_pipeline, build_text_encoder, build_tokenizer
-from parkattn.sprites.recipe import TrainConfig, train_scenes
-from parkattn.sprites.train import Trainer
-from parkattn.sprites.whole_clips import WholeClips
+from parklab.sprites import CHECKPOINT, card, following, grammar
+from parklab.sprites.data import ClipSize, render
+from parklab.sprites.evaluation import evaluate
+from parklab.sprites.flow import RADIX
+from parklab.sprites.gradients import orthogonalised
+from parklab.sprites.model import SpriteModelConfig, build_autoencoder, build_pipeline, build_text_encoder, build_tokenizer
+from parklab.sprites.recipe import TrainConfig, train_scenes
+from parklab.sprites.train import Trainer
+from parklab.sprites.whole_clips import WholeClips
 
 TINY = SpriteModelConfig(heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
 SMALL = TrainConfig(
@@ -217,7 +217,7 @@ def test_the_card_needs_its_records(tmp_path):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, parkattn.sprites.grammar; sys.exit(any(m in sys.modules for m in ('diffusers', 'transformers')))"
+    code = "import sys, parklab.sprites.grammar; sys.exit(any(m in sys.modules for m in ('diffusers', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

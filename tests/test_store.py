@@ -17,8 +17,9 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
 import disturbed_files as disturb
-from parkattn import files, record
-from parkattn.store import Cell, Making, Store, content_hash, read_record, sealed
+from parkattn import files
+from parklab import record
+from parklab.store import Cell, Making, Store, content_hash, read_record, sealed
 
 ROOT = Path(__file__).parents[1]
 
@@ -249,7 +250,7 @@ def test_a_dangling_link_is_not_followed_and_a_fifo_does_not_hang(tmp_path, quie
 
 
 def test_a_name_of_240_letters_works_and_one_that_cannot_be_written_is_found_before_the_work(tmp_path, quiet):
-    from parkattn.studio.generate import Request, generate_video
+    from parklab.studio.generate import Request, generate_video
 
     generate_video(Request(prompt=disturb.SENTENCES[0]), tmp_path / ("x" * 240 + ".mp4"))
     assert names(tmp_path) == ["x" * 240 + ".json", "x" * 240 + ".mp4"]

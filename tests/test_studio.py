@@ -13,17 +13,17 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
 from parkattn.attend import dense_attention
-from parkattn.metrics.budget import CLOSE_ENOUGH, solve_budget
-from parkattn.metrics.retrieval import attention_recall
 from parkattn.park import Park, ParkConfig
 from parkattn.planned import plan_key
-from parkattn.scene import clustered_scene
 from parkattn.site import CallSite
-from parkattn.store import Cell, Making, Store, sealed
-from parkattn.studio import ablation, checkpoints, compare, generate, video
-from parkattn.studio.gain import what_was_saved, why_no_gain
-from parkattn.studio.generate import Request
-from parkattn.studio.observe import Observer, measured, sampled_recall
+from parklab.metrics.budget import CLOSE_ENOUGH, solve_budget
+from parklab.metrics.retrieval import attention_recall
+from parklab.scene import clustered_scene
+from parklab.store import Cell, Making, Store, sealed
+from parklab.studio import ablation, checkpoints, compare, generate, video
+from parklab.studio.gain import what_was_saved, why_no_gain
+from parklab.studio.generate import Request
+from parklab.studio.observe import Observer, measured, sampled_recall
 
 CASE = compare.Case("", "a red circle moves right over blue waves", 0)
 SMALL = {"steps": 4, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0}
@@ -32,7 +32,7 @@ SMALL = {"steps": 4, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """An untrained pipeline of the shipped model's classes, as a folder."""
-    from parkattn.sprites.model import SpriteModelConfig, build_pipeline
+    from parklab.sprites.model import SpriteModelConfig, build_pipeline
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     shape = SpriteModelConfig(heads=2, head_dim=32, layers=2, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
@@ -294,7 +294,7 @@ def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
 def test_disturbed_steps_are_in_the_metrics_and_a_sentence_in_the_terminal(compared, model, tmp_path, monkeypatch, capsys):
     import shutil
 
-    from parkattn.studio import commands
+    from parklab.studio import commands
 
     out, _ = compared
     shutil.copytree(out, tmp_path / "out")

@@ -8,9 +8,9 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
 from fuzz_calls import ONE_LINE
-from parkattn import cli
-from parkattn.sprites.grammar import EXAMPLE
-from parkattn.studio import checkpoints, commands, compare
+from parklab import cli
+from parklab.sprites.grammar import EXAMPLE
+from parklab.studio import checkpoints, commands, compare
 
 CASES = {
     "a seed no generator takes": (["generate", EXAMPLE, "--seed", str(2**64)], "seed: expected", str(2**64)),
@@ -86,7 +86,7 @@ def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp
 
 
 def test_the_command_in_a_record_names_the_profile_that_was_meant(tmp_path):
-    from parkattn.studio.generate import Request, repeat_command
+    from parklab.studio.generate import Request, repeat_command
 
     def command(**asked) -> str:
         return repeat_command(Request(prompt="a cat", **asked), tmp_path / "a.mp4")

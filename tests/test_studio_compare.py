@@ -14,10 +14,10 @@ pytest.importorskip("PIL")
 
 import tiny_pipelines as tiny
 from parkattn import METHODS, cli
-from parkattn.sprites.grammar import EXAMPLE
-from parkattn.store import sealed
-from parkattn.studio import checkpoints, compare, video
-from parkattn.studio.generate import Request
+from parklab.sprites.grammar import EXAMPLE
+from parklab.store import sealed
+from parklab.studio import checkpoints, compare, video
+from parklab.studio.generate import Request
 from test_studio import asked, model  # noqa: F401 (a fixture)
 
 # numpy's complaint about schedulers of diffusers

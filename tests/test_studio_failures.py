@@ -17,12 +17,12 @@ from rich.console import Console
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
-from parkattn import cli
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
-from parkattn.sprites import CHECKPOINT
-from parkattn.store import Cell, Making, Store
-from parkattn.studio import checkpoints, commands, doctor, gain, generate, video
+from parklab import cli
+from parklab.sprites import CHECKPOINT
+from parklab.store import Cell, Making, Store
+from parklab.studio import checkpoints, commands, doctor, gain, generate, video
 
 MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 SENTENCE = "a red circle moves right over blue waves"

@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn.studio.lora import METADATA, add_lora, judge_lora  # noqa: E402
+from parklab.studio.lora import METADATA, add_lora, judge_lora  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = [

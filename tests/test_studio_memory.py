@@ -13,8 +13,8 @@ from rich.console import Console
 
 from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
-from parkattn.studio import memory
-from parkattn.studio.doctor import examine, shown_examination
+from parklab.studio import memory
+from parklab.studio.doctor import examine, shown_examination
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 AT_720P = {"frames": 81, "height": 720, "width": 1280}

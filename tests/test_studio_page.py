@@ -34,7 +34,7 @@ from comparison_pages import (
     until,
     write_page,
 )  # fmt: skip
-from parkattn.studio.page import SCRIPTS, render_page
+from parklab.studio.page import SCRIPTS, render_page
 
 BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
@@ -90,7 +90,7 @@ def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
 
 
 def test_no_part_of_the_page_is_long_and_a_number_that_json_lacks_is_left_out():
-    folder = Path(importlib.util.find_spec("parkattn.studio.page").origin).parent
+    folder = Path(importlib.util.find_spec("parklab.studio.page").origin).parent
     parts = {path.name: path.read_text().splitlines() for path in folder.iterdir() if path.suffix in (".js", ".css", ".html")}
     assert set(SCRIPTS) < set(parts) and max(len(lines) for lines in parts.values()) <= 400
     text = render_page({"cases": [{"density": float("nan")}]}, [{}])

@@ -8,7 +8,7 @@ import pytest
 
 Image = pytest.importorskip("PIL.Image")
 
-from parkattn.studio.picture import load_picture, picture_hash  # noqa: E402
+from parklab.studio.picture import load_picture, picture_hash  # noqa: E402
 
 
 @pytest.mark.parametrize("form", ["png", "jpg", "webp"])

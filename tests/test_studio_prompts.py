@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 import tiny_pipelines as tiny
-from parkattn.studio import prompts
-from parkattn.studio.generate import Request
-from parkattn.studio.prompts import Shard, generate_videos
+from parklab.studio import prompts
+from parklab.studio.generate import Request
+from parklab.studio.prompts import Shard, generate_videos
 
 PROMPTS = ["a cat", "a dog runs", "two ships\u2014at sea"]
 SMALL = {"steps": 2, "height": 32, "width": 32, "frames": 5, "text_tokens": 32, "guidance": 1.0}
@@ -58,7 +58,7 @@ def alone(model, tmp_path_factory):
 
 def test_two_processes_make_the_files_of_one(model, file, alone, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-c", "from parkattn.cli import main; main()", "generate", "--prompts", str(file), "--out", str(out)]
+    command = [sys.executable, "-c", "from parklab.cli import main; main()", "generate", "--prompts", str(file), "--out", str(out)]
     command += ["--model", str(model), "--device", "cpu", "--set", "query_clusters=2", "--set", "key_clusters=4"]
     command += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     workers = []
@@ -86,7 +86,7 @@ def test_the_index_lists_the_videos_in_the_order_of_the_file(alone):
 def test_an_item_is_the_video_of_its_prompt_alone(model, alone, tmp_path):
     from dataclasses import replace
 
-    from parkattn.studio.generate import generate_video
+    from parklab.studio.generate import generate_video
 
     generate_video(replace(asked(model), prompt=PROMPTS[1]), tmp_path / "one.mp4")
     assert (tmp_path / "one.mp4").read_bytes() == alone[1][prompts.video_name(PROMPTS[1])]
@@ -216,7 +216,7 @@ def test_names_are_readable_and_differ_where_prompts_differ():
 def test_the_command_wants_one_of_prompt_and_prompts(file, capsys):
     import typer.testing
 
-    from parkattn.cli import app
+    from parklab.cli import app
 
     runner = typer.testing.CliRunner()
     for words, said in (([], "neither"), (["a cat", "--prompts", str(file)], "both")):

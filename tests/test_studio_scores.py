@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from parkattn.metrics.fidelity import CAP, psnr_per_frame
-from parkattn.studio.scores import over_cases, variant_label, verdict, worst_frame
+from parklab.metrics.fidelity import CAP, psnr_per_frame
+from parklab.studio.scores import over_cases, variant_label, verdict, worst_frame
 
 
 def row(frames, wanted, **changes) -> dict:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parkattn.studio.steadiness import steadiness, timing_warning
+from parklab.studio.steadiness import steadiness, timing_warning
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
 

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
-from parkattn.studio import compare, generate, terminal
-from parkattn.studio.generate import LOADING, READING, StepReport
+from parklab.studio import compare, generate, terminal
+from parklab.studio.generate import LOADING, READING, StepReport
 from test_studio import asked, model  # noqa: F401 (a fixture)
 
 pytestmark = [

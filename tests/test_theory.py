@@ -13,7 +13,6 @@ import definitions
 import strategies
 from parkattn.attend import attend, gather, scatter
 from parkattn.cluster import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.metrics.retrieval import euclidean_objective, qrkc_objective, score_error
 from parkattn.plan import arrange
 from parkattn.retrieval import (
     ESTIMATORS,
@@ -25,6 +24,7 @@ from parkattn.retrieval import (
     query_centroid,
 )
 from parkattn.segments import segment_mean
+from parklab.metrics.retrieval import euclidean_objective, qrkc_objective, score_error
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 SHRINKING = [2.0**-n for n in range(4, 9)]

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parkattn.bench.frontier import interval, read_records
 from parkattn.cluster import Clustering, cluster_keys, kmeans
-from parkattn.experiments.captures import Captured, read_captures
 from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, arrange, cut_blocks
-from parkattn.record import append_records, environment
 from parkattn.retrieval import pama, score_spread, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
+from parklab.bench.frontier import interval, read_records
+from parklab.experiments.captures import Captured, read_captures
+from parklab.record import append_records, environment
 
 FORMAT = "parkattn.budgets.1"
 DENSITIES = (0.15, 0.3, 0.5)

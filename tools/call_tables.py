@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parkattn.bench.e2e import composed, phases_of_run
-from parkattn.experiments.catalogue import EXPERIMENTS
-from parkattn.experiments.reproduce import evaluation_for
-from parkattn.experiments.results import Gathered
-from parkattn.experiments.runner import Lab
-from parkattn.experiments.tables import Table, text_table, to_markdown
-from parkattn.experiments.times import sparse_call_ms
 from parkattn.methods import METHODS
 from parkattn.park import ParkConfig
+from parklab.bench.e2e import composed, phases_of_run
+from parklab.experiments.catalogue import EXPERIMENTS
+from parklab.experiments.reproduce import evaluation_for
+from parklab.experiments.results import Gathered
+from parklab.experiments.runner import Lab
+from parklab.experiments.tables import Table, text_table, to_markdown
+from parklab.experiments.times import sparse_call_ms
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)

@@ -58,7 +58,7 @@ def folders() -> bool:
     import hostile_folders as hostile
     import tiny_pipelines as tiny
     from fuzz_calls import ONE_LINE
-    from parkattn.studio import checkpoints
+    from parklab.studio import checkpoints
 
     def hangs(*_: object) -> None:
         raise TimeoutError

@@ -20,13 +20,13 @@ from parkattn.anchors import anchor_steps, log_signal_to_noise
 from parkattn.attend import dense_attention
 from parkattn.backend import attend_dense_and_rest, resolve_for
 from parkattn.cluster import cluster_keys, kmeans
-from parkattn.experiments.captures import Capture, Captured, Selection
-from parkattn.metrics.retrieval import score_error
 from parkattn.plan import Plan
 from parkattn.retrieval import ESTIMATORS
 from parkattn.reuse import History, Schedule
 from parkattn.site import CallSite
-from parkattn.sprites import CHECKPOINT, grammar
+from parklab.experiments.captures import Capture, Captured, Selection
+from parklab.metrics.retrieval import score_error
+from parklab.sprites import CHECKPOINT, grammar
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 LAYER, STEPS, STEP = 3, 16, 8  # a middle layer, at a middle step

@@ -19,7 +19,7 @@ WORKER = """
 import sys, time, torch
 torch.set_num_threads(2)
 from parkattn import ParkConfig, build_plan, park_attention
-from parkattn.scene import clustered_scene
+from parklab.scene import clustered_scene
 scene = clustered_scene(heads=4, grid=(8, 32, 32), dim=64)
 blocks = ParkConfig(query_clusters=16, key_clusters=64, top_p=None, top_k=0.5)
 calls = {"plan": lambda: build_plan(scene.q, scene.k, blocks)}

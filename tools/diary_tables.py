@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from parkattn.bench.frontier import interval, read_records
-from parkattn.studio.gain import model_size
-from parkattn.studio.memory import PARAMETERS, memory
+from parklab.bench.frontier import interval, read_records
+from parklab.studio.gain import model_size
+from parklab.studio.memory import PARAMETERS, memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 import budgets

@@ -13,11 +13,11 @@ import torch
 
 import parkattn
 from parkattn.backend import attend_planned, resolve_for
-from parkattn.bench.problems import Shape, mixture
-from parkattn.bench.timing import median_ms
 from parkattn.planned import make_plan
 from parkattn.site import CallSite
-from parkattn.sprites import CHECKPOINT
+from parklab.bench.problems import Shape, mixture
+from parklab.bench.timing import median_ms
+from parklab.sprites import CHECKPOINT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "methods"))
 VIDEOS = ((29, 224, 256), (81, 400, 576))

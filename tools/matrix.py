@@ -149,7 +149,7 @@ ATTEND = (
     "print(park_attention(q, q, q, ParkConfig(query_clusters=4, key_clusters=8{})).shape)"
 )
 LOAD = (
-    "import torch, parkattn; from diffusers import WanPipeline; from parkattn.sprites import CHECKPOINT; "
+    "import torch, parkattn; from diffusers import WanPipeline; from parklab.sprites import CHECKPOINT; "
     "pipe = WanPipeline.from_pretrained(CHECKPOINT); parkattn.enable(pipe, query_clusters=4, key_clusters=8); "
     f"video = pipe('{PROMPT}', height=96, width=160, num_frames=17, num_inference_steps=2, guidance_scale=1.0); "
     "print(video.frames[0].shape)"
@@ -159,11 +159,11 @@ ADAPT = LOAD.replace(
     "from peft import LoraConfig; pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=['to_q', 'to_v'])); parkattn.enable(",
 )
 TRACE = (
-    "import tilelang; from parkattn.kernels import importance_tilelang as i; "
+    "import tilelang; from parklab.bench import importance_tilelang as i; "
     "print(i.full_key_program(tilelang.language, 128, 1024, 'bfloat16', **i.TILES['full-k']))"
 )
 INTERPRETED = f"""TRITON_INTERPRET=1 python -c "{ATTEND.format(", dtype=torch.float16", ", backend='triton'")}" """
-SANITIZE = "from parkattn.bench.sanitize import compute_sanitizer; print(compute_sanitizer())"
+SANITIZE = "from parklab.bench.sanitize import compute_sanitizer; print(compute_sanitizer())"
 EXTRAS = {
     "": {"attention": f'python -c "{ATTEND.format("", "")}"', "commands": DOCTOR},
     "plots": {"pictures": "park scene --out $OUT/scene"},

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parkattn import METHODS, CallSite, PlannedMethod, make_method, methods
-from parkattn.bench.frontier import changed_since, read_records, tabulate
 from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig, PlannedConfig
+from parklab.bench.frontier import changed_since, read_records, tabulate
 
 if TYPE_CHECKING:
     from page_svg import Picture
@@ -51,7 +51,7 @@ A profile is the dial between speed and quality: `parkattn.enable(pipe, "fast")`
 """
 MEASURED = """## What they give
 
-PSNR against the video of dense attention, in the small model (`python -m parkattn.bench.frontier`,
+PSNR against the video of dense attention, in the small model (`python -m parklab.bench.frontier`,
 `benchmarks/results/frontier.jsonl`). A video of 720p has 75,600 tokens. "Attention computed" is that of the whole
 run, dense steps included; "gain" is the PSNR above `paper` on the same prompts. "Other settings" are those of the
 record where the profile has changed since.
@@ -189,7 +189,7 @@ def _run(entry: MethodEntry) -> str:
     if entry.name == "radial":  # its budget narrows bands instead of counting blocks
         budget = ", decay=0.5"
     return (
-        "```python\nfrom parkattn import CallSite, make_method\nfrom parkattn.scene import clustered_scene\n\n"
+        "```python\nfrom parkattn import CallSite, make_method\nfrom parklab.scene import clustered_scene\n\n"
         f'q, k, v, grid, _ = clustered_scene(grid=(4, 16, 16))\nmethod = make_method("{entry.name}")\n'
         "out, stats = method(q, k, v, CallSite(step=25, total_steps=50, grid=grid))\n"
         "print(stats.phase, stats.density.mean())\n```\n\n"

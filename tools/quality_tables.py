@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parkattn.bench.frontier import interval, read_records, tabulate
-from parkattn.experiments.calibration import MATCHED
-from parkattn.experiments.catalogue import EXPERIMENTS
-from parkattn.experiments.costs import compare_at_costs
-from parkattn.experiments.evaluation import FLOOR
-from parkattn.experiments.reproduce import evaluation_for
-from parkattn.experiments.results import Gathered, on_curve, psnr_findings_at_density
-from parkattn.experiments.runner import Lab
 from parkattn.methods import METHODS
+from parklab.bench.frontier import interval, read_records, tabulate
+from parklab.experiments.calibration import MATCHED
+from parklab.experiments.catalogue import EXPERIMENTS
+from parklab.experiments.costs import compare_at_costs
+from parklab.experiments.evaluation import FLOOR
+from parklab.experiments.reproduce import evaluation_for
+from parklab.experiments.results import Gathered, on_curve, psnr_findings_at_density
+from parklab.experiments.runner import Lab
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, markdown, time_columns

@@ -15,13 +15,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from parkattn.experiments.captures import Captured, read_captures
 from parkattn.files import write_atomically
 from parkattn.methods import make_method, method_entry
-from parkattn.metrics.budget import density_of_sparse_calls, solve_budget
 from parkattn.planned import PlannedMethod, make_plan
-from parkattn.record import environment
-from parkattn.studio.observe import sampled_recall
+from parklab.experiments.captures import Captured, read_captures
+from parklab.metrics.budget import density_of_sparse_calls, solve_budget
+from parklab.record import environment
+from parklab.studio.observe import sampled_recall
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/recall_by_rule.json"
 DENSITIES = (0.1, 0.25)

@@ -18,14 +18,14 @@ from typing import Any
 from parkattn.anchors import anchor_steps, log_signal_to_noise
 from parkattn.attend import dense_attention
 from parkattn.backend import ReferenceBackend
-from parkattn.experiments.captures import Selection, capture_calls
 from parkattn.methods import configured_method
 from parkattn.park import ParkConfig
 from parkattn.planned import make_plan
-from parkattn.record import environment
 from parkattn.residual import factor
-from parkattn.studio import checkpoints
-from parkattn.studio.generate import Request, fit_to_pipeline, prepare
+from parklab.experiments.captures import Selection, capture_calls
+from parklab.record import environment
+from parklab.studio import checkpoints
+from parklab.studio.generate import Request, fit_to_pipeline, prepare
 
 ASKED = {
     "prompt": "a blue cross moves down over purple bricks",

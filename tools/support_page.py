@@ -44,7 +44,7 @@ REFUSED = (
     ),
     (
         "torchvision of the index beside a CPU build of torch",
-        "does not load, and no text encoder of transformers with it: `parkattn[metrics]` wants both from one index",
+        "does not load, and no text encoder of transformers with it: `parklab[metrics]` wants both from one index",
     ),
     ("triton 3.6 with numpy >= 2.4", "the kernels run; only Triton's interpreter, which tests use, fails"),
 )

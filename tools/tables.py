@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from parkattn.bench.e2e import RUN_STEPS, phases_of_run
-from parkattn.bench.e2e_profile import anchored_run
-from parkattn.bench.frontier import read_records, tabulate
 from parkattn.files import write_atomically
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
-from parkattn.studio.gain import estimate
+from parklab.bench.e2e import RUN_STEPS, phases_of_run
+from parklab.bench.e2e_profile import anchored_run
+from parklab.bench.frontier import read_records, tabulate
+from parklab.studio.gain import estimate
 
 sys.path.insert(0, str(Path(__file__).parent))
 import call_tables

@@ -1,6 +1,6 @@
-"""Every method by name: PARK, what it is compared with, and what other packages bring along.
+"""Every method by name: dense attention, PARK and its ablations, and the methods of installed packages.
 
-A package offers methods by an entry point whose value is a `MethodEntry` or a sequence of them:
+A package offers methods by an entry point whose value is a `MethodEntry` or a sequence of them, as parklab does for its baselines:
 
     [project.entry-points."parkattn.methods"]
     mine = "my_package:ENTRY"
@@ -16,15 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from parkattn import park
-from parkattn.baselines import dense, radial, sol, sparge, sparsepr, sta, svg, svg2, svg_ear, svoo, xattention
+from parkattn import dense, park
 from parkattn.checks import expect_choice, expect_string, shown
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
-MODULES = (dense, park, sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, sol, sta, radial)
+MODULES = (dense, park)
 
 
 class MethodTable(UserDict[str, MethodEntry]):

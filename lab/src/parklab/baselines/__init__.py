@@ -1,0 +1,5 @@
+"""Methods that PARK is compared with: one file and one AttentionMethod each. They may use the verbs, never PARK itself."""
+
+from parklab.baselines import radial, sol, sparge, sparsepr, sta, svg, svg2, svg_ear, svoo, xattention
+
+ENTRIES = tuple(entry for module in (sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, sol, sta, radial) for entry in module.ENTRIES)

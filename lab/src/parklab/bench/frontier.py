@@ -1,0 +1,282 @@
+"""Quality against cost: PSNR to the dense video for settings of one or several methods, over prompts, sizes and guidance.
+
+python -m parklab.bench.frontier --out frontier.jsonl --size 81x400x576 --steps 50 --prompts 8 --guidance 1 --guidance 5 \\
+    --setting paper --setting quality --setting fast --setting "fast top_p=0.3 anchors=8"
+
+Cost is the attention computed over the whole run as a share of all-dense: dense steps and anchors count 1, a sparse call its
+density. An anchor whose dense and sparse outputs come out of two passes costs its plan's density more (cost_two_passes).
+One line per run is appended to --out; runs that are there already are not made again. Dense frames are kept beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import io
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from parkattn.engine.summary import Summary
+from parkattn.files import write_atomically
+from parkattn.hosts.diffusers import Session, transformers_of
+from parkattn.methods import configured_method, method_entry
+from parkattn.models import row_for
+from parkattn.park import ParkConfig
+from parkattn.planned import PlannedMethod
+from parklab.metrics.fidelity import Frames, psnr_per_frame
+from parklab.record import append_records, environment
+
+FORMAT = "parkattn.frontier.1"
+DENSE = "dense"
+TEXT_TOKENS = 32  # of the shipped model's sentences
+# two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """ "METHOD [PROFILE or preset] [field=value ...]"; a profile alone is PARK's."""
+
+    label: str
+    method: str
+    config: str | None
+    changes: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        words = text.split()
+        names = [word for word in words if "=" not in word]
+        changes = {name: _value(value) for name, value in (word.split("=", 1) for word in words if "=" in word)}
+        if not 1 <= len(names) <= 2:
+            raise ValueError(f"setting: expected METHOD or PROFILE and field=value pairs, got {text!r}; write 'fast top_p=0.3'.")
+        if names[0] in ParkConfig.PROFILES:
+            names.insert(0, "park")
+        method_entry(names[0])
+        return cls(text, names[0], names[1] if len(names) == 2 else None, changes)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One video that is to be made."""
+
+    prompt: str
+    frames: int
+    height: int
+    width: int
+    steps: int
+    guidance: float
+    seed: int
+
+    def key(self, **more: Any) -> str:
+        return hashlib.sha256(json.dumps({**dataclasses.asdict(self), **more}, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def measure_frontier(
+    pipe: Any,
+    prompts: Sequence[str],
+    settings: Iterable[str],
+    out: Path,
+    *,
+    sizes: Sequence[tuple[int, int, int]],
+    steps: int = 50,
+    guidances: Sequence[float] = (1.0, 5.0),
+    seeds: Sequence[int] = (0,),
+    model: str = "",
+) -> Iterator[dict[str, Any]]:
+    """One record per run, old ones of `out` included; sizes are (frames, height, width); model tells weights apart."""
+    asked = [Setting.parse(text) for text in settings]
+    known = {record["key"]: record for record in read_records(out)}
+    if out.exists() and not out.read_bytes().endswith(b"\n"):  # a line that a stop cut off must not swallow the next
+        with out.open("a", encoding="utf-8") as file:
+            file.write("\n")
+    facts = environment()
+    for size in sizes:
+        for guidance in guidances:
+            for seed in seeds:
+                for prompt in prompts:
+                    task = Task(prompt, *size, steps, guidance, seed)
+                    for setting in (Setting(DENSE, DENSE, None, {}), *asked):
+                        method = _method(pipe, setting)
+                        config = method.config.to_dict() if isinstance(method, PlannedMethod) else {}
+                        # of the largest weight: some models keep small ones in float32
+                        dtype = str(max(pipe.transformer.parameters(), key=torch.Tensor.numel).dtype).removeprefix("torch.")
+                        key = task.key(model=model, method=setting.method, config=config, dtype=dtype)
+                        frames_file = out.parent / f"{out.stem}.dense" / f"{task.key(model=model, dtype=dtype)}.npy"
+                        if key not in known or (setting.label == DENSE and not frames_file.exists()):
+                            made, found = _run(pipe, task, method)
+                            if setting.label == DENSE:
+                                frames_file.parent.mkdir(parents=True, exist_ok=True)
+                                _write_frames(frames_file, made)
+                            psnr = statistics.fmean(psnr_per_frame(made, np.load(frames_file, allow_pickle=False)))
+                            known[key] = {
+                                "format": FORMAT, "key": key, "model": model, "setting": setting.label, "method": setting.method,
+                                **dataclasses.asdict(task), "dtype": dtype, "psnr": psnr, **found, "config": config, "environment": facts,
+                            }  # fmt: skip
+                            append_records(out, [known[key]])
+                        yield {**known[key], "setting": setting.label}
+
+
+def costs(report: Summary) -> dict[str, Any]:
+    """Attention over the whole run as a share of all-dense, from every call's density."""
+    calls, density = report.calls, report.density
+    assert density is not None
+    whole, anchors = sum(calls.values()), calls.get("anchor", 0)
+    sparse = whole - calls["dense"] - anchors
+    density_sparse = (density * whole - calls["dense"] - anchors) / sparse if sparse else 1.0
+    return {
+        "cost": density,
+        "cost_two_passes": density + (anchors / whole * density_sparse if anchors else 0.0),
+        "density_sparse": density_sparse,
+        "steps_by_phase": report.steps,
+        "attention_seconds": report.attention_seconds,
+        "state_bytes": report.peak_state_bytes,
+    }
+
+
+def tabulate(records: Iterable[Mapping[str, Any]], baseline: str = "paper") -> list[dict[str, Any]]:
+    """Mean over prompts and seeds, with half the 95 % interval of PSNR; gain and relative cost on the baseline's own prompts."""
+    groups: dict[tuple[Any, ...], dict[tuple[str, int], Mapping[str, Any]]] = {}
+    for record in records:
+        place = tuple(record[name] for name in ("frames", "height", "width", "steps", "guidance", "setting"))
+        groups.setdefault(place, {})[record["prompt"], record["seed"]] = record
+    rows = []
+    for place, found in groups.items():
+        if place[-1] == DENSE:
+            continue
+        base = groups.get((*place[:-1], baseline), {})
+        shared = [(record, base[which]) for which, record in found.items() if which in base]
+        psnr, cost = [r["psnr"] for r in found.values()], [r["cost"] for r in found.values()]
+        rows.append({
+            "size": "x".join(map(str, place[:3])), "steps": place[3], "guidance": place[4], "setting": place[5], "runs": len(psnr),
+            "cost": statistics.fmean(cost), "cost_two_passes": statistics.fmean(r["cost_two_passes"] for r in found.values()),
+            "psnr": statistics.fmean(psnr), "psnr_interval": interval(psnr), "worst_psnr": min(psnr),
+            "gain_db": statistics.fmean(r["psnr"] - b["psnr"] for r, b in shared) if shared else None,
+            "relative_cost": statistics.fmean(r["cost"] / b["cost"] for r, b in shared) if shared else None,
+            "seconds": statistics.fmean(r["seconds"] for r in found.values()),
+            "config": list(found.values())[-1].get("config", {}),
+        })  # fmt: skip
+    return rows
+
+
+def changed_since(recorded: Mapping[str, Any], profile: str) -> dict[str, Any]:
+    """Of the fields that profiles set, those with another value in the config of a record than the profile has now."""
+    now, default = ParkConfig.profile(profile).to_dict(), ParkConfig().to_dict()  # a field that is younger was at its default
+    fields = sorted({field for changes in ParkConfig.PROFILES.values() for field in changes})
+    then = {field: recorded.get(field, default[field]) for field in fields}
+    return {field: value for field, value in then.items() if value != now[field]}
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean."""
+    if len(values) < 2:
+        return None
+    t = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.04 if len(values) <= 30 else 1.96
+    return t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def to_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    head = f"{'size':>12} {'steps':>5} {'guid.':>5} {'runs':>4} {'cost':>6} {'2 pass':>6} {'PSNR':>6} {'+-':>5} {'worst':>6} {'gain':>6} {'x cost':>6}  setting"
+    lines = [head]
+    for row in rows:
+        numbers = (row[name] for name in ("psnr_interval", "worst_psnr", "gain_db", "relative_cost"))
+        spread, worst, gain, share = ("" if value is None else f"{value:.2f}" for value in numbers)
+        lines.append(
+            f"{row['size']:>12} {row['steps']:5} {row['guidance']:5g} {row['runs']:4} {row['cost']:6.3f} {row['cost_two_passes']:6.3f} "
+            f"{row['psnr']:6.2f} {spread:>5} {worst:>6} {gain:>6} {share:>6}  {row['setting']}"
+        )
+    return "\n".join(lines)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of our format; the last one may have been cut off by a stop."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("format") == FORMAT:
+            found.append(record)
+    return found
+
+
+def _run(pipe: Any, task: Task, method: Any) -> tuple[Frames, dict[str, Any]]:
+    accepted = inspect.signature(pipe.__call__).parameters
+    more = {"max_sequence_length": TEXT_TOKENS} if "max_sequence_length" in accepted else {}
+    begin = time.perf_counter()
+    with Session(pipe, method) as session:
+        frames = pipe(
+            task.prompt, height=task.height, width=task.width, num_frames=task.frames, num_inference_steps=task.steps,
+            guidance_scale=task.guidance, generator=torch.Generator("cpu").manual_seed(task.seed), output_type="np", **more,
+        ).frames[0]  # fmt: skip
+        found = costs(session.summary())
+    return np.round(np.clip(frames, 0, 1) * 255).astype(np.uint8), {"seconds": time.perf_counter() - begin, **found}
+
+
+def _method(pipe: Any, setting: Setting) -> Any:
+    model = row_for(next(iter(transformers_of(pipe).values()))).preset
+    return configured_method(setting.method, setting.config, model=model, **setting.changes)
+
+
+def _write_frames(path: Path, frames: Frames) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, frames, allow_pickle=False)
+    write_atomically(path, buffer.getvalue())
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON lines, continued where they are.")],
+    setting: Annotated[list[str], typer.Option(help="METHOD or PROFILE and field=value pairs.")],
+    size: Annotated[list[str], typer.Option(help="FRAMESxHEIGHTxWIDTH")],
+    model: Annotated[Path | None, typer.Option(help="A diffusers folder; the shipped model where left out.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out sentences of the shipped model.")] = 8,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompts instead.")] = None,
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    guidance: Annotated[list[float] | None, typer.Option(help="1 and 5 where left out.")] = None,
+    seed: Annotated[list[int] | None, typer.Option()] = None,
+    device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Measure, keep every run, print the table."""
+    import diffusers
+
+    from parklab.sprites import CHECKPOINT, grammar
+
+    folder = model or CHECKPOINT
+    kind = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    parts: Any = {"default": kind, "vae": torch.float32}
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(folder), torch_dtype=parts, use_safetensors=True, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    sentences = prompt or [scene.sentence for scene in grammar.held_out_scenes(prompts)]
+    sizes = [(int(f), int(h), int(w)) for f, h, w in (text.split("x") for text in size)]
+    records = []
+    for record in measure_frontier(
+        pipe.to(device), sentences, setting, out, sizes=sizes, steps=steps, guidances=guidance or (1.0, 5.0), seeds=seed or (0,),
+        model="" if model is None else str(folder),
+    ):  # fmt: skip
+        records.append(record)
+        typer.echo(
+            f"{record['setting']}: cost {record['cost']:.3f}, {record['psnr']:.2f} dB, {record['seconds']:.0f} s: {record['prompt']}"
+        )
+    typer.echo(to_text(tabulate(records)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

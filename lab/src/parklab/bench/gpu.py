@@ -1,0 +1,125 @@
+"""Everything that wants a GPU, in one command of at most ten minutes: gates first, then figures.
+
+    park bench gpu --out DIR                                  (or python -m parklab.bench.gpu --out DIR)
+    TRITON_INTERPRET=1 park bench gpu --out DIR --rehearse    the same code at tiny sizes on the CPU, before a GPU is spent
+
+Every section is a process of its own with a time limit: a hang or a CUDA error costs that section alone. One JSON line per
+result goes to DIR/gpu.jsonl as soon as it is there. `park bench sanitize` looks for races and stray accesses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parklab.bench import attend, dense, flashinfer, kmeans, layer, methods, official, pama, qrkc, sanitize, scaling
+from parklab.bench.timing import bench_device, gpu_environment, roofline
+from parklab.record import append_records
+
+SECTIONS = {  # seconds; the gates come first and include compilation
+    "gate-pama": 200,
+    "gate-kmeans": 50,
+    "gate-qrkc": 30,
+    "gate-attend": 80,
+    "gate-layer": 80,
+    "gate-large": 60,
+    "gate-large-retrieval": 50,
+    "gate-large-pama": 50,
+    "gate-flashinfer": 300,
+    "pama": 90,
+    "kmeans": 50,
+    "qrkc": 30,
+    "attend": 200,
+    "layer": 60,
+    "scaling": 60,
+    "flashinfer": 60,
+    "gate-dense": 80,
+    "gate-methods": 90,
+    "dense": 60,
+    "methods": 180,
+}
+GATES = {"gate-pama": pama.gate, "gate-kmeans": kmeans.gate, "gate-qrkc": qrkc.gate, "gate-attend": attend.gate}
+GATES |= {"gate-layer": layer.gate, "gate-large": attend.gate_large, "gate-large-retrieval": kmeans.gate_large}
+GATES |= {"gate-large-pama": pama.gate_large, "gate-flashinfer": flashinfer.gate}
+MEASURES = {"pama": pama.measure, "kmeans": kmeans.measure, "qrkc": qrkc.measure, "attend": attend.measure, "layer": layer.measure}
+MEASURES |= {"scaling": scaling.measure, "flashinfer": flashinfer.measure, "dense": dense.measure, "methods": methods.measure}
+MEASURES |= {"official": official.measure}
+GATES |= {"gate-dense": dense.gate, "gate-methods": methods.gate, "gate-official": official.gate}
+
+
+def run_all(out: Path, *, only: list[str] | None = None, budget_s: float = 570, rehearse: bool = False) -> dict[str, str]:
+    """Section -> "passed", "failed" or "out of time"; the records are in out/gpu.jsonl."""
+    has_flashinfer = flashinfer.installed(bench_device())
+    sections = only or [name for name in SECTIONS if "flashinfer" not in name or has_flashinfer]
+    out.mkdir(parents=True, exist_ok=True)
+    began, outcome = time.monotonic(), {}
+    for name in sections:
+        left = budget_s - (time.monotonic() - began)
+        if left < 5:
+            outcome[name] = "out of time"
+            continue
+        command = [sys.executable, "-m", "parklab.bench.gpu", "--out", str(out), "--section", name, *(["--rehearse"] if rehearse else [])]
+        try:
+            limit = left if rehearse else min(SECTIONS[name], left)
+            done = subprocess.run(command, timeout=limit, stderr=subprocess.PIPE, text=True)
+            outcome[name] = "passed" if done.returncode == 0 else "failed"
+            if done.returncode:
+                append_records(out / "gpu.jsonl", [{"section": name, "ok": False, "stderr": done.stderr[-1500:]}])
+        except subprocess.TimeoutExpired:
+            outcome[name] = "out of time"
+        sys.stdout.write(f"{name}: {outcome[name]} after {time.monotonic() - began:.0f} s in all\n")
+        sys.stdout.flush()
+    append_records(
+        out / "gpu.jsonl", [{"sections": outcome, "seconds": round(time.monotonic() - began, 1), "environment": gpu_environment()}]
+    )
+    return outcome
+
+
+def run_section(name: str, out: Path, *, rehearse: bool = False) -> bool:
+    """Whether every gate of the section held."""
+    device, facts, passed = bench_device(), gpu_environment(), True
+    torch.manual_seed(0)
+    for record in _records(name, device, rehearse):
+        passed &= record.get("ok", True)
+        append_records(out / "gpu.jsonl", [{"section": name, "rehearsal": rehearse, **record, "environment": facts}])
+        sys.stdout.write(json.dumps(record, default=str) + "\n")
+        sys.stdout.flush()
+    return passed
+
+
+def _records(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[str, Any]]:
+    if name in sanitize.SECTIONS:
+        yield from sanitize.checks(name, device)
+    elif name in GATES:
+        yield from GATES[name](device, rehearse=rehearse)
+    else:
+        peak = roofline(device)
+        yield {"benchmark": "roofline", **peak}
+        yield from MEASURES[name](device, peak, repeats=1 if rehearse else 7, rehearse=rehearse)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m parklab.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--section", choices=[*SECTIONS, *sanitize.SECTIONS], help="this one only, in this process")
+    parser.add_argument("--budget", type=float, default=570, help="seconds for all sections")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
+    options = parser.parse_args()
+    if options.section:
+        sys.exit(not run_section(options.section, options.out, rehearse=options.rehearse))
+    outcome = run_all(options.out, budget_s=options.budget, rehearse=options.rehearse)
+    sys.exit(any(result != "passed" for result in outcome.values()))
+
+
+if __name__ == "__main__":
+    main()

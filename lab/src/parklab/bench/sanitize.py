@@ -1,0 +1,249 @@
+"""Every kernel at small sizes under the tools that look for stray accesses, misused barriers and races.
+
+    pip install 'parklab[sanitize]' && park bench sanitize --record FILE
+
+compute-sanitizer watches all kernels: memcheck, synccheck, racecheck. racecheck sees what warps hand to each other through shared
+memory, not what TMA copies and asynchronous products do there (a missing wait for a copy goes unreported): the two kernels that
+use these are given to ConSan as well, Triton's own sanitizer, which knows them and mbarriers. ConSan in turn does not see the
+hardware barriers of `kernels/barriers.py` and is given copies that use mbarriers there. That each sees a race where there is one is
+checked on copies of the PAMA kernel that lack a barrier, or a wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from parklab.bench import attend, kmeans, pama, qrkc
+from parklab.bench.problems import Case, Shape
+from parklab.bench.timing import gpu_environment
+
+SECTIONS = ("sanitize", "race-control", "consan-pama", "consan-attend", "consan-compensated", "consan-control")
+ALL_RAN = "all checks ran"  # what a watched process says last
+OLDEST = (2026, 3)
+WARP_SPECIALISED = "kns=hopper"  # both have it in their names
+Changes = dict[str, tuple[str, int]]  # text -> what stands there instead, how often it does
+PAMA, ATTENTION = "parkattn.kernels.importance_hopper", "parkattn.kernels.attend_gluon"
+FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ("", 1)}
+FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ("", 1)}
+# what ConSan sees: mbarriers instead of hardware barriers; and its checks need more registers than the warp that copies is left with
+FOR_CONSAN: dict[str, Changes] = {
+    PAMA: {
+        "[240, 24]": ("[168, 168]", 1),
+        "    bars = (q_full, q_empty, c_full, c_empty)\n": (
+            "    met = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())\n"
+            "    for i in gl.static_range(4):\n"
+            "        mbarrier.init(met.index(i), count=1)\n"
+            "    bars = (q_full, q_empty, c_full, c_empty, met)\n",
+            1,
+        ),
+        "q_full, q_empty, c_full, c_empty = bars\n": ("q_full, q_empty, c_full, c_empty, met = bars\n", 2),
+        '        barrier_sync("8")\n': (
+            "        thread_barrier()\n"
+            "        mbarrier.arrive(met.index(W * 2 + (t & 1)), count=1)\n"
+            "        mbarrier.wait(met.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)\n",
+            1,
+        ),
+    },
+    ATTENTION: {
+        "exchange = (x_acc, x_rows)\n": ("exchange = (x_acc, x_rows, _barriers(1, 1), _barriers(1, 1))\n", 1),
+        "x_acc, x_rows = exchange\n": ("x_acc, x_rows, free, written = exchange\n    shared_tiles = 0\n", 1),
+        "barrier_arrive(FREE)\n": ("mbarrier.arrive(free.index(0), count=1)\n", 1),
+        "barrier_sync(FREE)\n": ("mbarrier.wait(free.index(0), shared_tiles & 1)\n", 1),
+        "barrier_arrive(WRITTEN)\n": ("mbarrier.arrive(written.index(0), count=1)\n", 1),
+        "barrier_sync(WRITTEN)\n": ("mbarrier.wait(written.index(0), shared_tiles & 1)\n", 1),
+        "            if shared:  # not before": (
+            "            shared_tiles += gl.where(shared, 1, 0)\n            if shared:  # not before",
+            1,
+        ),
+    },
+}
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) error")
+ASSERTION = re.compile(r"Assertion `(.*?)` failed")
+PLACE = re.compile(r"(?:access at|at) (\w+)\+0x\w+ in (\w+\.py:\d+)")
+# rounds run beside each other: each on a core of its own
+CONSAN = {"TRITON_INSTRUMENTATION_MODE": "consan", "OMP_NUM_THREADS": "1"}
+COMPUTE_SANITIZER = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of one tool. finds: what it has to print about a kernel that was broken for it."""
+
+    section: str = "sanitize"
+    options: tuple[str, ...] = ()  # of compute-sanitizer
+    variables: dict[str, str] = field(default_factory=dict)
+    finds: str = ""
+
+
+def _watch(tool: str, *options: str, section: str = "sanitize", finds: str = "") -> Round:
+    return Round(section, ("--tool", tool, *options), COMPUTE_SANITIZER, finds)
+
+
+ROUNDS = {
+    "memcheck": _watch("memcheck"),
+    "synccheck": _watch("synccheck"),
+    "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
+    "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
+    "racecheck, PAMA without a meeting": _watch(
+        "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control", finds=r"Race reported between .* in importance_hopper\.py"
+    ),
+    "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
+    "ConSan, attention": Round("consan-attend", variables=CONSAN),
+    "ConSan, compensated attention": Round("consan-compensated", variables=CONSAN),
+    "ConSan, PAMA without a wait": Round(
+        "consan-control",
+        variables=CONSAN,
+        finds="Assertion `(Buffer being accessed has outstanding writes|Accessing buffer with pending access)",
+    ),
+}
+
+
+def checks(section: str, device: torch.device) -> Iterator[Case]:
+    """In the process that a tool watches: gates, so that what was watched is also right."""
+    if section == "race-control":
+        exchange(PAMA, FORGET_THE_BARRIER)
+    elif section.startswith("consan"):
+        _prepare_for_consan(forget_a_wait=section == "consan-control")
+    # PyTorch's own fused attention reads past the end of a mask: the definitions must not use it under a sanitizer
+    with sdpa_kernel(SDPBackend.MATH):
+        if section == "sanitize":
+            for gate in (pama.gate, kmeans.gate, qrkc.gate, attend.gate):
+                yield from gate(device, rehearse=True)
+        elif section in ("consan-attend", "consan-compensated"):
+            # one head dim and dtype: ConSan takes minutes to compile a kernel
+            stand_ins = section == "consan-compensated"
+            dtype = torch.float16 if stand_ins else torch.bfloat16
+            yield from attend.gate(device, rehearse=True, kernels=["gluon"], compensated=(stand_ins,), dims=(64,), dtypes=(dtype,))
+        else:
+            # several tiles per block, and two chunks of keys: with more of them ConSan takes minutes to compile
+            yield from pama.gate(device, rehearse=True, shapes=[(Shape(2, 600, 3, 200, 128), torch.bfloat16)], only="Full-K")
+    sys.stdout.write(f"{ALL_RAN}\n")
+
+
+def compute_sanitizer() -> tuple[str, str]:
+    """The program and its version: of the installed package, which may be newer than the CUDA toolkit's, else on the PATH."""
+    package = importlib.util.find_spec("nvidia")
+    installed = (Path(folder, "cu13", "bin", "compute-sanitizer") for folder in (package and package.submodule_search_locations) or ())
+    program = next((str(path) for path in installed if os.access(path, os.X_OK)), None) or shutil.which("compute-sanitizer")
+    advice = "pip install 'parklab[sanitize]'"
+    if program is None:
+        raise ValueError(f"park bench sanitize: expected compute-sanitizer, got none on the PATH; {advice}.")
+    try:
+        printed = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    except OSError as failure:
+        raise ValueError(f"park bench sanitize: expected compute-sanitizer to run, got {failure}; {advice}.") from failure
+    version = re.search(r"Version (\d+)\.(\d+)\S*", printed)
+    if version is None or (int(version[1]), int(version[2])) < OLDEST:
+        # 2025.3 reports how Triton starts the partitions of any warp-specialised kernel
+        raise ValueError(
+            f"park bench sanitize: expected compute-sanitizer {OLDEST[0]}.{OLDEST[1]} or newer, whose racecheck follows warp-specialised "
+            f"kernels, got {version[0] if version else 'no version'} from {Path(program).name}; {advice}."
+        )
+    return program, version[0].removeprefix("Version ")
+
+
+def run_rounds(only: list[str] | None = None, limit_s: float = 600) -> Iterator[dict[str, Any]]:
+    """A record per tool. All run at once, since nothing is timed."""
+    program, version = compute_sanitizer()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = {name: Path(folder, f"{i}.log") for i, name in enumerate(only or ROUNDS)}
+        started = {name: _start(ROUNDS[name], log, program) for name, log in logs.items()}
+        try:
+            facts, ends = gpu_environment(), time.monotonic() + limit_s
+            for name, process in started.items():
+                late = ""
+                try:
+                    process.wait(max(0.0, ends - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    _end(process)
+                    late = "out of time"
+                printed = logs[name].read_text(encoding="utf-8", errors="replace") + late
+                watcher = {"compute_sanitizer": version} if ROUNDS[name].options else {}
+                yield {"benchmark": "sanitize", **judge(name, printed), **watcher, "environment": facts}
+        finally:
+            for process in started.values():
+                _end(process)
+
+
+def judge(name: str, printed: str) -> dict[str, Any]:
+    """What a tool found, from what it printed."""
+    wanted, summary, found = ROUNDS[name], SUMMARY.search(printed), sorted(set(ASSERTION.findall(printed)))
+    failed, passed = (printed.count(f'"ok": {word}') for word in ("false", "true"))
+    errors: int | None = len(found)  # ConSan stops the program at the first thing it finds, and says so in every thread
+    if wanted.options:
+        errors = int(summary[1]) if summary else None
+    # compute-sanitizer's own status hides the program's, and its summary comes also after a program that died
+    finished = errors is not None and "out of time" not in printed and ALL_RAN in printed
+    ok = finished and passed > 0 and failed == 0 and errors == 0
+    if wanted.finds:
+        finished = ok = re.search(wanted.finds, printed) is not None
+    places = sorted({f"{kernel} {place}" for kernel, place in PLACE.findall(printed)})
+    last = "" if finished else printed[-1500:]
+    return {"tool": name, "ok": ok, "errors": errors, "must_find": "something" if wanted.finds else "nothing", "checks_passed": passed, "checks_failed": failed,
+            "found": found or places, **({"stopped": last} if last else {})}  # fmt: skip
+
+
+def _start(wanted: Round, log: Path, program: str) -> subprocess.Popen[bytes]:
+    out = log.with_suffix("")
+    command = [sys.executable, "-m", "parklab.bench.gpu", "--out", str(out), "--section", wanted.section]
+    if wanted.options:
+        command = [program, "--error-exitcode", "99", *wanted.options, *command]
+    variables = {**os.environ, **wanted.variables, "TRITON_CACHE_DIR": str(out / "cache"), "TRITON_INTERPRET": "0"}
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With what it started: a sanitizer is the parent of the program it watches."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _prepare_for_consan(*, forget_a_wait: bool) -> None:
+    """Kernels of this process as ConSan can watch them. forget_a_wait: and PAMA reads centroids that may not have arrived."""
+    importlib.import_module("parkattn.kernels").keep_scratch_in_torch()
+    exchange(PAMA, FOR_CONSAN[PAMA] | (FORGET_A_WAIT if forget_a_wait else {}))
+    exchange(ATTENTION, FOR_CONSAN[ATTENTION])
+    tiles = importlib.import_module("parkattn.kernels.tiles_attend")
+    sys.modules[ATTENTION].gluon_tile = lambda d: tiles.GluonTile(producer_registers=168)  # type: ignore[attr-defined]
+    # the fewest slots there are: each takes a quarter of a minute to compile
+    tiles_of_pama: Any = importlib.import_module("parkattn.kernels.tiles_retrieval")
+    tiles_of_pama.full_key_tile = lambda *_: {"GLUON": True, "stages": 2}
+
+
+def exchange(name: str, changes: Changes) -> None:
+    """Puts a changed copy in the place of a module of this process."""
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).read_text(encoding="utf-8")
+    for old, (new, times) in changes.items():
+        if source.count(old) != times:
+            raise RuntimeError(
+                f"{name}: expected {old.strip()!r} {times} times, got it {source.count(old)} times; bring the change into line with the kernel."
+            )
+        source = source.replace(old, new)
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # Triton reads a kernel's source when it compiles it
+    copy = Path(folder, Path(found.origin).name)
+    copy.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, copy)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)

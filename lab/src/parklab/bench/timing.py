@@ -1,0 +1,142 @@
+"""How GPU figures are taken: medians of CUDA events, extra memory, the roofline of the same run, and the facts beside them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any
+
+import torch
+
+from parklab.record import environment
+
+Call = Callable[[], object]
+SETTLING_S = 0.5
+
+
+def bench_device() -> torch.device:
+    """The GPU, or the CPU where the interpreter stands in for one (to rehearse a benchmark, not to time it)."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("park bench: expected a CUDA GPU, got none; use 'park bench cpu', or TRITON_INTERPRET=1 with --rehearse.")
+    return torch.device("cuda")
+
+
+def median_ms(call: Call, repeats: int = 7) -> float:
+    call()
+    return median(_each_ms(call, repeats))
+
+
+def least_ms(call: Call, repeats: int = 5) -> float:
+    """For a CPU, where other work on the machine only adds."""
+    call()
+    return min(_each_ms(call, repeats))
+
+
+def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
+    """Each call repeated by itself until the card has settled: at its power limit a call takes 10 % longer after a hot kernel
+    than after a light one, so calls that take turns would be charged for their neighbours."""
+    found = {}
+    for name, call in calls.items():
+        done, began = 0, time.monotonic()
+        while torch.cuda.is_available() and (done < 3 or time.monotonic() - began < SETTLING_S):
+            call()
+            torch.cuda.synchronize()
+            done += 1
+        # short calls are repeated more often, over as long a time
+        found[name] = median(_each_ms(call, max(repeats, min(done, 100))))
+    return found
+
+
+def extra_mb(call: Call) -> float:
+    """Most memory in use during the call beyond what was in use before it."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """What this card reaches now: TFLOP/s of a square matrix product, GB/s of a copy."""
+    side = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    many = torch.empty(side * side * (8 if device.type == "cuda" else 1), device=device, dtype=dtype)
+    other = torch.empty_like(many)
+    product, copy = median_ms(lambda: a @ b), median_ms(lambda: other.copy_(many))
+    return {"tflops": 2 * side**3 / product / 1e9, "gbytes_per_s": 2 * many.nbytes / copy / 1e6}
+
+
+def gpu_environment() -> dict[str, Any]:
+    peers = {name: installed(name) for name in ("tilelang", "flash-kmeans", "fa3-fwd", "flashinfer-python", "torchao")}
+    return environment() | {"triton": installed("triton"), "driver": _driver(), **{name: found for name, found in peers.items() if found}}
+
+
+def free_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _each_ms(call: Call, repeats: int) -> list[float]:
+    """Calls follow each other without waiting, as in a model: launches are hidden behind the work of the call before."""
+    if not torch.cuda.is_available():
+        found = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - begin) * 1e3)
+        return found
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, stop in events:
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return [float(start.elapsed_time(stop)) for start, stop in events]
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return asked.stdout.split("\n")[0].strip() or None
+
+
+@dataclass(frozen=True)
+class Watched:
+    seconds: float
+    peak_gb: float | None  # None where there is no GPU
+    finite: bool
+
+
+def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    out = call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None
+    return Watched(seconds, peak, bool(out.isfinite().all()))

@@ -1,0 +1,113 @@
+"""What PARK does, on one page: every ablation on the built-in scene, a picture, and a JSON record."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parkattn.attend import dense_attention
+from parkattn.files import write_atomically
+from parkattn.park import ParkConfig, build_plan, park_attention
+from parkattn.retrieval import ESTIMATORS, exact, kept_mass, select_top_k
+from parklab.extras import pyplot
+from parklab.metrics.retrieval import recall_summary
+from parklab.record import environment
+from parklab.scene import Scene, clustered_scene
+
+CONFIG = ParkConfig(query_clusters=16, key_clusters=64, top_p=0.9)  # blocks of about the paper's 590 queries and 148 keys
+VARIANTS: dict[str, dict[str, str]] = {
+    "park": {},
+    "park-no-qrkc": {"key_metric": "euclidean"},
+    "park-no-pama": {"importance": "query-centroid"},
+    "centroid": {"key_metric": "euclidean", "importance": "query-centroid"},
+}
+METHOD_ORDER = ("dense", *VARIANTS)
+BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+
+
+@dataclass(frozen=True)
+class SceneResult:
+    method: str
+    density: float
+    recall: dict[str, float]
+    error: float  # |out - dense| / |dense|
+    plan_ms: float
+    attention_ms: float
+    recall_at_budget: dict[str, float]  # top-k ratio -> mean recall
+    mask: Tensor | None  # [qb kb] of the first head
+
+
+def scene_for(seed: int) -> Scene:
+    return clustered_scene(seed=seed)
+
+
+def run_method(method: str, scene: Scene) -> SceneResult:
+    q, k, v = scene.q, scene.k, scene.v
+    begin = time.perf_counter()
+    reference = dense_attention(q, k, v)
+    dense_ms = (time.perf_counter() - begin) * 1e3
+    if method == "dense":
+        return SceneResult("dense", 1.0, {"mean": 1.0, "p05": 1.0, "worst": 1.0}, 0.0, 0.0, dense_ms, {}, None)
+    config = CONFIG.replace(**VARIANTS[method])
+    begin = time.perf_counter()
+    plan = build_plan(q, k, config)
+    planned = time.perf_counter()
+    out = park_attention(q, k, v, config, plan=plan)
+    done = time.perf_counter()
+    truth, estimate = (
+        importance(q, k, plan.queries.labels, plan.query_clusters, plan.keys.labels, plan.key_clusters)
+        for importance in (exact, ESTIMATORS[config.importance])
+    )
+    # recall is the exact importance that a mask keeps, so one pass over all scores serves every budget
+    masks = {str(ratio): select_top_k(estimate, ratio, sizes=plan.keys.sizes) for ratio in BUDGETS}
+    budgets = {ratio: kept_mass(truth, mask, plan.queries.sizes).mean().item() for ratio, mask in masks.items()}
+    return SceneResult(
+        method,
+        plan.density().mean().item(),
+        recall_summary(kept_mass(truth, plan.mask, plan.queries.sizes)),
+        ((out - reference).norm() / reference.norm()).item(),
+        (planned - begin) * 1e3,
+        (done - planned) * 1e3,
+        budgets,
+        plan.mask[0, 0],
+    )
+
+
+def save_report(results: list[SceneResult], scene: Scene, out: Path) -> list[Path]:
+    """result.json and scene.png in `out`."""
+    rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
+    record = {"config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment()}
+    picture = _picture(results, scene)
+    write_atomically(out / "result.json", json.dumps(record, indent=1).encode())
+    write_atomically(out / "scene.png", picture)
+    return [out / "result.json", out / "scene.png"]
+
+
+def _picture(results: list[SceneResult], scene: Scene) -> bytes:
+    plt = pyplot("pictures")
+    by_name = {r.method: r for r in results}
+    figure, (film, blocks, curve) = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
+    frames, height, width = scene.grid
+    shown = [0, frames // 2, frames - 1]
+    film.imshow(torch.cat([scene.objects.view(frames, height, width)[f] for f in shown], 1).numpy(), cmap="tab20", interpolation="nearest")
+    film.set(title="the scene: first, middle and last frame", xticks=[], yticks=[])
+    park = by_name["park"]
+    assert park.mask is not None
+    blocks.imshow(park.mask.float().numpy(), cmap="Purples", interpolation="nearest", aspect="auto")
+    blocks.set(title=f"blocks PARK computes (head 0), density {park.density:.0%}", xlabel="key block", ylabel="query block")
+    for name in VARIANTS:
+        points = by_name[name].recall_at_budget
+        curve.plot([float(r) for r in points], list(points.values()), marker="o", markersize=3, label=name)
+    curve.set(title="attention recall at a fixed share of key blocks", xlabel="share of key blocks", ylabel="recall")
+    curve.legend(frameon=False)
+    data = io.BytesIO()
+    figure.savefig(data, dpi=110, format="png")
+    plt.close(figure)
+    return data.getvalue()

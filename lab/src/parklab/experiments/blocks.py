@@ -1,0 +1,37 @@
+"""Numbers of blocks that retrieval is measured with: those that are asked for, or those of the model that attends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parkattn.models import MODELS
+from parkattn.park import ParkConfig
+from parklab.experiments.captures import MODEL, read_about
+from parklab.studio.model_folder import judge_index
+
+COUNTS = {"query_clusters", "key_clusters"}
+
+
+def preset_in(folder: Path) -> str | None:
+    """The preset of the model in a diffusers folder, by its transformer's class."""
+    row = MODELS.get(judge_index(folder)["transformer"][1])
+    return None if row is None else row.preset
+
+
+def preset_of_capture(path: Path, changes: Mapping[str, Any]) -> str | None:
+    """As the capture says it; None where numbers of blocks are asked for and nothing else depends on it."""
+    named: str | None = read_about(path).get(MODEL)
+    if named is None and not changes.keys() >= COUNTS:
+        wanted = f"model: expected the model of {path.name}, which does not say it, got none"
+        raise ValueError(f"{wanted}; pass --model FOLDER, or --set query_clusters=N --set key_clusters=N.")
+    return named
+
+
+def blocks_for(preset: str | None, changes: Mapping[str, Any]) -> ParkConfig:
+    """What measuring retrieval depends on, and no other setting of the preset: equal measurements have equal cells."""
+    known = {field.name for field in dataclasses.fields(ParkConfig)}
+    counts = ParkConfig.for_model(preset).long_video_blocks
+    return ParkConfig(long_video_blocks=counts).replace(**{name: value for name, value in changes.items() if name in known})

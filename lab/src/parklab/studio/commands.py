@@ -1,0 +1,329 @@
+"""The commands `park generate`, `park compare`, `park demo`, `park ablation` and `park doctor`: parsing, one call, printing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from parklab.studio.terminal import console, interruptible, say, step_bars, waiting, warn
+
+if TYPE_CHECKING:
+    from parklab.studio.generate import Request
+    from parklab.studio.prompts import Item
+
+app = typer.Typer(add_completion=False)
+IMPORTING = "importing PyTorch"
+DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
+ESTIMATED_MODEL = "wan2.1-14b"  # by `park doctor`, when none is named
+
+Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the shipped model when not given.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", "--preset", help="paper, quality or fast, or a model's settings by name (park presets); quality when not given."
+    ),
+]
+Profiles = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        "--preset",
+        help="As in park generate, paper when not given; several separated by commas, as in paper,fast: a video of each.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps; the model's number (16 with the small model) when not given.")]
+Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (160) when not given.")]
+Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (256) when not given.")]
+Frames = Annotated[int | None, typer.Option(help="4n + 1 frames; the model's (33) when not given.")]
+Fps = Annotated[int, typer.Option(help="Frames per second of the mp4.")]
+Guidance = Annotated[float | None, typer.Option(help="Guidance scale.")]
+Negative = Annotated[str | None, typer.Option(help="What the video must not show.")]
+TextTokens = Annotated[int | None, typer.Option(help="Room for the prompt in tokens (max_sequence_length); a longer prompt is refused.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
+Image = Annotated[
+    str | None, typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape.")
+]
+Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parkattn\\[lora]'.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with one prompt per line (# begins a comment), shared out over the ranks of torchrun.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The mp4 (out/video.mp4), with --prompts a folder (out/videos).")] = None,
+    model: Model = None,
+    method: Annotated[str, typer.Option(help="dense, park or another method's name.")] = "park",
+    preset: Preset = None,
+    settings: Settings = None,
+    seed: Seed = 0,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    fps: Fps = 16,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    text_tokens: TextTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "none",
+    image: Image = None,
+    lora: Lora = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
+    if (prompt is None) == (prompts is None):
+        raise ValueError(
+            "prompt: expected either a prompt or --prompts FILE, got " + ("neither" if prompt is None else "both") + "; pass one."
+        )
+    with waiting(IMPORTING):
+        from parkattn.park import ParkConfig
+        from parklab.studio.gain import what_was_saved, why_no_gain
+        from parklab.studio.generate import Request, generate_video
+
+    preset = ParkConfig.DEFAULT_PROFILE if preset is None and method == "park" else preset
+    request = Request(
+        prompt=prompt or "", model=model, method=method, preset=preset, changes=changes_from(settings), seed=seed, steps=steps, height=height,
+        width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
+        offload=offload, image=image, lora=lora,
+    )  # fmt: skip
+    if prompts is not None:
+        _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
+        return
+    out = out if out is not None else Path("out/video.mp4")
+    with interruptible("nothing was written"), step_bars() as bars:
+        record, made = generate_video(request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say)
+    found = record["measured"]
+    if not made:
+        say(f"{out} is done already, with these settings; pass --overwrite to make it again.")
+        return
+    seconds = found["seconds"]
+    say(
+        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding"
+        f"{'' if method == 'dense' else '; ' + what_was_saved(found)}"
+    )
+    warn(why_no_gain(record))
+    say(f"wrote {out} and {out.with_suffix('.json').name}")
+
+
+def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
+    from parklab.studio.gain import why_no_gain
+    from parklab.studio.prompts import generate_videos, shard_from_environment
+
+    shard = shard_from_environment()
+    who = f"rank {shard.rank} of {shard.ranks}: " if shard.ranks > 1 else ""
+
+    too_short: str | None = None
+
+    def finished(item: Item, place: int, of: int, record: dict[str, Any]) -> None:
+        nonlocal too_short
+        too_short = why_no_gain(record)
+        spent = record["measured"]["seconds"]["total"]
+        say(f"{who}{place}/{of} {item.video}, {spent:.1f} s")
+
+    with interruptible(f"finished videos are kept in {out}; run again to go on"), step_bars() as bars:
+        # the bars of several processes would write over each other
+        steps = (lambda item, place, of: bars.begin(f"{place}/{of}")) if shard.ranks == 1 else None
+        outcome = generate_videos(
+            request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, stage=bars.stage, say=say
+        )
+    warn(too_short)
+    index = f"; index in {outcome.index}" if outcome.index is not None else ""
+    say(f"{who}{outcome.made} made, {outcome.kept} done already{index}")
+
+
+@app.command()
+def compare(
+    prompt: Annotated[str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Names separated by commas, or all; dense is always among them. When not given: PARK and its ablations, with several profiles PARK alone."
+        ),
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line (# begins a comment): a gallery.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
+    model: Model = None,
+    profiles: Profiles = None,
+    settings: Settings = None,
+    seed: Seed = 0,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Frames = None,
+    fps: Fps = 16,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    text_tokens: TextTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    offload: Offload = "none",
+    image: Image = None,
+    lora: Lora = None,
+    recall_rows: Annotated[int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")] = 128,
+    overwrite: Overwrite = False,
+) -> None:
+    """Methods and profiles side by side on the same prompts and seeds: videos, metrics and a page to look at. What is finished is kept."""
+    with waiting(IMPORTING):
+        from parklab.studio.compare import DEFAULT_PROMPT, SHORT_METHODS, choose_methods, choose_profiles
+        from parklab.studio.compare import compare as run
+        from parklab.studio.generate import Request
+
+    wanted = choose_profiles(profiles)
+    names = choose_methods(SHORT_METHODS if methods is None and len(wanted) > 1 else methods)
+    if prompt is not None and prompts is not None:
+        raise ValueError("prompt: expected either a prompt or --prompts FILE, got both; pass one.")
+    if seeds is not None and seed != 0:
+        raise ValueError(f"seeds: expected either --seed or --seeds, got {seed} and {seeds}; pass one.")
+    request = Request(
+        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, changes=changes_from(settings), seed=seed,
+        steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
+        device=device, dtype=dtype, offload=offload, image=image, lora=lora,
+    )  # fmt: skip
+    with interruptible(f"methods that were finished are kept in {out}; run again to go on"), step_bars() as bars:
+        current = {"show": bars.begin(names[0])}
+
+        def announce(method: str, event: str) -> None:
+            if event == "kept":
+                console.print(f"{method}: done already, kept", highlight=False)
+            elif event == "start":
+                current["show"] = bars.begin(method)
+
+        report = run(
+            request, names, out, profiles=wanted, prompts=prompts, seeds=_numbers(seeds) if seeds is not None else (),
+            overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, stage=bars.stage, say=say,
+        )  # fmt: skip
+    cases = report.get("cases", [])
+    shown = request.prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
+    table = Table("method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {shown}")
+    rough = "~" if report["timing_warning"] else ""
+    for row in report["methods"]:
+        table.add_row(
+            row["label"],
+            "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}",
+            f"{row['ssim']['mean']:.4f}",
+            f"{row['density']:.0%}",
+            f"{row['recall']['mean']:.3f}" if row["recall"] else "",
+            f"{row['seconds']['denoise']:.1f}",
+            "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x",
+        )
+    console.print(table)
+    for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
+        say(row["verdict"])
+    for note in (report["timing_warning"], _why_slower(report)):
+        warn(note)
+    say(f"open {(out / 'index.html').resolve().as_uri()}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/demo"),
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Dense attention against PARK with the shipped model on this machine: two videos, their metrics and a page. Minutes on a CPU."""
+    compare(methods="dense,park", out=out, seed=seed, height=DEMO_SIZE[0], width=DEMO_SIZE[1], overwrite=overwrite)
+
+
+def _why_slower(report: dict[str, Any]) -> str | None:
+    """Where attention is a small part of a step, planning costs more than sparse attention can save."""
+    dense, *others = report["methods"]
+    share = dense["seconds"]["attention"] / dense["seconds"]["denoise"]
+    slower = [row["label"] for row in others if row["speedup"] is not None and row["speedup"] < 1]
+    if not slower or share > 0.5:
+        return None
+    return (
+        f"Slower than dense: {' and '.join(slower)}, because at {report['tokens']:,} tokens attention is only {share:.0%} of dense denoising; "
+        "make the video longer or larger to see a gain."
+    )
+
+
+@app.command()
+def ablation(
+    out: Annotated[Path, typer.Option(help="Folder for results and the table.")] = Path("out/ablation"),
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
+    methods: Annotated[
+        str | None, typer.Option(help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given.")
+    ] = None,
+    density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
+    budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 12,
+    height: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = 128,
+    width: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = 192,
+    frames: Annotated[int, typer.Option(help="4n + 1 frames.")] = 17,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
+    from parklab.studio.ablation import BLOCKS, AblationSettings, budgeted_methods, run_ablation, to_markdown
+    from parklab.studio.generate import Request
+
+    numbers = _numbers(seeds)
+    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=budgeted_methods(methods), density=density, budget=budget)
+    request = Request(
+        prompt="held out", changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames,
+        device=device, dtype=dtype,
+    )  # fmt: skip
+    with interruptible(f"finished runs are kept in {out}; run again to go on"):
+        table = run_ablation(request, asked, out, overwrite=overwrite, say=say)
+    say(to_markdown(table))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    model: Annotated[str, typer.Option(help="Model of the estimate.")] = ESTIMATED_MODEL,
+    frames: Annotated[int, typer.Option(min=1, help="Frames of its video.")] = 81,
+    height: Annotated[int, typer.Option(min=16, help="Pixels.")] = 720,
+    width: Annotated[int, typer.Option(min=16, help="Pixels.")] = 1280,
+    gpu: Annotated[str | None, typer.Option(help="GPU of the estimate; this machine's when not given.")] = None,
+    density: Annotated[float, typer.Option(min=0, max=1, help="Density of the sparse steps in the estimate.")] = 0.25,
+) -> None:
+    """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is broken."""
+    from parklab.studio.doctor import examine, shown_examination
+
+    found = examine(model=model, frames=frames, height=height, width=width, gpu=gpu, density=density)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for part in shown_examination(found, ESTIMATED_MODEL):
+            console.print(part, highlight=False)
+    raise typer.Exit(0 if found["healthy"] else 1)
+
+
+def _numbers(seeds: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(seed) for seed in seeds.split(","))
+    except ValueError:
+        raise ValueError(f"seeds: expected whole numbers separated by commas, got {seeds!r}; write 0,1,2.") from None
+
+
+def changes_from(settings: list[str] | None) -> dict[str, Any]:
+    """The settings of --set NAME=VALUE."""
+    changes = {}
+    for entry in settings or []:
+        name, sign, value = entry.partition("=")
+        if not sign:
+            raise ValueError(f"--set: expected NAME=VALUE, got {entry!r}; write for example --set top_p=0.8.")
+        try:
+            changes[name.strip()] = json.loads(value)
+        except ValueError:
+            changes[name.strip()] = value
+    return changes

@@ -1,0 +1,221 @@
+"""Is this machine ready, and what is to be gained on it? Facts, a self-test and arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+from rich.text import Text
+
+from parkattn.attend import dense_attention
+from parkattn.backend import resolve
+from parkattn.park import ParkConfig, park_attention
+from parklab.extras import install_command
+from parklab.record import environment
+from parklab.scene import clustered_scene
+from parklab.sprites import CHECKPOINT
+from parklab.studio import checkpoints
+from parklab.studio.gain import GPUS, estimate, gpu_peak, model_size
+from parklab.studio.memory import memory
+from parklab.studio.video import CODEC
+
+STAGES = {
+    "cluster": "k-means of queries, query-response clustering of keys",
+    "importance": "PAMA: how much each query block wants each key block",
+    "selection": "top-p or top-k",
+    "permute": "gather into block order and back",
+    "attend": "attention over the kept blocks",
+}
+HEAD_DIM = 128  # of Wan, HunyuanVideo and the shipped model
+NEEDED = {"torch": "everything", "numpy": "everything", "safetensors": "plans and checkpoints"}
+OPTIONAL = {
+    "diffusers": ("generate, compare", install_command("video")),
+    "transformers": ("generate, compare", install_command("video")),
+    "av": ("mp4 files", install_command("video")),
+    "pillow": ("labels in side-by-side videos", install_command("video")),
+    "triton": ("GPU kernels", install_command("triton")),
+    "accelerate": ("generate, compare", install_command("video")),
+    "lpips": ("the LPIPS column", install_command("metrics")),
+    "matplotlib": ("park scene", install_command("plots")),
+}
+
+
+def examine(*, model: str, frames: int, height: int, width: int, gpu: str | None, density: float) -> dict[str, Any]:
+    """Everything `park doctor` shows; "healthy" decides the exit code."""
+    if gpu is not None and gpu_peak(gpu) is None:
+        raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; leave it out for this machine's.")
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    test = self_test()
+    problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if _version(name) is None]
+    stages = stage_choices()
+    problems += [f"{stage['stage']}: {stage['why']}" for stage in stages if stage["uses"] == "nothing"]
+    problems += [] if test["passed"] else [f"self-test: {test['detail']}"]
+    return {
+        "healthy": not problems,
+        "problems": problems,
+        "environment": environment() | {"platform": platform.platform()},
+        "packages": {name: _version(name) for name in (*NEEDED, *OPTIONAL)},
+        "missing": [{"package": name, "for": why, "install": line} for name, (why, line) in OPTIONAL.items() if _version(name) is None],
+        "gpu": gpu_facts(),
+        "video": video_facts(),
+        "shipped_model": shipped_facts(),
+        "stages": stages,
+        "self_test": test,
+        "estimate": estimate(model, frames=frames, height=height, width=width, gpu=gpu or here, density=density),
+        "memory": memory(model, model_size(model), frames=frames, height=height, width=width),
+    }
+
+
+def stage_choices() -> list[dict[str, str]]:
+    """Which implementation each stage uses on this machine, and why."""
+    device, dtype = _device()
+    try:
+        backend = resolve("auto", torch.device(device), dtype, HEAD_DIM)
+        uses, why = backend.name, backend.reason
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        uses, why = "nothing", str(error)
+    choices = dict.fromkeys(STAGES, (uses, why)) | {"selection": ("reference", "a sort of the block importances, in PyTorch everywhere")}
+    return [{"stage": stage, "what": what, "uses": choices[stage][0], "why": choices[stage][1]} for stage, what in STAGES.items()]
+
+
+def self_test() -> dict[str, Any]:
+    """With every block kept PARK equals dense attention, on the CPU and, where there is one, on the GPU."""
+    begin = time.perf_counter()
+    kinds = [("cpu", torch.float32)] if _device()[0] == "cpu" else [("cpu", torch.float32), _device()]
+    keep_all = ParkConfig(query_clusters=4, key_clusters=8, top_p=1.0, dense_fraction=0.0)
+    reports, passed = [], True
+    for device, dtype in kinds:
+        q, k, v = (x.to(device, dtype) for x in clustered_scene(heads=2, grid=(4, 8, 8), dim=64)[:3])
+        try:
+            apart = park_attention(q, k, v, keep_all).float() - dense_attention(q.float(), k.float(), v.float())
+        except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
+            passed = False
+            reports.append(f"{device}: {str(error).splitlines()[0]}")
+            continue
+        # float32: another order of summation over 256 keys; bfloat16: weights and output are rounded to 8 bits each
+        bound = 256 * torch.finfo(dtype).eps if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        error_share = apart.abs().max().item() / v.abs().max().item()
+        passed = passed and error_share <= bound
+        reports.append(f"{device}: largest error {error_share:.1e} of the largest value, at most {bound:.1e} allowed")
+    detail = "all blocks kept against dense attention; " + "; ".join(reports)
+    return {"passed": passed, "detail": detail, "seconds": time.perf_counter() - begin}
+
+
+def _device() -> tuple[str, torch.dtype]:
+    """Where a user's model would run, and in what."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def gpu_facts() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)} for p in found]
+
+
+def video_facts() -> dict[str, Any]:
+    if importlib.util.find_spec("av") is None:
+        return {"mp4": False, "why": f"no package av; install it with: {install_command('video')}"}
+    import av
+
+    ready = CODEC in av.codecs_available
+    return {"mp4": ready, "why": f"PyAV {av.__version__} {'with' if ready else 'without'} {CODEC}"}
+
+
+def shipped_facts() -> dict[str, Any]:
+    try:
+        checkpoints.check_folder(CHECKPOINT)
+    except ValueError as error:
+        return {"whole": False, "why": str(error)}
+    return {"whole": True, "why": f"{sum(f.stat().st_size for f in CHECKPOINT.rglob('*') if f.is_file()) / 2**20:.0f} MiB in {CHECKPOINT}"}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Table | str]:
+    """What `examine` found, for a console of any width: long texts go on below themselves."""
+    where, test = found["environment"], found["self_test"]
+    threads = f"{where['threads']} thread{'s' * (where['threads'] != 1)}"
+    python = f"{where['python']}, {where['torch']}, {threads} on {where['cpu']}"
+    gpus = [f"{gpu['name']}, {gpu['architecture']}, {gpu['memory_gib']} GiB" for gpu in found["gpu"]]
+    rows: list[tuple[bool | None, str, str]] = [(True, "python, torch", python)]
+    rows += [(True, "gpu", gpu) for gpu in gpus] or [(None, "gpu", "none: everything runs on the CPU")]
+    rows += [(found["video"]["mp4"], "video", found["video"]["why"])]
+    rows += [(found["shipped_model"]["whole"], "shipped model", found["shipped_model"]["why"])]
+    rows += [(test["passed"], "self-test", f"{test['detail']}, {test['seconds']:.1f} s")]
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for stage in found["stages"]:
+        kinds.setdefault((stage["uses"], stage["why"]), []).append(stage["stage"])
+    rows += [(None, "kernels", f"{', '.join(stages)}: {uses}; {why}") for (uses, why), stages in kinds.items()]
+    rows += [(None, "not here", f"{row['package']} (for {row['for']}): {row['install']}") for row in found["missing"]]
+    rows += [(False, "problem", problem) for problem in found["problems"]]
+    yield _grid(rows)
+    guess = found["estimate"]
+    frames, height, width = guess["video"]
+    chosen = ", the default; --model NAME takes another" if guess["model"] == default_model else ""
+    yield f"\nEstimate for {guess['model']}{chosen}\n{frames} frames of {height} x {width}: {guess['tokens']:,} tokens"
+    yield _grid([(None, name, text) for name, text in (*_gain_rows(guess), *_memory_rows(found["memory"]))])
+    if found["memory"] is not None:
+        yield _cards(found["memory"])
+
+
+def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "attention", f"{guess['attention_share']:.0%} of the work"
+    profiles = ", ".join(f"{gain:.2f}x with {name}" for name, gain in guess["by_arithmetic_of_profiles"].items())
+    yield (
+        "gain",
+        f"about {profiles}, at density {guess['density_of_sparse_steps']:.2f} of the sparse steps "
+        f"if every FLOP takes the same time; with paper {guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x "
+        f"as density goes to 0, and never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of its steps are dense; "
+        f"{guess['compared']}",
+    )
+    if (seconds := guess["dense_seconds_per_step_about"]) is not None:
+        work = f"{guess['tflop_per_step']:,.0f} TFLOP"
+        yield "time", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({work})"
+
+
+def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if memory is None:
+        return
+    weights, active, plans = memory["weights_gb"], memory["activations_gb"], memory["plans_gb"]
+    several = f"{memory['transformers']} transformers of " if memory["transformers"] > 1 else ""
+    decode = "not known, use enable_tiling()" if memory["decode_gb"] is None else f"{memory['decode_gb']:.1f}"
+    yield (
+        "memory, in GB",
+        f"transformer {several}{weights['bfloat16']:.1f} (float8 {weights['float8']:.1f}), "
+        f"its activations {active['stock']:.1f} ({active['compiled']:.1f} in compiled blocks), "
+        f"state of PARK {plans['quality']:.2f} ({plans['fast']:.2f} with fast, {plans['paper']:.2f} with paper), "
+        f"text encoders {memory['text_encoders_gb']:.1f}, VAE {memory['autoencoder_gb']:.1f}, decoding {decode}",
+    )
+    yield (
+        "of these",
+        f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone, which README's table has; "
+        "the table below has whole videos: every part (activations and decoding take turns), with the state of quality",
+    )
+
+
+def _cards(memory: dict[str, Any]) -> Table:
+    """Ways to run the model, and the cards that hold each."""
+    table = Table("weights, offload", Column("peak GB", justify="right"), *(f"{card} GB" for card in memory["fits"]))
+    for way, peak in memory["peaks_gb"].items():
+        table.add_row(way, f"{peak:.0f}", *("fits" if way in ways else "" for ways in memory["fits"].values()))
+    return table
+
+
+def _grid(rows: Iterable[tuple[bool | None, str, str]]) -> Table:
+    marks = {True: Text("ok", "green"), False: Text("no", "red"), None: Text("")}
+    grid = Table.grid(Column(width=2), Column(width=13), Column(overflow="fold"), padding=(0, 1))
+    for good, name, text in rows:
+        grid.add_row(marks[good], Text(name, "bold"), Text(text))
+    return grid

@@ -1,0 +1,170 @@
+"""The figures of a comparison: one row per method against the reference, its verdict, and rows over several cases."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from parklab.metrics import fidelity
+from parklab.store import Record
+from parklab.studio.steadiness import steadiness
+from parklab.studio.video import Frames
+
+LINES, COLUMNS = ("upper", "middle", "lower"), ("left", "centre", "right")
+CONCENTRATED = 0.25  # share of a frame's squared error in one ninth of it, from which on the error has a place
+QUALITIES = ("psnr", "ssim", "lpips")
+
+
+def variant_name(method: str, profile: str | None) -> str:
+    """What files and rows of a method are called, with the profile or preset that was asked for."""
+    return method if profile is None else f"{method}-{profile}"
+
+
+def variant_label(method: str, profile: str | None) -> str:
+    """The same for people. PARK without a profile has the paper's settings."""
+    if method == "park":
+        return f"PARK, {profile or 'paper'}"
+    return method if profile is None else f"{method}, {profile}"
+
+
+def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames) -> dict[str, Any]:
+    """One method against the reference. frames, wanted: raw frames of both."""
+    found, base = record["measured"], reference["measured"]
+    method, profile = record["resolved"]["method"], record["resolved"]["preset"]
+    row: dict[str, Any] = {
+        "name": variant_name(method, profile),
+        "label": variant_label(method, profile),
+        "changes": dict(record["resolved"]["changes"]),
+        "method": method,
+        "profile": profile,
+        "config": record["resolved"]["config"],
+        "command": record["command"],
+    }
+    for name, measure in (("psnr", fidelity.psnr_per_frame), ("ssim", fidelity.ssim_per_frame)):
+        values = measure(frames, wanted)
+        row[name] = {"mean": float(np.mean(values)), "worst": min(values), "per_frame": values}
+    lpips = fidelity.lpips_per_frame(frames, wanted)
+    row["lpips"] = None if lpips is None else {"mean": float(np.mean(lpips)), "worst": max(lpips), "per_frame": lpips}
+    row["equal_frames"] = sum(np.array_equal(*pair) for pair in zip(frames, wanted, strict=True))
+    row["worst_frame"] = worst_frame(row["psnr"]["per_frame"], frames, wanted)
+    # a method that was kept from an earlier run may have been timed on another machine
+    here, there = ({n: each["environment"].get(n) for n in ("cpu", "threads", "gpu")} for each in (record, reference))
+    row["speedup"] = base["seconds"]["denoise"] / found["seconds"]["denoise"] if here == there else None
+    row["steadiness"] = steadiness(found["steps"], base["steps"] if here == there else None)
+    return row | {name: value for name, value in found.items() if name != "summary"}
+
+
+def worst_frame(psnr: list[float], frames: Frames, wanted: Frames) -> dict[str, Any]:
+    """Which frame is furthest from the reference, and the ninth of the picture that holds most of its squared error."""
+    frame = int(np.argmin(psnr))
+    error = (frames[frame].astype(np.float64) - wanted[frame].astype(np.float64)) ** 2
+    bands = np.array_split(error, 3, axis=0)
+    cells = np.array([[part.sum() for part in np.array_split(band, 3, axis=1)] for band in bands])
+    line, column = (int(i) for i in np.unravel_index(int(cells.argmax()), cells.shape))
+    share = float(cells.max() / cells.sum()) if cells.sum() else 0.0
+    place = "centre" if (line, column) == (1, 1) else f"{LINES[line]} {COLUMNS[column]}"
+    return {"frame": frame, "psnr": psnr[frame], "place": place if share > CONCENTRATED else None, "share": share}
+
+
+def verdict(row: dict[str, Any], fps: int, rough: bool) -> str:
+    """Speed and the worst frame in one line. rough: the times cannot be trusted."""
+    name, count = row["label"], len(row["psnr"]["per_frame"])
+    if row["speedup"] is None:
+        speed = "speed not comparable (made on another machine)"
+    else:
+        speed = f"{'about ' if rough else ''}{row['speedup']:.2f}× the speed of dense"
+        speed += " (slower)" if row["speedup"] < 1 else ""
+    equal = row["equal_frames"]
+    if equal == count:
+        return f"{name}: {speed}; all {count} frames equal (no 8-bit value differs)."
+    worst = row["worst_frame"]
+    place = "all over the picture" if worst["place"] is None else f"strongest in the {worst['place']}"
+    where = f"worst frame {worst['frame'] + 1} of {count} ({worst['frame'] / fps:.1f} s) {worst['psnr']:.1f} dB"
+    mean = f"mean {row['psnr']['mean']:.1f} dB"
+    if equal:
+        mean += f", with {equal} equal frames (no 8-bit value differs) at {fidelity.CAP:.0f} dB"
+    return f"{name}: {speed}; {where}, {place}; {mean}."
+
+
+def over_cases(cases: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row per method for several prompts and seeds: means, the worst, sums of seconds. One case: its own rows."""
+    if len(cases) == 1:
+        return cases[0]
+    return [_over([rows[place] for rows in cases], [rows[0] for rows in cases]) for place in range(len(cases[0]))]
+
+
+def _over(rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> dict[str, Any]:
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    def denoise(of: list[dict[str, Any]]) -> float:
+        return sum(row["seconds"]["denoise"] for row in of)
+
+    whole: dict[str, Any] = {name: rows[0][name] for name in ("name", "label", "method", "profile", "config")} | {"cases": len(rows)}
+    for name in QUALITIES:
+        known = [row[name] for row in rows if row[name] is not None]
+        furthest = max if name == "lpips" else min
+        worst = furthest((each["worst"] for each in known), default=None)
+        whole[name] = {"mean": mean([each["mean"] for each in known]), "worst": worst} if known else None
+    whole |= {name: mean([row[name] for row in rows]) for name in ("density", "density_sparse_steps")}
+    recalls = [row["recall"] for row in rows if row["recall"]]
+    whole["recall"] = None
+    if recalls:
+        whole["recall"] = {"mean": mean([r["mean"] for r in recalls]), "worst": min(r["worst"] for r in recalls)}
+    whole["seconds"] = {name: sum(row["seconds"][name] for row in rows) for name in rows[0]["seconds"]}
+    comparable = all(row["speedup"] is not None for row in rows)
+    whole["speedup"] = denoise(references) / denoise(rows) if comparable else None
+    return whole
+
+
+def flat_line(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as one line of metrics.csv."""
+    recall = row["recall"] or {}
+    line = {
+        "method": row["method"],
+        "profile": row["profile"] or "",
+        "psnr_db": row["psnr"]["mean"],
+        "psnr_worst_frame_db": row["psnr"]["worst"],
+        "ssim": row["ssim"]["mean"],
+    }
+    line |= {"lpips": row["lpips"]["mean"] if row["lpips"] else "", "density": row["density"]}
+    line |= {"density_sparse_steps": row["density_sparse_steps"]}
+    line |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")}
+    line |= {"speedup_denoise": row["speedup"]}
+    line |= {
+        "timing_step_spread": row["steadiness"]["step_spread"],
+        "timing_dense_apart": row["steadiness"]["dense_apart"],
+    }
+    line |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
+    line |= {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
+    return line | {"worst_frame": row["worst_frame"]["frame"], "equal_frames": row["equal_frames"]}
+
+
+def head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of heads.csv: one per layer and head."""
+    density, recall = row["heat"]["density"] or [], row["heat"]["recall"]
+    return [
+        {
+            "method": row["method"],
+            "profile": row["profile"] or "",
+            "layer": layer,
+            "head": head,
+            "density": value,
+            "recall": recall[layer][head] if recall else "",
+        }
+        for layer, heads in enumerate(density)
+        for head, value in enumerate(heads)
+    ]
+
+
+def to_csv(lines: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue().encode()

@@ -1,0 +1,120 @@
+"""Frames to mp4 and back, and the side-by-side picture. Frames are uint8 [frames, height, width, 3]."""
+
+from __future__ import annotations
+
+import io
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parklab.extras import install_command, package
+
+Frames = NDArray[np.uint8]
+CODEC = "libx264"
+DIFFERENCE_GAIN = 4  # differences of sparse attention are faint: they are shown four times as strong
+LABEL_HEIGHT = 24
+
+
+def video_library() -> Any:
+    """PyAV with an H.264 encoder, or one line that says what is missing."""
+    av = package("av", "mp4 files")
+    if CODEC not in av.codecs_available:
+        raise ModuleNotFoundError(
+            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {install_command('video')}"
+        )
+    return av
+
+
+def as_bytes(frames: NDArray[np.floating]) -> Frames:
+    """[0, 1] to 8 bits, as a PNG of the frame would hold it."""
+    return np.round(np.clip(frames, 0, 1) * 255).astype(np.uint8)
+
+
+def to_npy(frames: Frames) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, frames, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def from_npy(data: bytes) -> Frames:
+    frames: Frames = np.load(io.BytesIO(data), allow_pickle=False)
+    return frames
+
+
+def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
+    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column.
+
+    The muxer goes back to put its index first, so this is no atomic write: path is a temporary name of the store.
+    """
+    av, path = video_library(), Path(path)
+    if path.suffix.lower() not in (".mp4", ".tmp"):  # of a user, of the store
+        raise ValueError(f"path: expected a file name ending in .mp4, got {path}; rename it.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"path: expected a file in a folder that exists, got {path}; make {path.parent} first.")
+    frames = np.asarray(frames)
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
+        got = f"{frames.dtype} {list(frames.shape)}"
+        raise ValueError(f"frames: expected uint8 [frames, height, width, 3], got {got}; pass as_bytes(video) of a pipeline's video.")
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        stream = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "14", "preset": "medium", "bf": "0"})
+        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        container.mux(stream.encode())
+
+
+def read_mp4(path: Path) -> Frames:
+    """[frames height width 3]; whatever else the file is, one line says so."""
+    av = video_library()
+    try:
+        with av.open(str(path)) as container:
+            shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return np.stack(shown)
+    except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
+        raise ValueError(f"{path}: expected a whole video, got {error}; make it again.") from None
+
+
+def side_by_side(clips: dict[str, Frames], reference: str) -> Frames:
+    """Labelled clips in a grid whose free places show differences from the reference, so that none stays empty."""
+    names = [reference, *(name for name in clips if name != reference)]
+    rows, columns = grid_for(len(names))
+    base = clips[reference].astype(np.int16)
+    panels = [_labelled(name, clips[name]) for name in names]
+    for name in names[1 : rows * columns - len(names) + 1]:
+        apart = np.clip(np.abs(clips[name].astype(np.int16) - base) * DIFFERENCE_GAIN, 0, 255).astype(np.uint8)
+        panels.append(_labelled(f"{name}: difference x {DIFFERENCE_GAIN}", apart))
+    lines = [np.concatenate(panels[row * columns : (row + 1) * columns], axis=2) for row in range(rows)]
+    return np.concatenate(lines, axis=1)
+
+
+def grid_for(clips: int) -> tuple[int, int]:
+    """(rows, columns), as square as can be; two clips stand in a row with their difference."""
+    if clips == 2:
+        return 1, 3
+    columns = math.ceil(math.sqrt(clips))
+    return math.ceil(clips / columns), columns
+
+
+def still(frames: Frames, width: int = 256) -> bytes:
+    """The middle frame as a small JPEG."""
+    picture = package("PIL.Image", "pictures").fromarray(frames[len(frames) // 2])
+    picture.thumbnail((width, width))
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=80)
+    return data.getvalue()
+
+
+def _labelled(text: str, frames: Frames) -> Frames:
+    return np.concatenate([_label(text, frames.shape, frames.shape[2]), frames], axis=1)
+
+
+def _label(text: str, shape: tuple[int, ...], width: int) -> Frames:
+    image, draw = package("PIL.Image", "labels in videos"), package("PIL.ImageDraw", "labels in videos")
+    strip = image.new("RGB", (width, LABEL_HEIGHT), (16, 18, 24))
+    draw.Draw(strip).text((8, 6), text, fill=(235, 238, 245))
+    return np.broadcast_to(np.asarray(strip), (shape[0], LABEL_HEIGHT, width, 3))

@@ -1,1 +1,0 @@
-"""Methods that PARK is compared with: one file and one AttentionMethod each. They may use the verbs, never PARK itself."""
