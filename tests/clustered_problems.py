@@ -5,7 +5,7 @@ from random import Random
 
 import torch
 
-from parkattn.cluster import initial_tokens
+from parkattn.ops.cluster.definition import initial_tokens
 from parkattn.site import CallSite
 from plans import token_mask
 from restated.cases import cases

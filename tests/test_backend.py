@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
-from parkattn.attend import attend, dense_attention, gather, scatter
 from parkattn.backend import ReferenceBackend, resolve
 from parkattn.backend.triton import TritonBackend
-from parkattn.cluster import Clustering
+from parkattn.ops.attend.definition import attend, dense_attention
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.ops.importance.definition import ESTIMATORS
+from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import Blocks, arrange
-from parkattn.retrieval import ESTIMATORS
 from parkattn.reuse import PlanStore
 from parkattn.segments import segment_mean
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parkattn import CallSite, Park, ParkConfig, park_attention
 from parkattn.backend import resolve
-from parkattn.cluster import initial_tokens
+from parkattn.ops.cluster.definition import initial_tokens
 
 few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
-from parkattn.cluster import first_centroids, lloyd
+from parkattn.ops.cluster.definition import first_centroids, lloyd
 from parkattn.planned import make_plan, plan_key
 from parkattn.site import CallSite
 from parklab.baselines import svg2, svoo

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from interpreted import run_interpreted
 from parkattn import backend
 from parkattn.backend import ReferenceBackend, resolve_for
-from parkattn.cluster import Clustering, lloyd
 from parkattn.methods import MODULES, make_method
+from parkattn.ops.cluster.definition import Clustering, lloyd
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parkattn.site import CallSite

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
-from parkattn.cluster import Clustering
+from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import arrange
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean

@@ -353,7 +353,7 @@ def test_the_gate_can_fail(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "hunyuanvideo"])
 def test_the_gate_of_anchors_can_fail(name, monkeypatch):
-    from parkattn.residual import LowRank
+    from parkattn.ops.residual.definition import LowRank
     from parklab.bench import e2e_gate
 
     monkeypatch.setattr(e2e_gate, "_BACKENDS", ("reference",))

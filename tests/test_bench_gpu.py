@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from parkattn.attend import attend
+from parkattn.ops.attend.definition import attend
 from parklab.bench import importance_tilelang, scaling
 from parklab.bench.problems import Shape, random_plan, rows, tiled_plan
 
@@ -95,7 +95,7 @@ def test_pama_gate_fails_a_head_that_depends_on_the_others(monkeypatch):
 
 
 def test_torch_baseline_is_the_definition():
-    from parkattn.retrieval import centroid_log_mass
+    from parkattn.ops.importance.definition import centroid_log_mass
     from parkattn.segments import segment_mean
     from parklab.bench.pama import _case, pama_torch
 
@@ -309,7 +309,7 @@ def test_a_broken_kernel_is_the_kernel_without_one_line():
     for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_BARRIER", "barrier_sync(")):
         out = run_apart(
             f"import inspect; from parklab.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"
-            f"from parkattn.kernels import importance_hopper as ours; print(inspect.getsource(ours))"
+            f"from parkattn.ops.importance import hopper as ours; print(inspect.getsource(ours))"
         )
         assert out.count(word) == shipped.count(word) - 1
         assert len(out.splitlines()) == len(shipped.splitlines())  # one line less, and print's own
@@ -324,7 +324,7 @@ def test_a_change_that_no_longer_fits_its_kernel_is_refused():
 def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
     out = run_apart(
         "from parklab.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
-        "from parkattn.kernels import importance_hopper as pama, attend_gluon as attention;"
+        "from parkattn.ops.importance import hopper as pama; from parkattn.ops.attend import hopper as attention;"
         "import machine_code, test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
         "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"
         "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"

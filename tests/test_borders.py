@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from interpreted import run_interpreted
 from parkattn import ParkConfig, build_plan, park_attention
-from parkattn.attend import dense_attention
-from parkattn.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_borders
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.cluster.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_borders
 from parkattn.segments import segment_mean, segment_sizes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -178,7 +178,7 @@ def test_presets_round_and_one_override_gives_the_paper_back():
 @settings(few, max_examples=12)
 @given(seed=st.integers(0, 2**31), n=st.integers(1, 200), count=st.integers(1, 24), multiple=st.sampled_from([2, 8, 32]))
 def test_kernels_give_the_definition_s_labels(seed, n, count, multiple):
-    from parkattn.kernels import borders
+    from parkattn.ops.cluster import borders_triton as borders
 
     x, labels, _ = clustered(seed, n, count, d=64, dtype=torch.bfloat16)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)  # as models have it
@@ -190,7 +190,7 @@ def test_kernels_give_the_definition_s_labels(seed, n, count, multiple):
 
 @in_interpreter
 def test_the_chain_kernel_breaks_ties_by_index_and_takes_nan():
-    from parkattn.kernels import borders
+    from parkattn.ops.cluster import borders_triton as borders
 
     centroids, sizes = torch.zeros(2, 9, 64), torch.ones(2, 9, dtype=torch.int32)
     sizes[:, 4] = 0
@@ -227,8 +227,8 @@ def test_kernels_compile_ahead_of_time(arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from parkattn.kernels import borders
-    from parkattn.kernels.triton_versions import FP_FUSION
+    from parkattn.ops.cluster import borders_triton as borders
+    from parkattn.ops.triton_versions import FP_FUSION
 
     types = {
         "points": "*fp32",

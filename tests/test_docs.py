@@ -22,8 +22,8 @@ from parkattn.engine.summary import Summary
 from parkattn.hosts import comfyui
 from parkattn.hosts.diffusers.session import Session
 from parkattn.methods import MODULES
+from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.plan import Blocks
-from parkattn.retrieval import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

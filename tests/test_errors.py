@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import strategies
-from parkattn.cluster import cluster_keys, kmeans, metric_root
 from parkattn.methods import make_method
+from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root
+from parkattn.ops.importance.definition import select_top_k, select_top_p
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
-from parkattn.retrieval import select_top_k, select_top_p
 
 SMALL = ParkConfig(query_clusters=2, key_clusters=3, kmeans_iterations=2)
 CHECKED = SMALL.replace(check_finite=True)

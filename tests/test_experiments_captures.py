@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from parkattn.ops.importance.definition import pama, select_top_p
 from parkattn.park import ParkConfig
 from parkattn.plan import Plan, arrange
-from parkattn.retrieval import pama, select_top_p
 from parkattn.settings import MethodConfig
 from parkattn.site import CallSite
 from parklab.experiments import mismatches

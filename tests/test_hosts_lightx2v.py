@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parkattn.attend import dense_attention
 from parkattn.hosts.lightx2v import RegisteredAttention, register_attention
 from parkattn.methods import configured_method
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 SMALL = {"query_clusters": 4, "key_clusters": 6, "kmeans_iterations": 2, "min_tokens": 0}

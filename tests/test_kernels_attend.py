@@ -109,8 +109,8 @@ def assert_close(out, q, k, v, query_offsets, key_offsets, mask, **stand_ins):
     kb=st.integers(1, 20), density=st.floats(0, 1), half=st.booleans(), compensated=st.booleans(),
 )  # fmt: skip
 def test_ragged_attention(seed, n, m, d, qb, kb, density, half, compensated):
-    from parkattn.kernels.attend_triton import attend_ragged
-    from parkattn.kernels.tiles_attend import TritonTile
+    from parkattn.ops.attend.tiles import TritonTile
+    from parkattn.ops.attend.triton import attend_ragged
 
     q, k, v, *blocks = problem(seed, n, m, d, qb, kb, density, torch.float16 if half else torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
@@ -132,8 +132,8 @@ def test_ragged_attention(seed, n, m, d, qb, kb, density, half, compensated):
 
 @in_interpreter
 def test_token_order_is_folded_into_loads_and_stores():
-    from parkattn.kernels.attend_triton import attend_ragged
-    from parkattn.kernels.tiles_attend import TritonTile
+    from parkattn.ops.attend.tiles import TritonTile
+    from parkattn.ops.attend.triton import attend_ragged
 
     q, k, v, *blocks = problem(3, 90, 150, 64, 4, 9, 0.5, torch.bfloat16, bh=4)
     tile = TritonTile(32, 32, 4, 2)
@@ -156,7 +156,7 @@ def test_token_order_is_folded_into_loads_and_stores():
 def test_tokens_in_block_order_are_read_in_place(compensate, monkeypatch):
     """Blocks without an order give what the order 0, 1, 2, ... gives, in either memory layout, and gather nothing."""
     from parkattn.backend.triton import TritonBackend
-    from parkattn.kernels import permute
+    from parkattn.ops.permute import triton as permute
     from parkattn.plan import Blocks, Plan
 
     *_, query_offsets, key_offsets, mask = problem(5, 90, 150, 64, 4, 9, 0.4, torch.float16, bh=4)
@@ -179,7 +179,7 @@ def test_tokens_in_block_order_are_read_in_place(compensate, monkeypatch):
 
 @in_interpreter
 def test_no_queries_and_no_keys():
-    from parkattn.kernels.attend_triton import attend_ragged
+    from parkattn.ops.attend.triton import attend_ragged
 
     q, k, v, *blocks = problem(0, 20, 30, 64, 2, 3, 0.5, torch.float16)
     none = torch.zeros(2, 4, dtype=torch.int32)
@@ -193,7 +193,7 @@ def test_no_queries_and_no_keys():
 
 @in_interpreter
 def test_rows_into_block_order_and_back():
-    from parkattn.kernels.permute import gather_rows, scatter_rows
+    from parkattn.ops.permute.triton import gather_rows, scatter_rows
 
     x, order = torch.randn(1, 200, 2, 128).bfloat16().transpose(1, 2), orders(200)
     rows = gather_rows(x, order, out=torch.full((2, 200, 128), torch.nan, dtype=x.dtype))
@@ -203,7 +203,7 @@ def test_rows_into_block_order_and_back():
 
 @in_interpreter
 def test_rows_of_a_head_are_copied_together_once():
-    from parkattn.kernels.permute import gather_rows
+    from parkattn.ops.permute.triton import gather_rows
 
     x = torch.randn(2, 70, 3, 128).bfloat16().transpose(1, 2)
     rows = gather_rows(x, None)
@@ -213,7 +213,7 @@ def test_rows_of_a_head_are_copied_together_once():
 
 @in_interpreter
 def test_keys_and_values_in_block_order_with_the_means_of_their_blocks():
-    from parkattn.kernels.permute import gather_rows, gather_with_means
+    from parkattn.ops.permute.triton import gather_rows, gather_with_means
 
     # fp16, since the interpreter rounds bf16 down
     k, v, order = torch.randn(1, 200, 2, 128).add(6).half().transpose(1, 2), torch.randn(1, 2, 200, 128).half(), orders(200)
@@ -241,7 +241,7 @@ def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from parkattn.kernels.triton_versions import FP_FUSION
+    from parkattn.ops.triton_versions import FP_FUSION
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
@@ -285,8 +285,8 @@ TRITON_TYPES = {
     ],
 )
 def test_triton_kernel_builds_and_fits(arch, d, everything):
-    from parkattn.kernels.attend_triton import attend_kernel
-    from parkattn.kernels.tiles_attend import triton_tile
+    from parkattn.ops.attend.tiles import triton_tile
+    from parkattn.ops.attend.triton import attend_kernel
 
     tile = triton_tile(d, arch)
     switches = dict.fromkeys(("GATHER_Q", "COMPENSATE", "LSE"), everything)
@@ -300,7 +300,7 @@ def test_triton_kernel_builds_and_fits(arch, d, everything):
 @on_compiler
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_work_list_kernels_build(arch):
-    from parkattn.kernels.worklist import list_keys_kernel, list_queries_kernel
+    from parkattn.ops.attend.worklist import list_keys_kernel, list_queries_kernel
 
     types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
     types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "pair_bias": "*fp32", "inverse_scale": "fp32"}
@@ -330,7 +330,7 @@ def test_work_list_kernels_build(arch):
     ],
 )
 def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share):
-    from parkattn.kernels.triton_versions import ALWAYS_SHARE
+    from parkattn.ops.triton_versions import ALWAYS_SHARE
 
     if ALWAYS_SHARE and not share:
         pytest.skip("never launched with this Triton")
@@ -338,9 +338,9 @@ def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share):
 
 
 def build_gluon(d: int, element: str, everything: bool, quick: bool, numbers: set[str], share: bool = True) -> None:
-    from parkattn.kernels.attend_gluon import LINEAR, SWIZZLED, attend_hopper_kernel
-    from parkattn.kernels.tiles_attend import gluon_tile
-    from parkattn.kernels.triton_versions import NUMBER
+    from parkattn.ops.attend.hopper import LINEAR, SWIZZLED, attend_hopper_kernel
+    from parkattn.ops.attend.tiles import gluon_tile
+    from parkattn.ops.triton_versions import NUMBER
 
     tile = gluon_tile(d)
     boxes = {

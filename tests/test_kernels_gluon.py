@@ -33,7 +33,7 @@ def module(monkeypatch, tmp_path):
     """A module of kernels, with what a GPU would have to be there for; `change`: a text of it and what stands there instead"""
 
     def load(name: str, change: tuple[str, str] | None = None):
-        found = importlib.util.find_spec(f"parkattn.kernels.{name}")
+        found = importlib.util.find_spec(f"parkattn.ops.{name}")
         source = pathlib.Path(found.origin).read_text()
         if change is not None:
             if source.count(change[0]) != 1:
@@ -41,7 +41,7 @@ def module(monkeypatch, tmp_path):
             source = source.replace(*change)
         copy = tmp_path / f"{name}.py"
         copy.write_text(source)
-        spec = importlib.util.spec_from_file_location(f"parkattn.kernels.{name}_here", copy)
+        spec = importlib.util.spec_from_file_location(f"parkattn.ops.{name}_here", copy)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
@@ -89,7 +89,7 @@ def test_ragged_attention(module, n, m, d, qb, kb, density, half, compensated):
 @in_interpreter
 def test_rows_go_to_their_tokens(module):
     q, k, v, *blocks = problem(3, 200, 300, 64, 4, 9, 0.5, torch.bfloat16, bh=4)
-    kernels = module("attend_gluon")
+    kernels = module("attend.hopper")
     kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel)
     expected, expected_lse = kernels.attend_hopper(q, k, v, *blocks, with_lse=True)
     order = torch.stack([torch.randperm(200) for _ in range(4)])
@@ -101,12 +101,12 @@ def test_rows_go_to_their_tokens(module):
 
 @in_interpreter
 def test_heads_in_groups_have_the_bits_of_all_at_once(module, monkeypatch):
-    from parkattn.kernels import worklist
+    from parkattn.ops.attend import worklist
 
     q, k, v, *blocks = problem(3, 100, 300, 64, 4, 9, 0.5, torch.bfloat16, bh=4)
     stand_ins = dict(zip(("centroids", "mean_values"), torch.randn(2, 4, 9, 64).bfloat16(), strict=True))
     stand_ins |= {"compensate": torch.ones(4, 9, dtype=torch.bool), "pair_bias": torch.randn(4, 4, 9)}
-    kernels = module("attend_gluon")
+    kernels = module("attend.hopper")
     kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel)
 
     def run():
@@ -127,7 +127,7 @@ def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated
     if compensated:
         centroids, mean_values = (torch.randn(2, kb, d, generator=generator).to(dtype) for _ in range(2))
         stand_ins = {"compensate": torch.rand(2, kb, generator=generator) < 0.7, "centroids": centroids, "mean_values": mean_values}
-    kernels, kept = module("attend_gluon", change), []
+    kernels, kept = module("attend.hopper", change), []
     plain, build = kernels.attend_hopper_kernel, kernels.build_worklist
 
     def build_once(*given, **sizes):
@@ -158,7 +158,7 @@ def steep(module, size: float, n: int, change=None):
 
 def counted(module, *problem_of, change=None, **more):
     """-> output, log-sum-exp, and how many tiles were computed again"""
-    kernels, lists = module("attend_gluon", change), []
+    kernels, lists = module("attend.hopper", change), []
     kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=1, late=True)
     build = kernels.build_worklist
     kernels.build_worklist = lambda *blocks, **sizes: lists.append(build(*blocks, **sizes)) or lists[0]
@@ -323,7 +323,7 @@ def test_a_broken_attention_kernel_is_noticed(module, fault, monkeypatch):
 
 
 def check_pama(module, change, key_blocks: int, dtype: torch.dtype) -> None:
-    from parkattn.kernels import importance
+    from parkattn.ops.importance import triton as importance
     from parklab.bench.pama import pama_torch
 
     generator = torch.Generator().manual_seed(key_blocks)
@@ -331,10 +331,10 @@ def check_pama(module, change, key_blocks: int, dtype: torch.dtype) -> None:
     ends, sizes = offsets(2, 3, 330, generator), torch.randint(0, 9, (2, key_blocks), generator=generator, dtype=torch.int32)
     exact, same = (pama_torch(q, ends, centroids, sizes, dtype=kind) for kind in (torch.float64, dtype))
     for order in ORDERS:
-        kernels = module("importance_hopper", change)
+        kernels = module("importance.hopper", change)
         kernels.full_key_hopper = on_cpu(kernels.full_key_hopper, seed=key_blocks, **order)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "parkattn.kernels.importance_hopper", kernels)
+            patch.setitem(sys.modules, "parkattn.ops.importance.hopper", kernels)
             poisoned = torch.full(exact.shape, torch.nan)
             found = importance.pama_full_key(q, ends, centroids, sizes, out=poisoned, tile={"GLUON": True, "stages": 2})
         if order is ORDERS[0]:

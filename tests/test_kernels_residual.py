@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton")
 from gluon_on_cpu import on_cpu
 from interpreted import run_interpreted
-from parkattn.attend import dense_attention
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.residual.definition import LowRank, factor, merge
 from parkattn.plan import Blocks, Plan
-from parkattn.residual import LowRank, factor, merge
 from test_kernels_attend import SHARED_MEMORY, compiled, in_interpreter, on_compiler, orders, problem, pytestmark  # noqa: F401 (pytest reads it)
 from test_kernels_gluon import ORDERS, module  # noqa: F401 (a fixture)
 
@@ -33,7 +33,7 @@ def by_token(tokens: int, seed: int, heads: int = 2) -> torch.Tensor:
 @in_interpreter
 @pytest.mark.parametrize("with_stand_ins", [False, True])
 def test_parts_merge_into_dense_and_residual(with_stand_ins):
-    from parkattn.kernels.residual import merge_parts
+    from parkattn.ops.residual.triton import merge_parts
 
     parts = [(by_token(70, i), 3 * torch.randn(2, 70)) for i in range(3 if with_stand_ins else 2)]
     for out, lse in (parts[0], parts[1]):  # rows that keep nothing, and one that skips nothing
@@ -51,7 +51,7 @@ def test_parts_merge_into_dense_and_residual(with_stand_ins):
 @in_interpreter
 @pytest.mark.parametrize(("rank", "tokens"), [(8, 70), (3, 70), (20, 70), (12, 1100)])  # 64 rows a tile here, 16 tiles a program
 def test_a_low_rank_is_added_in_place(rank, tokens):
-    from parkattn.kernels.residual import add_low_rank
+    from parkattn.ops.residual.triton import add_low_rank
 
     out, residual = by_token(tokens, 1), factor(by_token(tokens, 2), rank)
     exact = out.double() + residual.expand().double()
@@ -113,10 +113,10 @@ def hopper(module, monkeypatch):  # noqa: F811 (a fixture)
     from parkattn.backend.triton import TritonBackend
 
     def make(order: dict, **changes):
-        kernels = module("attend_gluon")
+        kernels = module("attend.hopper")
         kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, **order)
         vars(kernels).update(changes)
-        monkeypatch.setitem(sys.modules, "parkattn.kernels.attend_gluon", kernels)
+        monkeypatch.setitem(sys.modules, "parkattn.ops.attend.hopper", kernels)
         return TritonBackend("on the CPU", gluon=True)
 
     return make
@@ -124,7 +124,7 @@ def hopper(module, monkeypatch):  # noqa: F811 (a fixture)
 
 @in_interpreter
 def test_the_hopper_kernel_takes_tokens_in_block_order_as_they_lie_copied_once_at_most(hopper, monkeypatch):
-    from parkattn.kernels import permute
+    from parkattn.ops.permute import triton as permute
 
     plan, (q, k, v) = plan_of(90, 150, padding=False), (by_token(90, 1), by_token(150, 2), by_token(150, 3))
 
@@ -179,8 +179,8 @@ def test_factors_made_without_a_synchronisation_hold_what_the_definition_holds()
 @on_compiler
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_residual_kernels_build(arch):
-    from parkattn.kernels import residual
-    from parkattn.kernels.tiles_retrieval import low_rank_tile, residual_tile
+    from parkattn.ops.residual import triton as residual
+    from parkattn.ops.tiles import low_rank_tile, residual_tile
 
     rows = dict.fromkeys(("kept", "skipped", "stand_ins", "dense", "residual", "out"), "*bf16")
     small = {**dict.fromkeys(("kept_lse", "skipped_lse", "stand_ins_lse", "step", "b"), "*fp32"), "a": "*i8"}

@@ -85,7 +85,7 @@ def pama_definition(q, offsets, centroids, sizes, dtype):
 def check_pama(seed, n, d, query_blocks, key_blocks, dtype):
     import torch
 
-    from parkattn.kernels import importance
+    from parkattn.ops.importance import triton as importance
 
     g = torch.Generator().manual_seed(seed)
     q, c = (torch.randn(2, m, d, generator=g).mul(2).to(dtype) for m in (n, key_blocks))
@@ -120,7 +120,7 @@ def pama_edges():
     """A block cut into several chunks; more key blocks than one tile; blocks that are all empty give rows of zeros; a refusal."""
     import torch
 
-    from parkattn.kernels import importance
+    from parkattn.ops.importance import triton as importance
 
     check_pama(5, 600, 64, 1, 20, torch.bfloat16)
     offsets, sizes = ragged(torch.Generator().manual_seed(8), 3, 5000, 70), torch.tensor([[4, 0, 1]] * 3, dtype=torch.int32)
@@ -157,7 +157,7 @@ def assign():
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     def regret(x, centroids, labels):
         distance = torch.cdist(x.double(), centroids.double())
@@ -191,7 +191,7 @@ def kmeans():
     """Well separated clusters are found; returned centroids are the means of the returned labels; empty clusters; warm start; valid."""
     import torch
 
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     g = torch.Generator().manual_seed(0)
     truth = torch.arange(160) % 8
@@ -215,7 +215,7 @@ def sort():
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     @settings(max_examples=4, deadline=None, derandomize=True)
     @given(st.integers(0, 999), st.integers(1, 200), st.integers(1, 40))
@@ -231,7 +231,7 @@ def sort():
 def segment_mean():
     import torch
 
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     for d, dtype in ((64, torch.bfloat16), (256, torch.float16)):
         x, labels = tokens(3, 130, d, dtype), torch.randint(0, 6, (1, 2, 130), dtype=torch.int32)
@@ -246,7 +246,7 @@ def segment_mean():
 def qrkc():
     import torch
 
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     for d, dtype in ((64, torch.bfloat16), (256, torch.float16)):
         x = tokens(4, 150, d, dtype)
@@ -273,8 +273,10 @@ TYPES = {
 
 def kernels_and_tiles(arch, d, torch_dtype):
     """(kernel, constants, tile, whether `out` has the input's dtype) for everything that ships."""
-    from parkattn.kernels import cluster, importance, permute
-    from parkattn.kernels import tiles_retrieval as tiles
+    from parkattn.ops import tiles
+    from parkattn.ops.cluster import triton as cluster
+    from parkattn.ops.importance import triton as importance
+    from parkattn.ops.permute import triton as permute
 
     key = (d, torch_dtype, arch)
     one, two = tiles.two_pass_tiles(*key)
@@ -328,7 +330,7 @@ def compile_for(arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from parkattn.kernels.triton_versions import FP_FUSION
+    from parkattn.ops.triton_versions import FP_FUSION
 
     target = GPUTarget("cuda", arch, 32)
     variants = ((128, "bf16", torch.bfloat16), (256, "bf16", torch.bfloat16), (64, "fp16", torch.float16))
@@ -353,8 +355,8 @@ def gluon_builds(target):
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from parkattn.kernels import importance_hopper
-    from parkattn.kernels import tiles_retrieval as tiles
+    from parkattn.ops import tiles
+    from parkattn.ops.importance import hopper as importance_hopper
 
     kernel, layout = importance_hopper.full_key_hopper, repr(importance_hopper.SWIZZLED)
     for chunks, dtype in ((8, "bf16"), (4, "fp16"), (2, "bf16")):

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 from parkattn.backend import triton as backend
-from parkattn.kernels import triton_versions
-from parkattn.kernels.triton_versions import why_no_gluon
+from parkattn.ops import triton_versions
+from parkattn.ops.triton_versions import why_no_gluon
 
 KERNELS = pathlib.Path(triton_versions.__file__).parent
 
@@ -27,7 +27,7 @@ def test_other_versions_step_aside_with_a_reason(version):
 
 
 def test_an_unknown_version_takes_the_plain_kernels_on_hopper(monkeypatch):
-    from parkattn.kernels import tiles_retrieval as tiles
+    from parkattn.ops import tiles
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -47,7 +47,7 @@ def launches(tree: ast.AST) -> list[ast.Call]:
 
 def test_every_launch_says_whether_operations_are_fused():
     found = 0
-    for file in KERNELS.glob("*.py"):
+    for file in KERNELS.rglob("*.py"):
         for call in launches(ast.parse(file.read_text())):
             found += 1
             options = {x.value.id for x in call.keywords if x.arg is None and isinstance(x.value, ast.Name)}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 from interpreted import run_interpreted
-from parkattn.kernels import worklist
-from parkattn.kernels.tiles_attend import TritonTile
+from parkattn.ops.attend import worklist
+from parkattn.ops.attend.tiles import TritonTile
 from test_kernels_attend import assert_close, in_interpreter, on_compiler, one_by_one, pair_mask, problem, pytestmark  # noqa: F401 (pytest reads it)
 
 TOKENS = {"query_tokens": 75_600, "key_tokens": 75_600, "query_tile": 128, "key_tile": 128, "tail_bias": True}
@@ -124,7 +124,7 @@ def test_groups_hold_every_head_once():
 
 @in_interpreter
 def test_heads_in_groups_have_the_bits_of_all_at_once(monkeypatch):
-    from parkattn.kernels.attend_triton import attend_ragged
+    from parkattn.ops.attend.triton import attend_ragged
 
     q, k, v, *blocks = problem(4, 90, 150, 64, 4, 9, 0.5, torch.float16, bh=6)
     q, k, v = (x.view(2, 3, -1, 64) for x in (q, k, v))
@@ -139,7 +139,7 @@ def test_heads_in_groups_have_the_bits_of_all_at_once(monkeypatch):
 
 @in_interpreter
 def test_a_bias_per_block_pair_stands_for_log_n():
-    from parkattn.kernels.attend_triton import attend_ragged
+    from parkattn.ops.attend.triton import attend_ragged
 
     q, k, v, *blocks = problem(6, 90, 150, 64, 4, 9, 0.4, torch.float16)
     centroids, mean_values = (torch.randn(2, 9, 64).half() for _ in range(2))

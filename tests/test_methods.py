@@ -17,8 +17,8 @@ import torch
 import parkattn
 import tiny_pipelines
 from parkattn import CallSite, MethodEntry, ParkConfig, make_method, methods
-from parkattn.attend import dense_attention
 from parkattn.methods import METHODS, configured_method, method_entry, register, register_from
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.planned import make_plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "methods"

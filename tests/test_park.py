@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parkattn import ParkConfig, build_plan, park_attention
-from parkattn.attend import dense_attention
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park
 from parkattn.plan import Plan
 from parkattn.site import CallSite

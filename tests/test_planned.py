@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from parkattn import CallSite, Park, ParkConfig
-from parkattn.attend import dense_attention
 from parkattn.backend import resolve_for
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import build_plan
 from parkattn.planned import sampled_error
 from parkattn.site import SiteKey

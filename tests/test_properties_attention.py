@@ -8,8 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import definitions
 import strategies
-from parkattn.attend import attend, attend_with_lse, gather, scatter
-from parkattn.cluster import cluster_keys, kmeans
+from parkattn.ops.attend.definition import attend, attend_with_lse
+from parkattn.ops.cluster.definition import cluster_keys, kmeans
+from parkattn.ops.permute.definition import gather, scatter
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan, arrange
 from parklab.metrics import retrieval

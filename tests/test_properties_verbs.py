@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import definitions
 import strategies
-from parkattn.attend import gather, scatter
-from parkattn.cluster import cluster_keys, kmeans, metric_root, query_metric, stabilise
+from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root, query_metric, stabilise
+from parkattn.ops.importance.definition import ESTIMATORS, centroid_log_mass, exact_log_mass, select_top_k, select_top_p
+from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import arrange
-from parkattn.retrieval import ESTIMATORS, centroid_log_mass, exact_log_mass, select_top_k, select_top_p
 from parkattn.segments import segment_mean, segment_sum
 from parklab.metrics import retrieval
 from strategies import attention_cases, cases

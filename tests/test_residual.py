@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parkattn.attend import attend_with_lse, dense_attention
+from parkattn.ops.attend.definition import attend_with_lse, dense_attention
+from parkattn.ops.residual.definition import factor, iterate_directions, merge, quantise, top_directions
 from parkattn.plan import Blocks
-from parkattn.residual import factor, iterate_directions, merge, quantise, top_directions
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from parkattn.retrieval import pama, score_spread, select_shared, select_top_k, select_top_p
+from parkattn.ops.importance.definition import pama, score_spread, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
 from strategies import normal
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
-from parkattn.attend import dense_attention
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park, ParkConfig
 from parkattn.planned import plan_key
 from parkattn.site import CallSite

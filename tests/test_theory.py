@@ -11,10 +11,9 @@ import torch
 
 import definitions
 import strategies
-from parkattn.attend import attend, gather, scatter
-from parkattn.cluster import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.plan import arrange
-from parkattn.retrieval import (
+from parkattn.ops.attend.definition import attend
+from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root, query_metric, stabilise
+from parkattn.ops.importance.definition import (
     ESTIMATORS,
     centroid_log_mass,
     exact,
@@ -23,6 +22,8 @@ from parkattn.retrieval import (
     pama,
     query_centroid,
 )
+from parkattn.ops.permute.definition import gather, scatter
+from parkattn.plan import arrange
 from parkattn.segments import segment_mean
 from parklab.metrics.retrieval import euclidean_objective, qrkc_objective, score_error
 

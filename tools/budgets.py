@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parkattn.cluster import Clustering, cluster_keys, kmeans
+from parkattn.ops.cluster.definition import Clustering, cluster_keys, kmeans
+from parkattn.ops.importance.definition import pama, score_spread, select_shared, select_top_k, select_top_p
 from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, arrange, cut_blocks
-from parkattn.retrieval import pama, score_spread, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
 from parklab.bench.frontier import interval, read_records
 from parklab.experiments.captures import Captured, read_captures

@@ -17,11 +17,11 @@ from page_svg import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, P
 import parkattn
 from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.anchors import anchor_steps, log_signal_to_noise
-from parkattn.attend import dense_attention
 from parkattn.backend import attend_dense_and_rest, resolve_for
-from parkattn.cluster import cluster_keys, kmeans
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.cluster.definition import cluster_keys, kmeans
+from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.plan import Plan
-from parkattn.retrieval import ESTIMATORS
 from parkattn.reuse import History, Schedule
 from parkattn.site import CallSite
 from parklab.experiments.captures import Capture, Captured, Selection

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.anchors import anchor_steps, log_signal_to_noise
-from parkattn.attend import dense_attention
 from parkattn.backend import ReferenceBackend
 from parkattn.methods import configured_method
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.residual.definition import factor
 from parkattn.park import ParkConfig
 from parkattn.planned import make_plan
-from parkattn.residual import factor
 from parklab.experiments.captures import Selection, capture_calls
 from parklab.record import environment
 from parklab.studio import checkpoints

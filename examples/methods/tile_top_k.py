@@ -10,8 +10,8 @@ from torch import Tensor
 
 from parkattn import CallSite, MethodEntry, Plan, PlannedMethod
 from parkattn.checks import expect_count, expect_fraction
+from parkattn.ops.importance.definition import kept_mass, query_centroid, select_top_k
 from parkattn.plan import arrange, assign_roles, tiles
-from parkattn.retrieval import kept_mass, query_centroid, select_top_k
 from parkattn.settings import PlannedConfig
 
 

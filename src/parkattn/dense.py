@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parkattn.attend import dense_attention
 from parkattn.checks import expect_attention_inputs, expect_call_site, expect_key_valid
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.registry import MethodEntry
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 

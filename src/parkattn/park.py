@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from parkattn.backend import attend_planned, planning, resolve_for
-from parkattn.borders import fitting_multiple
 from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_finite, expect_fraction, shown
-from parkattn.cluster import Clustering
+from parkattn.ops.cluster.borders import fitting_multiple
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.ops.importance.definition import ESTIMATORS, kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.plan import Blocks, Plan, assign_roles, cut_blocks
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.retrieval import ESTIMATORS, kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
 from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite

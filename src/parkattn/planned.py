@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from parkattn.attend import dense_attention
 from parkattn.backend import (
     Backend,
     attend_dense_and_rest,
@@ -24,8 +23,9 @@ from parkattn.backend import (
     resolve_for,
 )
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_call_site, expect_key_valid
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.residual.definition import LowRank
 from parkattn.plan import Blocks, Plan, expect_whole_plan
-from parkattn.residual import LowRank
 from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
 from parkattn.settings import PlannedConfig
 from parkattn.site import AttentionOutput, AttentionStats, CallSite, SiteKey

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parkattn.anchors import anchor_count, anchor_steps, levels_of, outlived
+from parkattn.ops.residual.definition import LowRank
 from parkattn.plan import Blocks, Plan, arrange
-from parkattn.residual import LowRank
 from parkattn.settings import When
 from parkattn.site import CallSite, SiteKey
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.attend import dense_attention
 from parkattn.files import write_atomically
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k
 from parkattn.park import ParkConfig, build_plan, park_attention
-from parkattn.retrieval import ESTIMATORS, exact, kept_mass, select_top_k
 from parklab.extras import pyplot
 from parklab.metrics.retrieval import recall_summary
 from parklab.record import environment

@@ -21,13 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parkattn.attend import attend, dense_attention, gather, scatter
-from parkattn.borders import round_borders
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_choice, expect_finite, expect_scale, shape_of
-from parkattn.cluster import Clustering, cluster_keys, first_centroids, kmeans, lloyd
+from parkattn.ops.attend.definition import attend, dense_attention
+from parkattn.ops.cluster.borders import round_borders
+from parkattn.ops.cluster.definition import Clustering, cluster_keys, first_centroids, kmeans, lloyd
+from parkattn.ops.importance.definition import ESTIMATORS, score_spread
+from parkattn.ops.permute.definition import gather, scatter
+from parkattn.ops.residual.definition import LowRank, factor
 from parkattn.plan import Blocks, Plan, arrange
-from parkattn.residual import LowRank, factor
-from parkattn.retrieval import ESTIMATORS, score_spread
 from parkattn.segments import segment_mean
 from parkattn.settings import BACKENDS, KeyMetric
 from parkattn.site import CallSite

@@ -34,7 +34,7 @@ class FlashInferBackend(TritonBackend):
 
     @on_its_gpu
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
-        from parkattn.kernels import permute
+        from parkattn.ops.permute import triton as permute
 
         if compensate:
             raise ValueError("compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'.")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import shape_of
-from parkattn.cluster import Clustering, initial_tokens, metric_root, stabilise, uniform
+from parkattn.ops.cluster.definition import Clustering, initial_tokens, metric_root, stabilise, uniform
+from parkattn.ops.residual.definition import LowRank, iterate_directions, quantise
 from parkattn.plan import Blocks, Plan
-from parkattn.residual import LowRank, iterate_directions, quantise
 from parkattn.settings import KeyMetric
 
 HEAD_DIMS = (64, 128, 256)
@@ -73,7 +73,7 @@ class TritonBackend:
 
     @on_its_gpu
     def lloyd(self, x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
-        from parkattn.kernels import cluster
+        from parkattn.ops.cluster import triton as cluster
 
         self._expect_dense_rows(x=x)
         b, h, count, d = centroids.shape
@@ -99,7 +99,7 @@ class TritonBackend:
         valid: Tensor | None = None,
         query_valid: Tensor | None = None,
     ) -> Clustering:
-        from parkattn.kernels import cluster
+        from parkattn.ops.cluster import triton as cluster
 
         self._expect_dense_rows(k=k, q=q)
         if metric.key_metric == "euclidean":
@@ -117,7 +117,8 @@ class TritonBackend:
 
     @on_its_gpu
     def round_borders(self, x: Tensor, found: Clustering, multiple: int) -> Clustering:
-        from parkattn.kernels import borders, cluster
+        from parkattn.ops.cluster import borders_triton as borders
+        from parkattn.ops.cluster import triton as cluster
 
         if multiple == 1:
             return found
@@ -133,7 +134,8 @@ class TritonBackend:
 
         Means and centroids are rounded to q's dtype.
         """
-        from parkattn.kernels import importance, permute
+        from parkattn.ops.importance import triton as importance
+        from parkattn.ops.permute import triton as permute
 
         if kind not in ("pama", "query-centroid"):
             raise ValueError(
@@ -156,7 +158,7 @@ class TritonBackend:
         self, q: Tensor, k: Tensor, keys: Clustering, *, valid: Tensor | None, query_valid: Tensor | None, scale: float | None
     ) -> Tensor:
         """Centroids are means, so E^T E = K^T K - sum_v n_v c_v c_v^T: no pass over single keys' errors."""
-        from parkattn.kernels import cluster
+        from parkattn.ops.cluster import triton as cluster
 
         sizes, centroids = keys.sizes.float(), keys.centroids.float()
         weighted = centroids * (sizes / sizes.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
@@ -166,7 +168,7 @@ class TritonBackend:
 
     @on_its_gpu
     def arrange(self, labels: Tensor, count: int) -> Blocks:
-        from parkattn.kernels import cluster
+        from parkattn.ops.cluster import triton as cluster
 
         labels = labels.to(torch.int32)
         return Blocks(labels, *cluster.sort_labels(labels, count))
@@ -207,7 +209,7 @@ class TritonBackend:
     def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
         """Dense attention, and what of it `attend` with this plan misses, in the work of one dense call: kept keys, skipped keys and the
         stand-ins of skipped blocks are attended apart and merged."""
-        from parkattn.kernels.residual import merge_parts
+        from parkattn.ops.residual.triton import merge_parts
 
         over, stand_ins = self._attention(q, k, v, plan, scale, compensate)
         skipped = ~plan.mask
@@ -223,14 +225,14 @@ class TritonBackend:
     @on_its_gpu
     def factor(self, residual: Tensor, rank: int) -> LowRank:
         """`residual.factor` without a host synchronisation."""
-        from parkattn.kernels import cluster
+        from parkattn.ops.cluster import triton as cluster
 
         return quantise(residual, iterate_directions(cluster.query_metric(residual), rank))
 
     @on_its_gpu
     def add_residual(self, out: Tensor, residual: LowRank) -> Tensor:
         """out + A B, in place."""
-        from parkattn.kernels.residual import add_low_rank
+        from parkattn.ops.residual.triton import add_low_rank
 
         return add_low_rank(out, residual.a, residual.step, residual.b)
 
@@ -238,7 +240,7 @@ class TritonBackend:
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, compensate: bool
     ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
         """Attention over any mask of the plan's blocks, (out [b h n d] in token order, lse [b*h n]), and what it is told about stand-ins."""
-        from parkattn.kernels import permute
+        from parkattn.ops.permute import triton as permute
 
         self._expect_dense_rows(q=q, k=k, v=v)
         if v.shape[-1] != q.shape[-1]:
@@ -266,13 +268,13 @@ class TritonBackend:
                 stand_ins["pair_bias"] = plan.bias.reshape(b * h, *plan.bias.shape[2:]).contiguous()
         attend: Callable[..., Any]
         if self.gluon:
-            from parkattn.kernels.attend_gluon import attend_hopper
+            from parkattn.ops.attend.hopper import attend_hopper
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
             flat = [permute.gather_rows(q, order), *(x if x.ndim == 3 else permute.gather_rows(x, None) for x in (keys, values))]
             attend = functools.partial(attend_hopper, *flat, *offsets, out_order=token_of_row)
         else:
-            from parkattn.kernels.attend_triton import attend_ragged
+            from parkattn.ops.attend.triton import attend_ragged
 
             by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
             attend = functools.partial(attend_ragged, q, *by_head, *offsets, query_order=token_of_row)
@@ -292,7 +294,7 @@ class TritonBackend:
                 )
 
     def _kmeans(self, x: Tensor, clusters: int, seed: int, iterations: int, start: Tensor | None, valid: Tensor | None) -> Clustering:
-        from parkattn.kernels import cluster
+        from parkattn.ops.cluster import triton as cluster
 
         count = min(clusters, x.shape[2])
         if start is not None:
@@ -346,7 +348,7 @@ def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
         return False, f"the GPU is sm_{major}{minor}, not sm_90"
     if head_dim not in GLUON_HEAD_DIMS:
         return False, f"the Hopper kernel has head dims 64 and 128, not {head_dim}"
-    from parkattn.kernels.triton_versions import why_no_gluon
+    from parkattn.ops.triton_versions import why_no_gluon
 
     if because := why_no_gluon():
         return False, because

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_flag, expect_fraction, shown
+from parkattn.ops.importance.definition import kept_mass, select_top_p
 from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.retrieval import kept_mass, select_top_p
 from parkattn.segments import compute_dtype
 from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite

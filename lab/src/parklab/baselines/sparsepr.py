@@ -46,10 +46,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parkattn.attend import dense_attention
 from parkattn.backend import outside_autocast, resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fraction, expect_positive
-from parkattn.cluster import Clustering
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_fraction
-from parkattn.cluster import uniform
+from parkattn.ops.cluster.definition import uniform
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry

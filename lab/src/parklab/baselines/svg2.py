@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from parkattn.backend import Backend, resolve_for
-from parkattn.borders import fitting_multiple
-from parkattn.cluster import Clustering
+from parkattn.ops.cluster.borders import fitting_multiple
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.ops.importance.definition import centroid_log_mass, kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.retrieval import centroid_log_mass, kept_mass
 from parkattn.settings import LONG_VIDEO, BlockCounts, Clusters, PlannedConfig, Selection
 from parkattn.site import CallSite
 

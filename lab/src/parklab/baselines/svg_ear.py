@@ -37,7 +37,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.checks import expect_positive
-from parkattn.cluster import Clustering
+from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, assign_roles
 from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry

@@ -44,11 +44,11 @@ from torch.nn.functional import normalize
 
 from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_fraction, shown
-from parkattn.cluster import Clustering
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.ops.importance.definition import kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.retrieval import kept_mass
 from parkattn.reuse import dense_prefix
 from parkattn.segments import aligned, compute_dtype, segment_mean, segment_sizes
 from parkattn.settings import LARGEST_SEED, PlannedConfig, Selection

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.attend import attend_with_lse, gather
 from parkattn.backend import Backend, resolve
 from parkattn.backend.triton import TritonBackend
+from parkattn.ops.attend.definition import attend_with_lse
+from parkattn.ops.permute.definition import gather
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore
 from parkattn.settings import KEY_GRANULE, QUERY_TILE
@@ -172,7 +173,7 @@ def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, everything: bo
 
 def _padding(plan: Plan, kernel: str) -> float:
     """Token pairs that the kernel's tiles hold / token pairs that the plan keeps."""
-    worklist = importlib.import_module("parkattn.kernels.worklist")
+    worklist = importlib.import_module("parkattn.ops.attend.worklist")
     (b, h), n, m = plan.mask.shape[:2], plan.queries.tokens, plan.keys.tokens
     rows, keys, part = _tile_of(kernel, plan.mask.device)
     blocks = (x.reshape(b * h, *x.shape[2:]).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
@@ -184,7 +185,7 @@ def _padding(plan: Plan, kernel: str) -> float:
 
 def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
     """Query rows and keys of a tile at head dim 128, and the rows that a part of it is rounded to."""
-    tiles = importlib.import_module("parkattn.kernels.tiles_attend")
+    tiles = importlib.import_module("parkattn.ops.attend.tiles")
     if kernel == "gluon":
         return 128, tiles.gluon_tile(128).keys, 64
     tile = tiles.triton_tile(128, tiles.arch_or_hopper(device))
@@ -274,5 +275,5 @@ def _block_means(x: Tensor, ends: Tensor) -> Tensor:
 
 def _launch(kernel: str) -> Any:
     if kernel == "gluon":
-        return importlib.import_module("parkattn.kernels.attend_gluon").attend_hopper
-    return importlib.import_module("parkattn.kernels.attend_triton").attend_ragged
+        return importlib.import_module("parkattn.ops.attend.hopper").attend_hopper
+    return importlib.import_module("parkattn.ops.attend.triton").attend_ragged

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.attend import dense_attention
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parklab.metrics.budget import solve_budget
 from parklab.record import environment

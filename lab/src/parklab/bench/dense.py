@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.attend import dense_attention
 from parkattn.backend.triton import TritonBackend, triton_backend
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.residual.definition import factor
 from parkattn.park import ParkConfig
 from parkattn.planned import sampled_error
-from parkattn.residual import factor
 from parkattn.reuse import AdaptiveSchedule, History, PlanStore
 from parkattn.site import CallSite, SiteKey
 from parklab.bench.attend import dense_calls

@@ -25,7 +25,7 @@ def _tilelang():
         if missing.name != "tilelang":
             raise
         raise ModuleNotFoundError(
-            "PAMA in TileLang: the package tilelang is not installed; pip install 'parklab[tilelang]', or use parkattn.kernels.importance."
+            "PAMA in TileLang: the package tilelang is not installed; pip install 'parklab[tilelang]', or use parkattn.ops.importance.triton."
         ) from None
 
 
@@ -177,7 +177,7 @@ def build(kind: str, dim: int, width: int, dtype: str, **tile):
 def _run(kind, q, offsets, centroids, sizes, scale, tile):
     _tilelang()
     if q.shape[-1] not in HEAD_DIMS or q.numel() >= 2**31:
-        raise ValueError(f"q: expected a head dim of 64 or 128 and fewer than 2^31 elements in TileLang, got {list(q.shape)}; use parkattn.kernels.importance")
+        raise ValueError(f"q: expected a head dim of 64 or 128 and fewer than 2^31 elements in TileLang, got {list(q.shape)}; use parkattn.ops.importance.triton")
     bh, d = q.shape[0], q.shape[-1]
     key_blocks, width = centroids.shape[1], -(-centroids.shape[1] // 128) * 128
     log_sizes = torch.nn.functional.pad(sizes.float().log2(), (0, width - key_blocks), value=-math.inf)

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.cluster import initial_tokens
+from parkattn.ops.cluster.definition import initial_tokens
 from parklab.bench.problems import TINY, WAN_14B, Case, Shape, mixture, repeats_equal, verdict
 from parklab.bench.timing import median_ms
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     """Sort and permutation exact, means to float32, assignment at most twice as far from optimal as same-dtype PyTorch."""
-    from parkattn.kernels import cluster, permute
+    from parkattn.ops.cluster import triton as cluster
+    from parkattn.ops.permute import triton as permute
 
     shape, count = (TINY, 8) if rehearse else (Shape(4, 20_000, 0, 0), 200)
     x = mixture(shape, count, device)
@@ -47,8 +48,9 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
 
 def _gate_borders(x: Tensor, labels: Tensor, centroids: Tensor) -> Iterator[Case]:
     """Borders where they belong, and the definition's labels but for tokens whose place is a matter of rounding."""
-    from parkattn.borders import round_borders
-    from parkattn.kernels import borders, cluster
+    from parkattn.ops.cluster import borders_triton as borders
+    from parkattn.ops.cluster import triton as cluster
+    from parkattn.ops.cluster.borders import round_borders
     from parkattn.segments import segment_sizes
 
     multiple, count = 32 if x.shape[2] > 1000 else 4, centroids.shape[2]
@@ -63,7 +65,8 @@ def _gate_borders(x: Tensor, labels: Tensor, centroids: Tensor) -> Iterator[Case
 
 def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     """More than 2^31 elements: the last head of a large call equals the same head alone."""
-    from parkattn.kernels import cluster, permute
+    from parkattn.ops.cluster import triton as cluster
+    from parkattn.ops.permute import triton as permute
 
     shape, count = (TINY, 8) if rehearse else (Shape(24, 720_000, 0, 0), 64)
     x = torch.randn(1, shape.heads, shape.tokens, shape.dim, device=device, dtype=torch.bfloat16)
@@ -76,7 +79,7 @@ def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case
 
 
 def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     shape = TINY if rehearse else WAN_14B
     x = mixture(shape, 700, device)

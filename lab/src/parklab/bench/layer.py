@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.attend import dense_attention
 from parkattn.backend import resolve
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park, ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
 from parkattn.site import CallSite

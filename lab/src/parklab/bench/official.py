@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parkattn.attend import gather
 from parkattn.backend import attend_every_key, attend_planned, resolve_for
 from parkattn.methods import make_method
+from parkattn.ops.permute.definition import gather
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.site import CallSite
 from parklab.baselines.sta import tile_of_cell

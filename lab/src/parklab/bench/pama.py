@@ -117,7 +117,7 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, r
 
 
 def _kernels(key_blocks: int) -> dict[str, Callable[..., Tensor]]:
-    from parkattn.kernels import importance
+    from parkattn.ops.importance import triton as importance
 
     two_pass = {"Triton (two-pass)": importance.pama_two_pass}
     return two_pass if key_blocks > importance.FULL_KEY_LIMIT else {**two_pass, "Triton (Full-K)": importance.pama_full_key}

@@ -63,7 +63,7 @@ def repeats_equal(call: Any, times: int) -> bool:
 def offsets(bh: int, tokens: int, blocks: int, device: torch.device, *, seed: int = 0, empty: bool = False, multiple: int = 1) -> Tensor:
     """int32 [bh blocks+1]: sizes in proportion to gamma(2) draws; with `empty` every fourth block of the first half is empty.
 
-    multiple: borders are rounded to it, as `parkattn.borders` does.
+    multiple: borders are rounded to it, as `parkattn.ops.cluster.borders` does.
     """
     g = torch.Generator().manual_seed(seed)
     weight = torch._standard_gamma(torch.full((bh, blocks), 2.0), generator=g).double()

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from parkattn.cluster import initial_tokens, stabilise
+from parkattn.ops.cluster.definition import initial_tokens, stabilise
 from parklab.bench.problems import TINY, WAN_14B, Case, Shape, mixture, verdict
 from parklab.bench.timing import median_ms
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     shape = TINY if rehearse else Shape(4, 20_000, 0, 0)
     x = mixture(shape, 8 if rehearse else 200, device)
@@ -30,7 +30,7 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
 
 
 def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
-    from parkattn.kernels import cluster
+    from parkattn.ops.cluster import triton as cluster
 
     shape = TINY if rehearse else WAN_14B
     q, k = mixture(shape, 300, device), mixture(shape, 700, device)

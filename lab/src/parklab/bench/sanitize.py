@@ -5,7 +5,7 @@
 compute-sanitizer watches all kernels: memcheck, synccheck, racecheck. racecheck sees what warps hand to each other through shared
 memory, not what TMA copies and asynchronous products do there (a missing wait for a copy goes unreported): the two kernels that
 use these are given to ConSan as well, Triton's own sanitizer, which knows them and mbarriers. ConSan in turn does not see the
-hardware barriers of `kernels/barriers.py` and is given copies that use mbarriers there. That each sees a race where there is one is
+hardware barriers of `ops/barriers.py` and is given copies that use mbarriers there. That each sees a race where there is one is
 checked on copies of the PAMA kernel that lack a barrier, or a wait.
 """
 
@@ -38,7 +38,7 @@ ALL_RAN = "all checks ran"  # what a watched process says last
 OLDEST = (2026, 3)
 WARP_SPECIALISED = "kns=hopper"  # both have it in their names
 Changes = dict[str, tuple[str, int]]  # text -> what stands there instead, how often it does
-PAMA, ATTENTION = "parkattn.kernels.importance_hopper", "parkattn.kernels.attend_gluon"
+PAMA, ATTENTION = "parkattn.ops.importance.hopper", "parkattn.ops.attend.hopper"
 FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ("", 1)}
 FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ("", 1)}
 # what ConSan sees: mbarriers instead of hardware barriers; and its checks need more registers than the warp that copies is left with
@@ -218,13 +218,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _prepare_for_consan(*, forget_a_wait: bool) -> None:
     """Kernels of this process as ConSan can watch them. forget_a_wait: and PAMA reads centroids that may not have arrived."""
-    importlib.import_module("parkattn.kernels").keep_scratch_in_torch()
+    importlib.import_module("parkattn.ops").keep_scratch_in_torch()
     exchange(PAMA, FOR_CONSAN[PAMA] | (FORGET_A_WAIT if forget_a_wait else {}))
     exchange(ATTENTION, FOR_CONSAN[ATTENTION])
-    tiles = importlib.import_module("parkattn.kernels.tiles_attend")
+    tiles = importlib.import_module("parkattn.ops.attend.tiles")
     sys.modules[ATTENTION].gluon_tile = lambda d: tiles.GluonTile(producer_registers=168)  # type: ignore[attr-defined]
     # the fewest slots there are: each takes a quarter of a minute to compile
-    tiles_of_pama: Any = importlib.import_module("parkattn.kernels.tiles_retrieval")
+    tiles_of_pama: Any = importlib.import_module("parkattn.ops.tiles")
     tiles_of_pama.full_key_tile = lambda *_: {"GLUON": True, "stages": 2}
 
 

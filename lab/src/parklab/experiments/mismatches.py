@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
+from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k, select_top_p
 from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, arrange, tiles
-from parkattn.retrieval import ESTIMATORS, exact, kept_mass, select_top_k, select_top_p
 from parklab.experiments.captures import Captured
 from parklab.metrics import retrieval as measures
 

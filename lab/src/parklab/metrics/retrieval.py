@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parkattn.cluster import query_metric
+from parkattn.ops.cluster.definition import query_metric
+from parkattn.ops.importance.definition import centroid_log_mass, exact_log_mass
 from parkattn.plan import Plan
-from parkattn.retrieval import centroid_log_mass, exact_log_mass
 from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 
 QUERIES_AT_ONCE = 1024

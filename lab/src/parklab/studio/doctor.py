@@ -13,8 +13,8 @@ import torch
 from rich.table import Column, Table
 from rich.text import Text
 
-from parkattn.attend import dense_attention
 from parkattn.backend import resolve
+from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import ParkConfig, park_attention
 from parklab.extras import install_command
 from parklab.record import environment

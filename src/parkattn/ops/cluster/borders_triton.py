@@ -1,14 +1,14 @@
 """Block borders on multiples: pair distances, the chain of nearest centroids, sort keys inside a cluster, labels by position.
 
-The definition is `parkattn.borders`. Nothing here waits for the GPU, and a head's result does not depend on other heads.
+The definition is `parkattn.ops.cluster.borders`. Nothing here waits for the GPU, and a head's result does not depend on other heads.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from . import tiles_retrieval as tiles
-from .triton_versions import FP_FUSION
+from .. import tiles
+from ..triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off

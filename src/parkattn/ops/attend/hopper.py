@@ -5,7 +5,7 @@ memory with key and value tiles, granule by granule, and runs on into the next q
 consumer warpgroups own 64 query rows each, so that the exponentials of one run under the matrix products of the other. A query tile
 of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and join their sums at the end (alone, one
 warpgroup needs as long for 64 rows as two for 128). The card is at its power limit here, so what counts is the energy of a step:
-exponentials look for no maximum where they can do without (`attend_gluon_softmax`), and the few rows where they cannot are computed
+exponentials look for no maximum where they can do without (`hopper_softmax`), and the few rows where they cannot are computed
 again by a second launch. Masks of partial granules and the bias of stand-ins come with the keys, as 128 floats per tile, so that one loop
 serves every kind of tile: two warpgroups and the producer run code of their own, and the instruction cache holds little more than their
 loops. Output rows go straight to their place in token order. Which program takes which tile varies, what is
@@ -21,12 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .attend_gluon_producer import produce
-from .attend_gluon_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale, rounded
-from .barriers import barrier_arrive, barrier_sync
-from .records import LOST, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_PLAIN, TILE_ROW, TILE_ROWS
-from .tiles_attend import GluonTile, gluon_tile
-from .triton_versions import ALWAYS_SHARE, FP_FUSION, reinterpret, thread_barrier
+from ..barriers import barrier_arrive, barrier_sync
+from ..records import LOST, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_PLAIN, TILE_ROW, TILE_ROWS
+from ..triton_versions import ALWAYS_SHARE, FP_FUSION, reinterpret, thread_barrier
+from .hopper_producer import produce
+from .hopper_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale, rounded
+from .tiles import GluonTile, gluon_tile
 from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -296,7 +296,7 @@ def attend_hopper(
     int32 [bh n] row i goes to row out_order[bh, i] of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n]
     follows the same order. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
     scale must be positive. Rows of k and v beside a kept block, and the first ones of their head, are read and weighted 0: they and their
-    scores must be finite. quick: how exponentials are taken first (`attend_gluon_softmax`), for bf16 alone; None takes it there, which
+    scores must be finite. quick: how exponentials are taken first (`hopper_softmax`), for bf16 alone; None takes it there, which
     counts values below 2^-46 as 0.
     """
     bh, n, d = q.shape

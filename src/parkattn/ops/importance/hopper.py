@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .barriers import barrier_sync
-from .records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
-from .triton_versions import FP_FUSION, copy_to_shared, thread_barrier
+from ..barriers import barrier_sync
+from ..records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
+from ..triton_versions import FP_FUSION, copy_to_shared, thread_barrier
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off

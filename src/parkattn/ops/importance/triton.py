@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import tiles_retrieval as tiles
-from .products import dot
-from .records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
-from .triton_versions import FP_FUSION
+from .. import tiles
+from ..products import dot
+from ..records import ITEM_BLOCK, ITEM_BLOCK_ROWS, ITEM_FIELDS, ITEM_HEAD, ITEM_ROW, ITEM_ROWS, ITEM_SLOT
+from ..triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
@@ -253,7 +253,7 @@ def pama_full_key(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
     items, log_sizes, partial, chunk = _work(offsets, sizes, n)
     if tile.pop("GLUON", False):
         # imported here: Gluon exists on the GPUs it is for, and the interpreter cannot run it
-        from .importance_hopper import launch_full_key_hopper
+        from .hopper import launch_full_key_hopper
 
         launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, **tile)
     else:

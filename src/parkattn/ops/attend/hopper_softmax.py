@@ -1,4 +1,4 @@
-"""The exponentials of `attend_gluon`, in two ways.
+"""The exponentials of `hopper`, in two ways.
 
 Careful, as everybody does it: weights are relative to the largest score that their row has seen, and sums are rescaled when it grows.
 
@@ -13,7 +13,7 @@ key at all. Steeper scores give the same results and take up to twice as long or
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .triton_versions import ROUND_PAIRS, reinterpret
+from ..triton_versions import ROUND_PAIRS, reinterpret
 
 # careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)

@@ -1,11 +1,11 @@
-"""The producer warp of `attend_gluon`: hands out query tiles and keeps the rings of query, key and value tiles full."""
+"""The producer warp of `hopper`: hands out query tiles and keeps the rings of query, key and value tiles full."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .records import COUNT, NEXT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_PLAIN, TILE_ROW, TILE_ROWS, TILE_WIDE
-from .triton_versions import copy_to_shared, reinterpret
+from ..records import COUNT, NEXT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_PLAIN, TILE_ROW, TILE_ROWS, TILE_WIDE
+from ..triton_versions import copy_to_shared, reinterpret
 
 
 @gluon.jit

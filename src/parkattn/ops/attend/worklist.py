@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .records import (
+from ..records import (
     COUNT,
     COUNTERS,
     NEXT,
@@ -38,7 +38,7 @@ from .records import (
     TILE_ROWS,
     TILE_WIDE,
 )
-from .triton_versions import FP_FUSION
+from ..triton_versions import FP_FUSION
 
 WIDE = 32
 FIELDS: int = TILE_FIELDS.value

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import dot
-from .records import COUNT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_ROW, TILE_ROWS, TILE_WIDE
-from .tiles_attend import TritonTile, arch_or_hopper, triton_tile
-from .triton_versions import FP_FUSION
+from ..products import dot
+from ..records import COUNT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_ROW, TILE_ROWS, TILE_WIDE
+from ..triton_versions import FP_FUSION
+from .tiles import TritonTile, arch_or_hopper, triton_tile
 from .worklist import WIDE, build_worklist, head_groups, heads_at_once
 
 

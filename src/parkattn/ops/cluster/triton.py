@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import tiles_retrieval as tiles
-from .products import dot
-from .triton_versions import FP_FUSION
+from .. import tiles
+from ..products import dot
+from ..triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off

@@ -1,4 +1,6 @@
-"""Triton kernels: tensors in, tensors out. Leaves: they import torch and triton, nothing else of parkattn."""
+"""Operations, one folder each: `definition.py` is the paper's equation in PyTorch, the other files compute it in kernels.
+
+Kernels take and return plain tensors. They import torch, triton and one another, nothing else of parkattn."""
 
 
 def keep_scratch_in_torch() -> None:

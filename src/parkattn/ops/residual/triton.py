@@ -1,15 +1,15 @@
 """Parts of attention merged into the dense output and its residual, a low rank added to an output: one pass each.
 
-The definitions are `parkattn.residual.merge` and `LowRank.add_to`.
+The definitions are `parkattn.ops.residual.definition.merge` and `LowRank.add_to`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from . import tiles_retrieval as tiles
-from .products import dot
-from .triton_versions import FP_FUSION
+from .. import tiles
+from ..products import dot
+from ..triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off

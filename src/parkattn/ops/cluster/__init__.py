@@ -1,0 +1,1 @@
+"""Clusters of queries (k-means) and of keys (QRKC), and block borders at tiles."""

@@ -1,0 +1,1 @@
+"""Tokens in block order, and back."""

@@ -1,0 +1,1 @@
+"""The low-rank part of dense attention that sparse attention misses."""
