@@ -6,13 +6,12 @@ python examples/hunyuan_text_to_video.py
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from diffusers import HunyuanVideoPipeline
+from diffusers.utils import export_to_video
 
 from parkattn import disable, enable, summary
-from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, seed: int = 0, **options):
@@ -30,8 +29,8 @@ def main() -> None:
     dense, sparse, report = generate(
         pipe, "a cat walks on the grass", height=720, width=1280, num_frames=125, num_inference_steps=50, output_type="np"
     )
-    write_mp4(Path("hunyuan-dense.mp4"), as_bytes(dense), fps=24)
-    write_mp4(Path("hunyuan-park.mp4"), as_bytes(sparse), fps=24)
+    export_to_video(dense, "hunyuan-dense.mp4", fps=24)
+    export_to_video(sparse, "hunyuan-park.mp4", fps=24)
     sys.stdout.write(f"{report}\n")
 
 

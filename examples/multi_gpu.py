@@ -6,13 +6,12 @@ torchrun --nproc-per-node 4 examples/multi_gpu.py
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from diffusers import ContextParallelConfig, HunyuanVideoPipeline
+from diffusers.utils import export_to_video
 
 from parkattn import enable, sequence_parallel_plan, summary
-from parklab.studio.video import as_bytes, write_mp4
 
 
 def split_over_ranks(pipe, **changes) -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     seed = torch.Generator().manual_seed(0)  # every rank must draw the same noise
     frames = pipe("a cat walks on the grass", height=720, width=1280, num_frames=125, generator=seed, output_type="np").frames[0]
     if rank == 0:
-        write_mp4(Path("hunyuan.mp4"), as_bytes(frames), fps=24)
+        export_to_video(frames, "hunyuan.mp4", fps=24)
         sys.stdout.write(f"{summary(pipe)}\n")
     torch.distributed.destroy_process_group()
 

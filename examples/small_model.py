@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
+from diffusers.utils import export_to_video
 
 import parkattn
 from parklab.sprites import CHECKPOINT, grammar
-from parklab.studio.video import as_bytes, write_mp4
 
 # blocks as large as the paper's: 5,760 tokens instead of the 75,600 that the preset's 128 and 512 blocks are for
 BLOCKS = {"query_clusters": 11, "key_clusters": 44}
@@ -25,7 +25,7 @@ def generate(pipe, prompt: str, out: Path, **options):
     frames = pipe(known, output_type="np", generator=torch.Generator().manual_seed(0), **options).frames[0]
     report = parkattn.summary(pipe)
     parkattn.disable(pipe)  # stock diffusers again
-    write_mp4(out, as_bytes(frames), fps=16)
+    export_to_video(frames, str(out), fps=16)
     return report
 
 

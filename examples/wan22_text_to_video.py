@@ -6,13 +6,12 @@ python examples/wan22_text_to_video.py
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
+from diffusers.utils import export_to_video
 
 from parkattn import enable
-from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, **options):
@@ -26,7 +25,7 @@ def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.2-T2V-A14B-Diffusers", torch_dtype=torch.bfloat16)
     pipe.enable_model_cpu_offload()  # plans are released at the end of a run, so they do not stay on the GPU
     frames, report = generate(pipe, "two boats in a storm", height=720, width=1280, num_frames=81, num_inference_steps=40)
-    write_mp4(Path("wan22.mp4"), as_bytes(frames), fps=16)
+    export_to_video(frames, "wan22.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 
 

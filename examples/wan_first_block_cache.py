@@ -6,13 +6,12 @@ python examples/wan_first_block_cache.py
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from diffusers import FirstBlockCacheConfig, WanPipeline
+from diffusers.utils import export_to_video
 
 from parkattn import enable, summary
-from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, threshold: float = 0.1, **options):
@@ -27,7 +26,7 @@ def generate(pipe, prompt: str, threshold: float = 0.1, **options):
 def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-14B-Diffusers", torch_dtype=torch.bfloat16).to("cuda")
     frames, report = generate(pipe, "a cat walks on the grass", height=720, width=1280, num_frames=81, num_inference_steps=50)
-    write_mp4(Path("wan-cached.mp4"), as_bytes(frames), fps=16)
+    export_to_video(frames, "wan-cached.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 
 

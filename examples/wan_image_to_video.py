@@ -6,14 +6,12 @@ python examples/wan_image_to_video.py first_frame.png
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from diffusers import WanImageToVideoPipeline
-from diffusers.utils import load_image
+from diffusers.utils import export_to_video, load_image
 
 from parkattn import enable, summary
-from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, image, prompt: str, compiler: str = "inductor", **options):
@@ -28,7 +26,7 @@ def main() -> None:
     pipe = WanImageToVideoPipeline.from_pretrained(model, torch_dtype=torch.bfloat16).to("cuda")
     image = load_image(sys.argv[1]).resize((1280, 720))
     frames, report = generate(pipe, image, "the camera moves forward", height=720, width=1280, num_frames=81, num_inference_steps=50)
-    write_mp4(Path("wan-i2v.mp4"), as_bytes(frames), fps=16)
+    export_to_video(frames, "wan-i2v.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 
 

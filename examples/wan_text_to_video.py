@@ -6,13 +6,12 @@ python examples/wan_text_to_video.py "a cat walks on the grass"
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
+from diffusers.utils import export_to_video
 
 from parkattn import enable, summary
-from parklab.studio.video import as_bytes, write_mp4
 
 
 def generate(pipe, prompt: str, **options):
@@ -25,7 +24,7 @@ def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", torch_dtype=torch.bfloat16).to("cuda")
     prompt = sys.argv[1] if len(sys.argv) > 1 else "a cat walks on the grass"
     frames, report = generate(pipe, prompt, height=720, width=1280, num_frames=81, num_inference_steps=50, guidance_scale=5.0)
-    write_mp4(Path("wan.mp4"), as_bytes(frames), fps=16)
+    export_to_video(frames, "wan.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 
 

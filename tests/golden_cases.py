@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 PYTHONPATH=src python tests/golden_cases.py triton
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,9 +14,9 @@ import sys
 import torch
 
 from interpreted import hasten_the_interpreter
-from parkattn import CallSite, ParkConfig, build_plan, enable, make_method, park_attention
+from parkattn import METHODS, CallSite, ParkConfig, build_plan, enable, make_method, park_attention
 
-METHODS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
+OURS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
 PRESETS = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-14b", "hunyuanvideo")
 SMALL = {"query_clusters": 4, "key_clusters": 9, "kmeans_iterations": 3}
 
@@ -80,12 +79,24 @@ def attention(backend: str):
             config = ParkConfig.preset(name, backend=backend, kmeans_iterations=2)
             plan = build_plan(*tokens(1, 1200, 1, 32, dtype)[:2], config)
             yield f"preset {name}", plan_digest(plan)
+        yield from every_method()
     yield from methods(backend, n, heads, dim, dtype)
 
 
+def every_method():
+    """Every method at its authors' settings, and every profile of PARK, through a run of steps."""
+    grid = (4, 12, 12)
+    made = {name: make_method(name) for name in sorted(METHODS)}
+    made |= {f"profile {name}": make_method("park", ParkConfig.profile(name)) for name in ParkConfig.PROFILES}
+    for name, method in made.items():
+        for step in range(8):
+            q, k, v = (x + 0.03 * step for x in tokens(3, 4 * 12 * 12, 2, 32, torch.float32))
+            out, stats = method(q, k, v, CallSite(layer=1, step=step, total_steps=8, grid=grid))
+            yield f"{name}, step {step}", [stats.phase, stats.reason, digest(out, stats.density)]
+
+
 def methods(backend: str, n: int, heads: int, dim: int, dtype: torch.dtype):
-    old = not any(field.name == "key_valid" for field in dataclasses.fields(CallSite))
-    for name in METHODS if backend == "reference" else METHODS[:2]:
+    for name in OURS if backend == "reference" else OURS[:2]:
         config = ParkConfig(**SMALL, backend=backend, dense_steps=1, refresh_interval=2, reference_steps=6)
         method = make_method(name, config)
         for step in range(6 if backend == "reference" else 2):
@@ -93,20 +104,22 @@ def methods(backend: str, n: int, heads: int, dim: int, dtype: torch.dtype):
             q = q + 0.05 * step
             for role, text, key_valid in list(roles(n))[:: 1 if backend == "reference" else 3]:
                 site = {"layer": 1, "step": step, "total_steps": 6, "branch": role, "text": text}
-                seen = {"scale": 0.2, "key_valid": key_valid}
-                made = method(q, k, v, CallSite(**site), **seen) if old else method(q, k, v, CallSite(**site, **seen))
+                made = method(q, k, v, CallSite(**site, scale=0.2, key_valid=key_valid))
                 yield f"{name}, step {step}, {role}", [made.stats.phase, made.stats.reason, digest(made.out, made.stats.density)]
 
 
 def video():
     from diffusers import WanPipeline
 
-    from parklab.sprites import CHECKPOINT
+    try:
+        from parklab.sprites import CHECKPOINT
+    except ImportError:  # the tree before
+        from parkattn.sprites import CHECKPOINT
 
     pipe = WanPipeline.from_pretrained(str(CHECKPOINT), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     blocks = {"query_clusters": 3, "key_clusters": 12, "query_multiple": 1, "key_multiple": 1}
-    for name in METHODS:
+    for name in OURS:
         with enable(pipe, ParkConfig(**blocks), method=name) if name != "dense" else enable(pipe, method="dense"):
             options = {"height": 64, "width": 96, "num_frames": 5, "num_inference_steps": 4, "guidance_scale": 3.0}
             generator = torch.Generator("cpu").manual_seed(3)

@@ -11,7 +11,7 @@ import pytest
 import parkattn
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "tests").rglob("*.py"))
+SOURCES = sorted(path for room in ("src", "lab/src", "tests") for path in (ROOT / room).rglob("*.py"))
 
 
 def imported_by(code: str) -> set[str]:

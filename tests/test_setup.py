@@ -16,18 +16,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = PROJECT["optional-dependencies"]
+PROJECTS = {
+    name: tomllib.loads((ROOT / path).read_text())["project"]
+    for name, path in {"parkattn": "pyproject.toml", "parklab": "lab/pyproject.toml"}.items()
+}
+EVERY = [f"{name}[{extra}]" for name, project in PROJECTS.items() for extra in project["optional-dependencies"] if extra != "lab"]
 CONSTRAINTS = ROOT / "constraints.txt"
 PINS = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
 
 
-def requirements(*extras: str) -> set[str]:
-    """What the package and these extras ask for; an extra that names others of the package stands for them."""
-    asked = {*PROJECT["dependencies"]}
-    for requirement in (line for extra in extras for line in EXTRAS[extra]):
-        named = re.fullmatch(r"parkattn\[(.*)\]", requirement)
-        asked |= requirements(*named[1].split(",")) if named else {requirement}
+def requirements(*packages: str) -> set[str]:
+    """What our packages, "parkattn[video]", ask of others; one that names another of ours stands for it."""
+    asked = set()
+    for package in packages:
+        name, _, extras = package.removesuffix("]").partition("[")
+        optional = PROJECTS[name]["optional-dependencies"]
+        lines = [*PROJECTS[name]["dependencies"], *(line for extra in extras.split(",") if extra for line in optional[extra])]
+        ours = [line for line in lines if line.partition("[")[0] in PROJECTS]
+        asked |= {line for line in lines if line not in ours} | (requirements(*ours) if ours else set())
     return asked
 
 
@@ -80,8 +86,8 @@ def answers(tmp_path_factory):
         pytest.skip(reason)
     pins, cpu = CONSTRAINTS.read_text(), cpu_build(tmp_path_factory.mktemp("cpu"))
     questions = {
-        "every extra": (pins, *requirements(*EXTRAS)),
-        "CPU build": (pins, "--find-links", str(cpu), *requirements("diffusers", "triton"), "peft"),
+        "every extra": (pins, *requirements(*EVERY)),
+        "CPU build": (pins, "--find-links", str(cpu), *requirements("parkattn[triton]", "parklab"), "peft"),
         "another torch's triton": ("torch==2.13.0\ntriton==3.6.0\n", "torch", "triton"),
     }
     with ThreadPoolExecutor(len(questions)) as pool:
@@ -102,7 +108,7 @@ def number(of: str) -> list[int]:
 
 
 def test_an_extra_that_names_others_stands_for_them():
-    assert {"diffusers", "av", "torch"} <= {re.split(r"[<>=;]", line)[0] for line in requirements("video")}
+    assert {"diffusers", "av", "torch"} <= {re.split(r"[<>=;]", line)[0] for line in requirements("parklab")}
 
 
 def test_the_pins_and_all_extras_resolve_together_on_the_plain_index(answers):
@@ -125,14 +131,14 @@ def test_pins_that_do_not_belong_together_are_noticed(answers):
 
 
 def test_every_pin_is_within_the_bounds_of_the_metadata():
-    bounds = {re.split(r"[<>=;]", line)[0]: line for line in requirements(*EXTRAS)}
+    bounds = {re.split(r"[<>=;]", line)[0]: line for line in requirements(*EVERY)}
     for name, pinned in PINS.items():
         lowest = re.search(r">=([\d.]+)", bounds[name])
         assert lowest and number(pinned) >= number(lowest[1]), name
 
 
 def test_every_dependency_names_its_lowest_version():
-    assert not [line for line in requirements("video", "plots", "triton") if not re.search(r">=\d", line)]
+    assert not [line for line in requirements("parkattn[video,triton]", "parklab[plots]") if not re.search(r">=\d", line)]
 
 
 def test_the_matrix_names_tests_that_exist():
@@ -142,8 +148,12 @@ def test_the_matrix_names_tests_that_exist():
 
 def test_every_extra_has_a_job_in_the_matrix():
     jobs = (ROOT / "tools/matrix.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}")[0]
-    assert {*EXTRAS, ""} == set(re.findall(r'^    "(\w*)":', jobs, re.MULTILINE))
+    assert {*EVERY, *PROJECTS} == set(re.findall(r'^    "([\w\[\]]*)":', jobs, re.MULTILINE))
 
 
-def test_the_video_extra_requires_what_loading_needs():
-    assert {"accelerate", "diffusers", "av"} <= {re.split(r"[<>=;~!\[ ]", line)[0] for line in requirements("video")}
+def test_the_library_needs_torch_and_safetensors_alone():
+    assert {re.split(r"[<>=;]", line)[0] for line in requirements("parkattn")} == {"torch", "safetensors"}
+
+
+def test_the_laboratory_requires_what_loading_needs():
+    assert {"accelerate", "diffusers", "av"} <= {re.split(r"[<>=;~!\[ ]", line)[0] for line in requirements("parklab")}

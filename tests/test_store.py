@@ -362,7 +362,7 @@ def test_lines_are_appended_after_a_torn_one_and_not_through_a_link_to_nothing(t
 
 def test_the_package_has_one_atomic_write():
     rivals = re.compile(r"os\.replace|os\.rename|\.replace\((path|final|out)\)|mkstemp|NamedTemporaryFile|\.partial\"")
-    sources = [path for path in (ROOT / "src/parkattn").rglob("*.py") if path.name != "files.py"]
+    sources = [path for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")] if path.name != "files.py"]
     found = {path.name for path in sources if rivals.search(path.read_text())}
     assert found <= {"train.py"}, "train.py renames a folder, which no file write can do"
 

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks/results/matrix.json"
 PAGE = ROOT / "docs/support.md"
 WORK = ROOT / "out/matrix"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PLACES = {"parkattn": ROOT, "parklab": ROOT / "lab"}
+PROJECTS = {name: tomllib.loads((place / "pyproject.toml").read_text())["project"] for name, place in PLACES.items()}
 DISK = 20 << 30  # bytes that stay free: an environment with a CUDA torch takes 6 GB, pip as much again for a while
 LIMIT_S = 2400  # of one check
 SHOWN = (
@@ -64,7 +65,7 @@ class Environment:
 
     name: str
     what: str
-    extras: str
+    packages: str
     checks: dict[str, str]
     pins: tuple[str, ...] = ()
     constrained: bool = False  # to constraints.txt
@@ -103,13 +104,29 @@ def hosted(name: str) -> dict[str, str]:
     return {"its tests": tests(f"test_hosts_diffusers_{name}")}
 
 
-def lowest(*extras: str) -> tuple[str, ...]:
-    """name>=x in the metadata -> name==x, for the package and these extras."""
-    lines = [*PROJECT["dependencies"]]
-    for requirement in (line for extra in extras for line in PROJECT["optional-dependencies"][extra]):
-        named = re.fullmatch(r"parkattn\[(.*)\]", requirement)
-        lines += lowest(*named[1].split(",")) if named else [requirement.partition(";")[0]]
+def lowest(*packages: str) -> tuple[str, ...]:
+    """name>=x in the metadata -> name==x, for our packages, "parkattn[video]", and those of ours that they name."""
+    lines: list[str] = []
+    for package in packages:
+        name, _, extras = package.removesuffix("]").partition("[")
+        optional = PROJECTS[name]["optional-dependencies"]
+        asked = [
+            *PROJECTS[name]["dependencies"],
+            *(line for extra in extras.split(",") if extra for line in optional[extra]),
+        ]
+        for line in asked:
+            lines += lowest(line) if line.partition("[")[0] in PROJECTS else [line.partition(";")[0]]
     return tuple(dict.fromkeys(line.replace(">=", "==") for line in lines))
+
+
+def places(packages: str, wheels: dict[str, Path] | None = None) -> list[str]:
+    """ "parkattn[triton] parklab" as pip takes them: the sources, or these wheels. The laboratory needs the library beside it."""
+    named = [*packages.split(), *(["parkattn"] if "parkattn" not in packages else [])]
+    found = wheels or PLACES
+    return [
+        f"{found[name]}[{extras}" if bracket else str(found[name])
+        for name, bracket, extras in (n.partition("[") for n in named)
+    ]
 
 
 def without(name: str, pins: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,26 +136,26 @@ def without(name: str, pins: tuple[str, ...]) -> tuple[str, ...]:
 # torch before 2.10 comes with a triton older than 3.6; diffusers from 0.38 on asks for safetensors 0.8
 ENVIRONMENTS = (
     Environment(
-        "lowest", "the lowest versions of the metadata", "video,plots", WITHOUT_KERNELS,
-        (*without("safetensors", lowest("video", "plots")), "safetensors==0.8"), tools=(*TOOLS[:2], "peft==0.18"),
+        "lowest", "the lowest versions of the metadata", "parklab[plots]", WITHOUT_KERNELS,
+        (*without("safetensors", lowest("parklab[plots]")), "safetensors==0.8"), tools=(*TOOLS[:2], "peft==0.18"),
     ),
     Environment(
-        "lowest core", "the lowest versions of the package without extras", "",
-        {"import": IMPORT, "commands": DOCTOR, **STEP_ASIDE, "core tests": tests("test_reuse", "test_theory")},
-        lowest(),
+        "lowest core", "the lowest versions of the library without extras", "parkattn",
+        {"import": IMPORT, **STEP_ASIDE, "core tests": tests("test_reuse", "test_theory")},
+        lowest("parkattn"),
     ),
     Environment(
-        "lowest triton", "the oldest Triton of the kernels, and the oldest torch with it", "video,plots,triton",
+        "lowest triton", "the oldest Triton of the kernels, and the oldest torch with it", "parkattn[triton] parklab[plots]",
         EVERYTHING, ("torch==2.10", "triton==3.6", "numpy<2.4"),
     ),
-    Environment("pinned", "constraints.txt", "video,plots,triton", EVERYTHING, constrained=True),
-    Environment("triton 3.8", "the Triton between", "video,plots,triton", COMPILED, ("torch==2.14.1", "triton==3.8")),
-    Environment("newest", "what pip takes when nothing is pinned", "video,plots,triton", EVERYTHING),
-    Environment("cache-dit", "a host: cache-dit", "video,triton", hosted("engines"), ("cache-dit",), True),
-    Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "video,triton,quant", hosted("quantised"), constrained=True),
-    Environment("xfuser", "a host: xDiT", "video,triton", hosted("xdit"), ("xfuser",), True),
+    Environment("pinned", "constraints.txt", "parkattn[triton] parklab[plots]", EVERYTHING, constrained=True),
+    Environment("triton 3.8", "the Triton between", "parkattn[triton] parklab[plots]", COMPILED, ("torch==2.14.1", "triton==3.8")),
+    Environment("newest", "what pip takes when nothing is pinned", "parkattn[triton] parklab[plots]", EVERYTHING),
+    Environment("cache-dit", "a host: cache-dit", "parkattn[triton] parklab", hosted("engines"), ("cache-dit",), True),
+    Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "parkattn[triton,quant] parklab", hosted("quantised"), constrained=True),
+    Environment("xfuser", "a host: xDiT", "parkattn[triton] parklab", hosted("xdit"), ("xfuser",), True),
     Environment(
-        "tilelang", "the TileLang kernels", "tilelang,triton",
+        "tilelang", "the TileLang kernels", "parkattn[triton] parklab[tilelang]",
         {"its tests": f"PATH=$NVIDIA/bin:$PATH CUDA_HOME=$NVIDIA {tests('test_bench_gpu', only='tilelang')}"},
         ("nvidia-cuda-nvcc", "nvidia-cuda-cccl", "nvidia-cuda-runtime"), True,
     ),
@@ -165,21 +182,22 @@ TRACE = (
 INTERPRETED = f"""TRITON_INTERPRET=1 python -c "{ATTEND.format(", dtype=torch.float16", ", backend='triton'")}" """
 SANITIZE = "from parklab.bench.sanitize import compute_sanitizer; print(compute_sanitizer())"
 EXTRAS = {
-    "": {"attention": f'python -c "{ATTEND.format("", "")}"', "commands": DOCTOR},
-    "plots": {"pictures": "park scene --out $OUT/scene"},
-    "diffusers": {"a model loads and runs": f'python -c "{LOAD}"'},
-    "video": {"park generate": VIDEO},
-    "lora": {"an adapted model runs": f'python -c "{ADAPT}"'},
-    "metrics": {"a video measured": f"{VIDEO} && park metrics $OUT/video.mp4 $OUT/video.mp4 --measures psnr,ssim,st_lpips,vmaf"},
-    "triton": {"attention by the kernels, interpreted": INTERPRETED},
-    "flashinfer": {"import (it needs a GPU)": "python -c 'from flashinfer import VariableBlockSparseAttentionWrapper'"},
-    "tilelang": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
-    "quant": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
-    "test": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports --help && playwright --version"},
-    "sanitize": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
+    "parkattn": {"attention": f'python -c "{ATTEND.format("", "")}"', "no laboratory": "! command -v park"},
+    "parkattn[diffusers]": {"import": "python -c 'import parkattn; parkattn.enable'"},
+    "parkattn[video]": {"mp4 files": "python -c 'import imageio_ffmpeg; imageio_ffmpeg.get_ffmpeg_exe()'"},
+    "parkattn[triton]": {"attention by the kernels, interpreted": INTERPRETED},
+    "parkattn[flashinfer]": {"import (it needs a GPU)": "python -c 'from flashinfer import VariableBlockSparseAttentionWrapper'"},
+    "parkattn[quant]": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
+    "parklab": {"commands": DOCTOR, "park generate": VIDEO, "a model loads and runs": f'python -c "{LOAD}"'},
+    "parklab[plots]": {"pictures": "park scene --out $OUT/scene"},
+    "parklab[lora]": {"an adapted model runs": f'python -c "{ADAPT}"'},
+    "parklab[metrics]": {"a video measured": f"{VIDEO} && park metrics $OUT/video.mp4 $OUT/video.mp4 --measures psnr,ssim,st_lpips,vmaf"},
+    "parklab[tilelang]": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
+    "parklab[test]": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports --help && playwright --version"},
+    "parklab[sanitize]": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
 }  # fmt: skip
 # torchvision of the index belongs to torch of the index, and does not load beside a CPU build that this machine may offer
-PLAIN_INDEX = ("metrics",)
+PLAIN_INDEX = ("parklab[metrics]",)
 
 
 # -------------------------------------------------------------------------------- making and checking
@@ -273,20 +291,20 @@ def count_tests(report: Path) -> dict[str, Any]:
 
 
 def examine(name: str, install: list[str], checks: dict[str, str], where: Path) -> dict[str, Any]:
-    place = WORK / (name.replace(" ", "-") or "core")
+    place = WORK / re.sub(r"\W+", "-", name)
     log = place.with_name(f"{place.name}.log")
     WORK.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    say(f"{name or 'core'}: installing {' '.join(install)}")
+    say(f"{name}: installing {' '.join(install)}")
     try:
         found: dict[str, Any] = {"install_s": round(make_environment(place, log, install), 1)}
         found |= {"versions": installed(place), "checks": {}}
         for title, command in checks.items():
             result = found["checks"][title] = check(place, command, place / "out", where)
-            say(f"{name or 'core'}: {title}: {'passed' if result['passed'] else 'FAILED'} in {result['seconds']} s")
+            say(f"{name}: {title}: {'passed' if result['passed'] else 'FAILED'} in {result['seconds']} s")
     except RuntimeError as error:
         found = {"checks": {"install": {"passed": False}}}
-        say(f"{name or 'core'}: install FAILED: {error}")
+        say(f"{name}: install FAILED: {error}")
     finally:
         discard(place)
     return found | {"passed": all(result["passed"] for result in found["checks"].values())}
@@ -345,22 +363,26 @@ def run(part: str, wanted: list[str], again: bool) -> int:
     known = {row.name: row for row in ENVIRONMENTS} if part == "environments" else EXTRAS
     for name in wanted:
         if name not in known:
-            raise SystemExit(f"name: expected one of {', '.join(filter(None, known))}, got {name!r}.")
+            raise SystemExit(f"name: expected one of {', '.join(known)}, got {name!r}.")
     now = sources()
-    wheel = build_wheel() if part == "extras" else None
+    wheels = build_wheels() if part == "extras" else None
     for name in wanted or known:
         before = recorded()[part].get(name)
         if before and before["passed"] and before["sources"] == now and not again:
-            say(f"{name or 'core'}: passed before with these sources")
+            say(f"{name}: passed before with these sources")
             continue
         row = known[name]
         if isinstance(row, Environment):
-            package = f"{ROOT}[{row.extras}]" if row.extras else str(ROOT)
             constraints = ["-c", str(ROOT / "constraints.txt")] if row.constrained else []
-            found = examine(name, [*constraints, "-e", package, *row.pins, *row.tools], row.checks, ROOT)
+            found = examine(
+                name,
+                [*constraints, *(x for place in places(row.packages) for x in ("-e", place)), *row.pins, *row.tools],
+                row.checks,
+                ROOT,
+            )
         else:
             with tempfile.TemporaryDirectory() as elsewhere:  # where the sources are not importable
-                install = ["-c", str(ROOT / "constraints.txt"), f"{wheel}[{name}]" if name else str(wheel)]
+                install = ["-c", str(ROOT / "constraints.txt"), *places(name, wheels)]
                 index = ["--isolated"] if name in PLAIN_INDEX else []
                 found = examine(name, [*index, *install], row, Path(elsewhere))
         keep(part, name, found, now)
@@ -369,14 +391,12 @@ def run(part: str, wanted: list[str], again: bool) -> int:
     return 0 if done >= set(wanted or known) else 1
 
 
-def build_wheel() -> Path:
+def build_wheels() -> dict[str, Path]:
     folder = WORK / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
-        check=True,
-    )
-    return next(folder.glob("*.whl"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
+    subprocess.run([*command, *map(str, PLACES.values())], check=True)
+    return {name: next(folder.glob(f"{name}-*.whl")) for name in PLACES}
 
 
 def main() -> int:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-LIBRARY = ("diffusers", "video", "quant", "triton", "flashinfer")  # extras of parkattn; the others are parklab's
+
+def install_command(extra: str | None = None) -> str:
+    """Adds an extra to the installed parklab, or the packages that it always needs: pip asks no index for parklab itself."""
+    return "pip install parklab" if extra is None else f"pip install 'parklab[{extra}]'"
 
 
-def install_command(extra: str) -> str:
-    """Adds an extra to the installed package: pip asks no index for the package itself."""
-    return f"pip install '{'parkattn' if extra in LIBRARY else 'parklab'}[{extra}]'"
-
-
-def package(name: str, purpose: str, extra: str = "video") -> Any:
+def package(name: str, purpose: str, extra: str | None = None) -> Any:
     """The module, or one line that says what to install."""
     try:
         return importlib.import_module(name)

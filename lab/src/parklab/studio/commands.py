@@ -53,7 +53,7 @@ Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weig
 Image = Annotated[
     str | None, typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape.")
 ]
-Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parkattn\\[lora]'.")]
+Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parklab\\[lora]'.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 

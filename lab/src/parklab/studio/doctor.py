@@ -35,12 +35,12 @@ STAGES = {
 HEAD_DIM = 128  # of Wan, HunyuanVideo and the shipped model
 NEEDED = {"torch": "everything", "numpy": "everything", "safetensors": "plans and checkpoints"}
 OPTIONAL = {
-    "diffusers": ("generate, compare", install_command("video")),
-    "transformers": ("generate, compare", install_command("video")),
-    "av": ("mp4 files", install_command("video")),
-    "pillow": ("labels in side-by-side videos", install_command("video")),
-    "triton": ("GPU kernels", install_command("triton")),
-    "accelerate": ("generate, compare", install_command("video")),
+    "diffusers": ("generate, compare", install_command()),
+    "transformers": ("generate, compare", install_command()),
+    "av": ("mp4 files", install_command()),
+    "pillow": ("labels in side-by-side videos", install_command()),
+    "triton": ("GPU kernels", "pip install 'parkattn[triton]'"),
+    "accelerate": ("generate, compare", install_command()),
     "lpips": ("the LPIPS column", install_command("metrics")),
     "matplotlib": ("park scene", install_command("plots")),
 }
@@ -121,7 +121,7 @@ def gpu_facts() -> list[dict[str, Any]]:
 
 def video_facts() -> dict[str, Any]:
     if importlib.util.find_spec("av") is None:
-        return {"mp4": False, "why": f"no package av; install it with: {install_command('video')}"}
+        return {"mp4": False, "why": f"no package av; install it with: {install_command()}"}
     import av
 
     ready = CODEC in av.codecs_available

@@ -24,7 +24,7 @@ def video_library() -> Any:
     av = package("av", "mp4 files")
     if CODEC not in av.codecs_available:
         raise ModuleNotFoundError(
-            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {install_command('video')}"
+            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {install_command()}"
         )
     return av
 
