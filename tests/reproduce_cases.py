@@ -22,7 +22,7 @@ def quick(**given):
 
 
 def matched_2k(**given):
-    """What the records in benchmarks/results/matched_2k were asked."""
+    """What the records in benchmarks/results/matched_2k.jsonl were asked."""
     asked = {"prompts": 8, "guidances": (1.0, 5.0), "densities": (0.1, 0.2, 0.3, 0.4, 0.5), "keep": "records", **given}
     return reproduce.evaluation_for(model="tiny", prompt_file=None, quick=False, device="cpu", **asked)
 

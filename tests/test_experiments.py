@@ -21,6 +21,7 @@ pytest.importorskip("diffusers")
 import reproduce_campaign
 from parklab.experiments import commands, paper_numbers, reproduce, runner
 from parklab.experiments.calibration import MATCHED
+from parklab.experiments.campaign import read_campaign
 from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, choose_experiments
 from parklab.store import Cell, read_record, sealed
 from parklab.studio import checkpoints
@@ -91,6 +92,36 @@ def test_what_is_there_is_drawn_without_a_model_and_for_a_device_that_this_machi
     assert (elsewhere.made, elsewhere.kept) == (0, 0)
     with pytest.raises(ValueError, match="device: expected one this machine has"):
         reproduce.run_experiments(NAMES, quick(device="cuda"), folder)
+
+
+def test_a_packed_folder_draws_the_same_report_and_nothing_of_it_is_made_again(run, tmp_path):
+    out, file = run[0], tmp_path / "campaign.jsonl"
+    commands.reproduce(out=out, pack=file)
+    for number, draw in enumerate((True, False)):
+        outcome = reproduce.run_experiments(NAMES, quick(draw=draw, records=(file,)), tmp_path / str(number))
+        assert (outcome.made, outcome.kept, outcome.failures) == (0, run[2].made + run[2].kept, {})
+        assert not list(tmp_path.glob("*/cells/*"))
+        for name in ("report.md", "tables/matched_densities.csv", "tables/tab-query_key_compression.csv"):
+            assert (tmp_path / str(number) / name).read_bytes() == (out / name).read_bytes()
+    commands.reproduce(out=tmp_path / "0", records=[file], pack=tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == file.read_bytes()
+
+
+def test_a_packed_file_holds_every_record_as_it_was_sealed_and_a_changed_one_is_refused(run, tmp_path):
+    file = tmp_path / "campaign.jsonl"
+    commands.reproduce(out=run[0], pack=file)
+    there = {path.stem: read_record(path) for path in (run[0] / "cells").glob("*.json")}
+    packed = read_campaign(file)
+    alone = {name: record for name, record in there.items() if not record["files"]}
+    assert list(packed) == sorted(packed) and len(packed) == len(alone) < len(there)
+    assert sorted(map(json.dumps, packed.values())) == sorted(map(json.dumps, alone.values()))
+    lines = file.read_text().splitlines()
+    lines[2] = lines[2].replace('"seed":0', '"seed":1')
+    file.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="sealed cell in line 3 of"):
+        runner.Lab(quick(draw=True, records=(file,)), tmp_path)
+    with pytest.raises(ValueError, match="got none that are records alone; run some first"):
+        commands.reproduce(out=tmp_path, pack=file)
 
 
 def test_a_corrupt_record_is_made_again_and_no_other(run):

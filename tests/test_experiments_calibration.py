@@ -1,5 +1,6 @@
 """Which density makes a run cost what is asked for, counted on schedules and held against measured runs."""
 
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -18,15 +19,20 @@ from parkattn.reuse import History, Schedule, dense_prefix
 from parkattn.site import CallSite
 from parklab.experiments import calibration, runner
 from parklab.experiments.calibration import MATCHED, cost_at, dense_share, density_at, find_budget, layers_in
+from parklab.experiments.campaign import read_campaign
 from parklab.experiments.captures import Captured
 from parklab.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
-from parklab.store import read_record
 from parklab.studio import checkpoints
 from reproduce_cases import matched_2k, quick
 
-CELLS = Path(__file__).parents[1] / "benchmarks/results/matched_2k/cells"
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 STEPS = (1, 2, 4, 12, 16, 30, 50, 80)
 PROFILES = [name for name in ParkConfig.PROFILES if name != "paper"]
+
+
+@functools.cache
+def campaign(name):
+    return read_campaign(RESULTS / f"{name}.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,7 @@ def test_a_density_at_a_cost_gives_that_cost():
 
 @pytest.mark.parametrize("method", ["park", "svg2", "svg-ear", "sparsepr", "sol", "xattention"])
 def test_measured_runs_cost_what_the_schedule_says(lab, method):
-    records = [read_record(path) for path in sorted(CELLS.glob(f"quality-{method}-at-0.1-*.json"))]
+    records = [record for key, record in campaign("matched_2k").items() if key.startswith(f"quality-{method}-at-0.1-")]
     assert records
     for record in records:
         row = record["row"]
@@ -82,10 +88,9 @@ def test_measured_runs_cost_what_the_schedule_says(lab, method):
 def test_measured_runs_have_the_density_that_park_has_there(folder):
     """Budgets come from one other prompt, so what was asked for is met nearly; by all methods alike."""
     reached = {}
-    for path in (CELLS.parents[1] / folder / "cells").glob("quality-*-at-*.json"):
-        record = read_record(path)
+    for record in campaign(folder).values():
         asked = record["request"]
-        if "profile" not in asked:
+        if "row" in record and asked["density"] is not None and "profile" not in asked:
             reached.setdefault((asked["method"], asked["guidance"], asked["density"]), []).append(record["row"]["density"])
     means = {what: statistics.fmean(found) for what, found in reached.items()}
     apart = {what: mean - means["park", *what[1:]] for what, mean in means.items() if ("park", *what[1:]) in means}

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_import_loads_nothing_heavy():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_is_longer_than_about_400_lines(path):
     assert len(path.read_text().splitlines()) <= 420
+
+
+def test_records_are_few_files_and_in_no_distribution():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert not [path for target in build.values() for paths in target.values() for path in paths if path.startswith("benchmarks")]
+    assert len([path for path in (ROOT / "benchmarks").rglob("*") if path.is_file()]) < 50
+
+
+def test_every_record_is_named_where_its_numbers_are_shown_or_tested():
+    places = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tools").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    text = "".join(path.read_text() for path in places)
+    assert not [path.name for path in (ROOT / "benchmarks/results").glob("*.json*") if not re.search(rf"\b{path.stem}\b", text)]
 
 
 def test_no_room_is_called_utils():

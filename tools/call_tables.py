@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import sys
 from pathlib import Path
-from typing import Any
 
 from parkattn.methods import METHODS
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import composed, phases_of_run
 from parklab.experiments.catalogue import EXPERIMENTS
-from parklab.experiments.reproduce import evaluation_for
 from parklab.experiments.results import Gathered
-from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Table, text_table, to_markdown
+from parklab.experiments.tables import Table, page_table, to_markdown
 from parklab.experiments.times import sparse_call_ms
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+sys.path.insert(0, str(Path(__file__).parent))
+from records import Record, cells, lab, lines, published
+
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 OFFICIAL = {
     "flashinfer-python": "the same blocks, density 0.25",
@@ -31,24 +28,23 @@ OFFICIAL = {
 FALL_BACK = ("comfy-kitchen", "fastvideo-kernel")  # to another kernel, in silence
 TIME_HEADS = "plan, ms | attention, ms | sparse call, ms"
 Times = dict[str, float]
-Record = dict[str, Any]
 
 
-@functools.cache
-def times_in(folder: str) -> dict[tuple[str, float | None], Times]:
+def times_in(campaign: str) -> dict[tuple[str, float | None], Times]:
     """By method and the density that was asked for, None at its own settings."""
-    found = [json.loads(path.read_text()) for path in sorted((RESULTS / folder / "cells").glob("times-*.json"))]
+    found = cells(campaign, "times").values()
     return {(cell["request"]["method"], cell["request"]["density"]): cell["times"] for cell in found}
 
 
-def time_columns(folder: str, method: str, density: float | None) -> tuple[str, ...]:
-    times = times_in(folder).get((method, density))
+def time_columns(campaign: str, method: str, density: float | None) -> tuple[str, ...]:
+    times = times_in(campaign).get((method, density))
     if times is None:
         return "", "", ""
     found = times.get("later_plan_ms"), times["attention_ms"], sparse_call_ms(times)
     return tuple("" if value is None else f"{value:.1f}" for value in found)
 
 
+@published
 def times_2k() -> str:
     """A method's plan takes as long at every density: the mean of them."""
     times = times_in("matched_2k")
@@ -68,30 +64,36 @@ def times_2k() -> str:
         "attention, own settings",
         *(f"{density:g}" for density in DENSITIES),
     ]
-    return markdown(" | ".join(columns), (row(name) for name in METHODS if any(method == name for method, _ in times)))
+    return page_table(
+        " | ".join(columns), (row(name) for name in METHODS if any(method == name for method, _ in times))
+    )
 
 
 def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
+@published
 def recall_on_h200() -> str:
     """The paper's two tables side by side."""
     sides = [_retrieval(f"tab:query_key_compression{ending}") for ending in ("", "_topk")]
     names = [column.name for column in sides[0].columns][3:]
     heads = ["ordering", "query", "key", *(f"{kind}: {name.lower()}" for kind in ("top-p", "top-k") for name in names)]
     rows = zip(*(side.shown() for side in sides), strict=True)
-    return markdown(" | ".join(heads), ([*one, *other[3:]] for one, other in rows))
+    return page_table(" | ".join(heads), ([*one, *other[3:]] for one, other in rows))
 
 
+@published
 def representation_errors_on_h200() -> str:
     return to_markdown(_retrieval("tab:query_representation_errors"))
 
 
+@published
 def key_errors_on_h200() -> str:
     return to_markdown(_retrieval("tab:key_score_errors"))
 
 
+@published
 def qrkc_recall_on_h200() -> str:
     return to_markdown(_retrieval("fig:qrkc_effect"))
 
@@ -99,20 +101,16 @@ def qrkc_recall_on_h200() -> str:
 @functools.cache
 def _retrieval(label: str) -> Table:
     """What `park reproduce LABEL --draw` finds of the cells at 75,600 tokens."""
-    asked: dict[str, Any] = {"frames": 81, "height": 400, "width": 576, "steps": 50, "device": "cuda", "fuse": True}
-    evaluation = evaluation_for(
-        model="tiny", prompts=8, prompt_file=None, quick=False, draw=True, keep="records", guidances=(1.0,), **asked
-    )
-    lab = Lab(evaluation, RESULTS / "gpu_75600")
-    cells = EXPERIMENTS[label].cells(lab)
-    table = EXPERIMENTS[label].result(Gathered(cells, lab.finished(cells), {})).table
+    found = lab("gpu_75600", guidances=(1.0,))
+    asked = EXPERIMENTS[label].cells(found)
+    table = EXPERIMENTS[label].result(Gathered(asked, found.finished(asked), {})).table
     assert table is not None
     return table
 
 
+@published
 def official_kernels() -> str:
-    rows = [json.loads(line) for line in (RESULTS / "gpu_official.jsonl").read_text().splitlines()]
-    return markdown(
+    return page_table(
         "package | its compiled kernel | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our plan, ms",
         (
             (
@@ -124,8 +122,8 @@ def official_kernels() -> str:
                 f"{row['ours_ms'] / row['official_ms']:.2f}",
                 f"{row['ours_plan_ms']:.1f}" if "ours_plan_ms" in row else "",
             )
-            for row in rows
-            if row.get("benchmark") == "official" and "absent" not in row
+            for row in lines("gpu_official.jsonl", "official")
+            if "absent" not in row
         ),
     )
 
@@ -136,9 +134,9 @@ def _compiled(row: Record) -> str:
     return {True: "yes", False: "no, its fallback"}.get(row.get("compiled"), "not recorded")
 
 
+@published
 def float8_linears() -> str:
-    rows = [json.loads(line) for line in (RESULTS / "e2e_float8.jsonl").read_text().splitlines()]
-    found = {row["linears"]: row for row in rows if row["benchmark"] == "e2e float8"}
+    found = {row["linears"]: row for row in lines("e2e_float8.jsonl", "e2e float8")}
     before = found["bfloat16"]
     phases = phases_of_run(ParkConfig.profile("paper", model="wan2.1-14b"))
 
@@ -150,7 +148,7 @@ def float8_linears() -> str:
         )
 
     columns = "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | rest | weights | peak, dense | peak, PARK"
-    return markdown(
+    return page_table(
         columns,
         (
             (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}", f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
@@ -159,17 +157,3 @@ def float8_linears() -> str:
             for name, row in found.items()
         ),
     )  # fmt: skip
-
-
-def markdown(columns: str, rows: Iterable[Sequence[str]]) -> str:
-    """columns: names separated by " | "."""
-    return re.sub(r"\|  (?=\|)", "| ", to_markdown(text_table(columns.split(" | "), [tuple(row) for row in rows])))
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        times_2k, recall_on_h200, representation_errors_on_h200, key_errors_on_h200, qrkc_recall_on_h200, official_kernels,
-        float8_linears,
-    )
-}  # fmt: skip

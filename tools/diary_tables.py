@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from parklab.bench.frontier import interval, read_records
+from parklab.experiments.tables import page_table
 from parklab.studio.gain import model_size
 from parklab.studio.memory import PARAMETERS, memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 import budgets
 import residual_age
-from call_tables import RESULTS, markdown
+from records import RESULTS, Record, cells, lines, published
 
 # what the diary calls a rule: its name in the record, and the size of query tiles
 RULES = {
@@ -54,12 +55,12 @@ SWEPT = {
 VIDEO = {"frames": 81, "height": 720, "width": 1280}
 
 
+@published
 def budget_rules() -> str:
     """Errors on captured calls, relative to top-p per row."""
-    lines = map(json.loads, (RESULTS / "budgets.jsonl").read_text().splitlines())
     found = {
         (line["rule"], line["query_tile"], line["tokens"], line["asked"], line["compensate"]): line
-        for line in lines
+        for line in lines("budgets.jsonl")
         if line["format"] == budgets.FORMAT
     }
     calls = {tokens: line["calls"] for (_, _, tokens, _, _), line in found.items()}
@@ -73,9 +74,10 @@ def budget_rules() -> str:
         (name, *(", ".join(f"{found[*rule, *at, stand]['ratio']:.2f}" for stand in (True, False)) for at in places))
         for name, rule in RULES.items()
     )
-    return markdown(" | ".join(["with stand-ins, without; density", *(head(*at) for at in places)]), rows)
+    return page_table(" | ".join(["with stand-ins, without; density", *(head(*at) for at in places)]), rows)
 
 
+@published
 def budget_videos() -> str:
     gains = budgets.gains_at_equal_cost(RESULTS / "budgets.jsonl")
 
@@ -89,54 +91,54 @@ def budget_videos() -> str:
     rows = (
         (name, *(shown(profile, rest, p) for p in top_p)) for name, (profile, rest, top_p) in VIDEO_SETTINGS.items()
     )
-    return markdown(" | ".join(columns), rows)
+    return page_table(" | ".join(columns), rows)
 
 
+@published
 def budget_sweep() -> str:
     """Means over the prompts that the tiled budget was swept on."""
     size = {"frames": 81, "height": 400, "width": 576, "steps": 50, "guidance": 1.0}
-    lines = [
+    swept = [
         line
         for line in read_records(RESULTS / "frontier_sweep.jsonl")
         if all(line[name] == value for name, value in size.items())
     ]
     prompts = {
         line["prompt"]
-        for line in lines
+        for line in swept
         if line["setting"] == SWEPT['fast, `budget="error"`, `query_tile=128`, p = 0.3']
     }
 
     def row(name: str, setting: str) -> tuple[str, ...]:
-        runs = {line["prompt"]: line for line in lines if line["setting"] == setting and line["prompt"] in prompts}
+        runs = {line["prompt"]: line for line in swept if line["setting"] == setting and line["prompt"] in prompts}
         cost, psnr = (statistics.fmean(run[part] for run in runs.values()) for part in ("cost", "psnr"))
         return name, str(len(runs)), f"{cost:.1%}", f"{psnr:.1f} dB"
 
-    return markdown("setting | videos | attention computed | PSNR", (row(*each) for each in SWEPT.items()))
+    return page_table("setting | videos | attention computed | PSNR", (row(*each) for each in SWEPT.items()))
 
 
+@published
 def anchor_spreads() -> str:
-    return markdown(
+    return page_table(
         "anchors | at | sum of e^2", residual_age.spreads(json.loads((RESULTS / "residual_age.json").read_text()))
     )
 
 
+@published
 def borders_on_scene() -> str:
-    found = [
-        line
-        for line in map(json.loads, (RESULTS / "decisions.jsonl").read_text().splitlines())
-        if line["choice"] == "block borders"
-    ]
+    found = [line for line in lines("decisions.jsonl") if line["choice"] == "block borders"]
     heads = [f"{line['value']['query_multiple']}, {line['value']['key_multiple']}" for line in found]
     rows = [("recall", *(f"{line['recall']:.3f}" for line in found))]
-    return markdown(" | ".join(["multiples of queries, keys", *heads]), rows)
+    return page_table(" | ".join(["multiples of queries, keys", *heads]), rows)
 
 
+@published
 def borders_in_videos() -> str:
     """Means over prompts."""
-    runs = {}
-    for multiples in ("1_1", "64_32", "128_32"):
-        lines = (RESULTS / "ablation_borders" / multiples / "results.jsonl").read_text().splitlines()
-        runs[multiples] = [row for row in map(json.loads, lines) if row["method"] == "park"]
+    runs: dict[str, list[Record]] = {}
+    for row in lines("ablation_borders.jsonl"):
+        if row["method"] == "park":
+            runs.setdefault("{query_multiple}, {key_multiple}".format(**row["changes"]), []).append(row)
 
     def mean(multiples: str, name: str) -> float:
         return statistics.fmean(row[name] for row in runs[multiples])
@@ -145,42 +147,40 @@ def borders_in_videos() -> str:
         ("PSNR against dense", *(f"{mean(each, 'psnr'):.1f} dB" for each in runs)),
         ("density, recall", *(f"{mean(each, 'density'):.3f}, {mean(each, 'recall'):.3f}" for each in runs)),
     ]
-    return markdown(" | ".join(["multiples of queries, keys", *(each.replace("_", ", ") for each in runs)]), rows)
+    return page_table(" | ".join(["multiples of queries, keys", *runs]), rows)
 
 
+@published
 def videos_made_twice() -> str:
     """Rows of cells that two machines made."""
     found = []
     for folder, tokens in (("gpu_7168", "7,168"), ("gpu_75600", "75,600")):
-        pairs = [(one["row"], other["row"]) for one, other in _made_twice(folder)]
+        again, first = (cells(campaign, "quality") for campaign in ("second_machine", folder))
+        pairs = [(first[key]["row"], cell["row"]) for key, cell in again.items() if key in first]
         apart = [abs(one["psnr"] - other["psnr"]) for one, other in pairs]
         found.append((tokens, str(len(pairs)), str(sum(one == other for one, other in pairs)), f"{max(apart):.2f} dB"))
-    return markdown("tokens | videos | equal rows | largest difference", found)
+    return page_table("tokens | videos | equal rows | largest difference", found)
 
 
+@published
 def times_on_three_machines() -> str:
     """The first and the second machine's, and those of the tables."""
     rows = []
-    for path in sorted((RESULTS / "second_machine/first_times").glob("times-*.json")):
-        places = (path.parent, path.parents[1] / "gpu_75600", RESULTS / "gpu_75600/cells")
-        found = [json.loads((place / path.name).read_text()) for place in places]
+    for key, first in cells("first_machine", "times").items():
+        found = [first, *(cells(campaign, "times")[key] for campaign in ("second_machine", "gpu_75600"))]
         sides = [each["times"] for each in found]
         parts = (
             ", ".join(f"{side[name]:.1f}" for side in sides) if name in sides[0] else ""
             for name in ("plan_ms", "later_plan_ms", "attention_ms")
         )
         rows.append((found[0]["request"]["method"], *parts))
-    return markdown("method, three machines | first plan, ms | later plan, ms | attention, ms", rows)
+    return page_table("method, three machines | first plan, ms | later plan, ms | attention, ms", rows)
 
 
-def _made_twice(folder: str) -> Iterator[tuple[Any, Any]]:
-    for path in sorted((RESULTS / "second_machine" / folder).glob("quality-*.json")):
-        yield tuple(json.loads(each.read_text()) for each in (RESULTS / folder / "cells" / path.name, path))
-
-
+@published
 def recall_by_rule() -> str:
     rows = json.loads((RESULTS / "recall_by_rule.json").read_text())["rows"]
-    return markdown(
+    return page_table(
         "density asked | method | blocks | rule | density | density of heads | recall | least of a head",
         (
             (
@@ -198,8 +198,9 @@ def recall_by_rule() -> str:
     )
 
 
+@published
 def memory_by_model() -> str:
-    return markdown(
+    return page_table(
         "model | weights, bf16 | weights, float8 | activations, stock and compiled | state, quality and paper | decoding | on 24 GB",
         _memory_rows(),
     )
@@ -216,12 +217,3 @@ def _memory_rows() -> Iterator[tuple[str, ...]]:
             "not measured: `pipe.vae.enable_tiling()`" if found["decode_gb"] is None else f"{found['decode_gb']:.1f}"
         )
         yield model, *weights, activations, state, decoding, "; ".join(found["fits"]["24"]) or "nothing"
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        borders_on_scene, borders_in_videos, budget_rules, budget_videos, budget_sweep, anchor_spreads, videos_made_twice, times_on_three_machines,
-        recall_by_rule, memory_by_model,
-    )
-}  # fmt: skip

@@ -9,7 +9,8 @@ import statistics
 from pathlib import Path
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
-from quality_tables import FOLDERS, PROFILES, Record, method_rows, profile_curves, profiles_beside_methods
+from quality_tables import PROFILES, TOKENS, method_rows, profile_curves, profiles_beside_methods
+from records import Record
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs/pictures/frontier.svg"
 LINES = {"svg2": GREEN, "svg-ear": RED, "sparsepr": PURPLE, "sol": ORANGE}
@@ -33,7 +34,7 @@ def frontier() -> Picture:
         " and at 75,600 tokens computes less than any of their runs."
     )
     picture = Picture(760, 385, "Quality against cost on an H200", said)
-    for place, folder in enumerate(FOLDERS):
+    for place, folder in enumerate(TOKENS):
         _panel(picture, 55 + place * (WIDTH + 75), folder)
     picture.legend(
         55, 355, [("PARK", BLUE), *((NAMES[name], colour) for name, colour in LINES.items()), ("other methods", GREY)]
@@ -50,7 +51,7 @@ def _panel(picture: Picture, left: float, folder: str) -> None:
     shown = {name: _mean(list(profiles[name].values())) for name in PROFILES}
     heights = [psnr for _, psnr in (*points.values(), *shown.values(), *map(_mean, budgets.values()))]
     low, high = 5 * (min(heights) // 5), 5 * (max(heights) // 5 + 1)
-    picture.text(left, 24, f"{FOLDERS[folder][0]} tokens, {videos} videos", size=13)
+    picture.text(left, 24, f"{TOKENS[folder]} tokens, {videos} videos", size=13)
     axes = Axes(
         picture,
         (left, 58, WIDTH, HEIGHT),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,16 @@ from parklab.experiments.calibration import MATCHED
 from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.costs import compare_at_costs
 from parklab.experiments.evaluation import FLOOR
-from parklab.experiments.reproduce import evaluation_for
 from parklab.experiments.results import Gathered, on_curve, psnr_findings_at_density
-from parklab.experiments.runner import Lab
+from parklab.experiments.tables import page_table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from call_tables import TIME_HEADS, markdown, time_columns
+from call_tables import TIME_HEADS, time_columns
+from records import RESULTS, SIZES, Record, cells, lab, published
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
-FOLDERS = {"gpu_75600": ("75,600", (81, 400, 576)), "gpu_7168": ("7,168", (29, 224, 256))}  # tokens, size of the video
+TOKENS = {"gpu_75600": "75,600", "gpu_7168": "7,168"}
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 H200_DENSITIES = {1.0: (0.1, 0.25, 0.5), 5.0: (0.25,)}
 COST_DENSITIES = (0.1, 0.2, 0.25, 0.35, 0.5)  # of the H200's runs at equal cost
@@ -38,9 +36,9 @@ MATCHED_HEADS = (
     "density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall"
 )
 TIMED_AS = {FLOOR: "dense"}  # rows of a table: the method that was timed
-Record = dict[str, Any]
 
 
+@published
 def own_settings_on_h200() -> str:
     """Every method at its authors' settings, and PARK's profiles, on all prompts that each was run on."""
     found: dict[tuple[float, str], list[Record]] = {}
@@ -53,7 +51,7 @@ def own_settings_on_h200() -> str:
             if name != "paper":  # that is park at its own settings
                 found[scale, f"PARK, {name}"] = list(runs.values())
     cost = {place: statistics.fmean(row["cost"] for row in rows) for place, rows in found.items()}
-    return markdown(
+    return page_table(
         f"guidance | method | videos | attention computed | PSNR | worst video | SSIM | error | recall | {TIME_HEADS}",
         (
             (
@@ -67,10 +65,11 @@ def own_settings_on_h200() -> str:
     )
 
 
+@published
 def matched_on_h200() -> str:
     """Every method at a density that is asked for, at each guidance; which it cannot have are left out."""
     found = _by_density("gpu_75600")
-    return markdown(
+    return page_table(
         f"guidance | {MATCHED_HEADS} | {TIME_HEADS}",
         (
             (f"{scale:g}", *_matched(density, name, rows), *time_columns("gpu_75600", name, density))
@@ -79,13 +78,14 @@ def matched_on_h200() -> str:
     )
 
 
+@published
 def same_schedule_on_h200() -> str:
     """As above, with one schedule for every method, and how far PARK is above it on the same prompts."""
     found = _by_density("gpu_75600_same_schedule")
-    size = dict(zip(("frames", "height", "width"), FOLDERS["gpu_75600"][1], strict=True))
-    asked: Record = {"guidances": (1.0,), "densities": H200_DENSITIES[1.0], "changes": SAME_SCHEDULE}
-    margins = _park_above("gpu_75600_same_schedule", **asked, device="cuda", steps=50, fuse=True, **size)
-    return markdown(
+    margins = _park_above(
+        "gpu_75600_same_schedule", guidances=(1.0,), densities=H200_DENSITIES[1.0], changes=SAME_SCHEDULE
+    )
+    return page_table(
         f"{MATCHED_HEADS} | PARK above it",
         (
             (*_matched(density, name, rows), margins.get((density, name), ""))
@@ -113,9 +113,9 @@ def _matched(density: float, name: str, rows: Sequence[Record]) -> tuple[str, ..
 def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
     """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same prompts."""
     pairs = [(density, name) for _, density, name in _by_density(folder) if name != "park"]
-    lab = _lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
-    cells = EXPERIMENTS["matched_densities"].cells(lab)
-    gathered, found = Gathered(cells, lab.finished(cells), {}), {}
+    drawn = lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
+    wanted = EXPERIMENTS["matched_densities"].cells(drawn)
+    gathered, found = Gathered(wanted, drawn.finished(wanted), {}), {}
     for density, name in pairs:
         (finding,) = psnr_findings_at_density(
             gathered,
@@ -129,16 +129,12 @@ def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
     return found
 
 
-def _lab(folder: str, **asked: Any) -> Lab:
-    """What `park reproduce --draw` reads the cells of a folder with: 8 prompts of the small model."""
-    given = {"model": "tiny", "prompts": 8, "prompt_file": None, "quick": False, "draw": True, "keep": "records"}
-    return Lab(evaluation_for(**given, **asked), RESULTS / folder)
-
-
+@published
 def blocks_on_h200() -> str:
     return _changed("query blocks | key blocks", ("query_clusters", "key_clusters"))
 
 
+@published
 def schedules_on_h200() -> str:
     return _changed("plans are rebuilt at steps", ("refresh_steps",))
 
@@ -157,7 +153,7 @@ def _changed(heads: str, settings: tuple[str, ...]) -> str:
         place: [", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in place]
         for place in found
     }
-    return markdown(
+    return page_table(
         f"{heads} | videos | attention computed | PSNR | worst video | SSIM | error | recall",
         (
             (*shown[place], *_quality(found[place]))
@@ -175,10 +171,11 @@ def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@published
 def profiles_above_methods() -> str:
     """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's runs."""
     rows = []
-    for folder, (tokens, _) in FOLDERS.items():
+    for folder, tokens in TOKENS.items():
         curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for cell in _cells(folder):
             place = cell["request"]["method"], cell["request"]["prompt"]
@@ -189,9 +186,10 @@ def profiles_above_methods() -> str:
                 margins = (_margin(runs, curves, name) for name in RIVALS)
                 rows.append((tokens, setting, str(len(runs)), f"{cost:.1%}", *margins))
     above = " | ".join(f"above {name}" for name in RIVALS)
-    return markdown(f"tokens | profile | videos | attention computed | {above}", rows)
+    return page_table(f"tokens | profile | videos | attention computed | {above}", rows)
 
 
+@published
 def short_runs_at_equal_cost() -> str:
     """Profiles in runs of few steps beside the paper's settings with a top_p that costs about as much."""
     equal = [
@@ -203,7 +201,7 @@ def short_runs_at_equal_cost() -> str:
         if row["size"] == "81x400x576" and row["steps"] < 50
     ]
     rows = sorted([*equal, *own], key=lambda row: (-row["steps"], row["guidance"], row["cost"]))
-    return markdown(
+    return page_table(
         "steps | guidance | setting | videos | attention computed | PSNR | worst video",
         (
             (str(row["steps"]), f"{row['guidance']:g}", row["setting"], str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
@@ -213,6 +211,7 @@ def short_runs_at_equal_cost() -> str:
     )  # fmt: skip
 
 
+@published
 def matched_2k() -> str:
     """PSNR at equal density of the sparse steps, means over the prompts; empty where a method cannot have the density."""
     found: dict[tuple[str, float, float], list[float]] = {}
@@ -229,38 +228,39 @@ def matched_2k() -> str:
     head = [
         f"{density:g}" if density != DENSITIES[0] else f"guidance {scale:g}: {density:g}" for scale, density in columns
     ]
-    return markdown(" | ".join(["method", *head]), rows)
+    return page_table(" | ".join(["method", *head]), rows)
 
 
+@published
 @functools.cache
 def costs_2k() -> str:
     return _costs("matched_2k", guidances=(1.0, 5.0), densities=DENSITIES, device="cpu")
 
 
+@published
 @functools.cache
 def costs_7k() -> str:
-    size = dict(zip(("frames", "height", "width"), FOLDERS["gpu_7168"][1], strict=True))
-    return _costs("gpu_7168", guidances=(1.0,), densities=COST_DENSITIES, device="cuda", steps=50, fuse=True, **size)
+    return _costs("gpu_7168", guidances=(1.0,), densities=COST_DENSITIES)
 
 
 def _costs(folder: str, **asked: Any) -> str:
     """What `park reproduce matched_costs --draw` finds of the cells: a profile above each method at every cost."""
-    lab = _lab(folder, **asked)
-    cells = EXPERIMENTS["matched_costs"].cells(lab)
-    records = lab.finished(cells)
-    reasons = lab.unreachable([cell for cell in cells if cell.name not in records])
+    drawn = lab(folder, **asked)
+    wanted = EXPERIMENTS["matched_costs"].cells(drawn)
+    records = drawn.finished(wanted)
+    reasons = drawn.unreachable([cell for cell in wanted if cell.name not in records])
     rows: dict[tuple[float, float], dict[str, dict[str, str]]] = {}  # by guidance, cost and profile
     for profile, method, cost, scale, finding in compare_at_costs(
-        Gathered(cells, records, reasons, lab.load_frames, (), lab.cost)
+        Gathered(wanted, records, reasons, drawn.load_frames, (), drawn.cost)
     ):
         if finding.margin is not None:
             spread = "" if finding.spread is None else f" ± {finding.spread:.1f}"
             rows.setdefault((scale or 0.0, cost), {}).setdefault(profile, {})[method] = f"{finding.margin:+.1f}{spread}"
     computed: dict[tuple[float, str], list[tuple[float, float]]] = {}  # by guidance and profile: asked for, computed
-    for cell in cells:
+    for cell in wanted:
         if "profile" in cell.request and cell.name in records:
             at = cell.request["guidance"] or 0.0, cell.request["profile"]
-            computed.setdefault(at, []).append((lab.cost(cell.request), records[cell.name]["row"]["cost"]))
+            computed.setdefault(at, []).append((drawn.cost(cell.request), records[cell.name]["row"]["cost"]))
 
     def own(scale: float, profile: str, cost: float) -> str:
         found = [real for asked_for, real in computed[scale, profile] if abs(asked_for - cost) < COSTS_ARE_ONE]
@@ -274,7 +274,7 @@ def _costs(folder: str, **asked: Any) -> str:
                 same = [name for name, row in found.items() if row == told]
                 margins = (told.get(name, "") for name in names)
                 lines.append((f"{scale:g}", f"{cost:.3g}", own(scale, same[0], cost), ", ".join(same), *margins))
-    return markdown(
+    return page_table(
         f"guidance | cost asked | cost | profile | {' | '.join(f'above {name}, dB' for name in names)}", lines
     )
 
@@ -296,9 +296,8 @@ def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[fl
     return f"{statistics.fmean(apart):+.1f} ± {interval(apart):.1f} dB, its cheapest run computes {at:.1%}"
 
 
-@functools.cache
 def _all_cells(folder: str) -> list[Record]:
-    return [json.loads(path.read_text()) for path in sorted((RESULTS / folder / "cells").glob("quality-*.json"))]
+    return list(cells(folder, "quality").values())
 
 
 def _cells(folder: str) -> list[Record]:
@@ -323,12 +322,12 @@ def method_rows(folder: str, prompts: set[str]) -> dict[tuple[str, float], list[
 
 def profile_curves(folder: str) -> tuple[dict[tuple[str, float], list[Record]], set[str]]:
     """Runs of profiles at other budgets, by profile and density, on the prompts that have all of them; or none, and all prompts."""
-    cells = [cell for cell in _all_cells(folder) if "profile" in cell["request"]]
-    budgets = {(cell["request"]["profile"], cell["request"]["density"]) for cell in cells}
-    count = Counter(cell["request"]["prompt"] for cell in cells)
-    prompts = {prompt for prompt, found in count.items() if found == len(budgets)}
+    found = [cell for cell in _all_cells(folder) if "profile" in cell["request"]]
+    budgets = {(cell["request"]["profile"], cell["request"]["density"]) for cell in found}
+    count = Counter(cell["request"]["prompt"] for cell in found)
+    prompts = {prompt for prompt, runs in count.items() if runs == len(budgets)}
     groups: dict[tuple[str, float], list[Record]] = {}
-    for cell in cells:
+    for cell in found:
         if cell["request"]["prompt"] in prompts:
             groups.setdefault((cell["request"]["profile"], cell["request"]["density"]), []).append(cell["row"])
     return groups, prompts or {cell["request"]["prompt"] for cell in _cells(folder)}
@@ -337,7 +336,7 @@ def profile_curves(folder: str) -> tuple[dict[tuple[str, float], list[Record]], 
 def profile_rows(folder: str, guidance: float = 1.0) -> dict[str, dict[str, Record]]:
     """Runs of each profile by prompt: 50 steps, the size of a folder."""
     asked = {
-        **dict(zip(("frames", "height", "width"), FOLDERS[folder][1], strict=True)),
+        **dict(zip(("frames", "height", "width"), SIZES[folder], strict=True)),
         "steps": 50,
         "guidance": guidance,
     }
@@ -354,20 +353,3 @@ def profiles_beside_methods(folder: str, prompts: set[str]) -> dict[str, dict[st
         name: {prompt: row for prompt, row in runs.items() if prompt in prompts}
         for name, runs in profile_rows(folder).items()
     }
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        own_settings_on_h200,
-        matched_on_h200,
-        same_schedule_on_h200,
-        blocks_on_h200,
-        schedules_on_h200,
-        profiles_above_methods,
-        short_runs_at_equal_cost,
-        matched_2k,
-        costs_2k,
-        costs_7k,
-    )
-}

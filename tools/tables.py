@@ -9,11 +9,10 @@ Goals ("bar") are the only numbers of this file.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,16 @@ from parkattn.park import ParkConfig
 from parklab.bench.e2e import RUN_STEPS, phases_of_run
 from parklab.bench.e2e_profile import anchored_run
 from parklab.bench.frontier import read_records, tabulate
+from parklab.experiments.tables import page_table
 from parklab.studio.gain import estimate
 
 sys.path.insert(0, str(Path(__file__).parent))
-import call_tables
-import diary_tables
-import quality_tables
-from call_tables import markdown
+import diary_tables  # noqa: F401 (its tables, as those of the next, are published when it is read)
+import quality_tables  # noqa: F401
+from records import RESULTS, TABLES, Record, lines, published
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
-
-Record = dict[str, Any]
 
 MODELS = {"wan2.1-1.3b": "Wan2.1-1.3B", "wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
 CASES = {"hunyuan": "HunyuanVideo"} | MODELS  # as `park bench attend` names them
@@ -49,11 +45,6 @@ ATTENTION_BARS = {
 }
 
 
-def records(name: str, benchmark: str | None = None) -> list[Record]:
-    found = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-    return [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
-
-
 def only(rows: Iterable[Record], **wanted: Any) -> Record:
     (found,) = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
     return found
@@ -62,6 +53,7 @@ def only(rows: Iterable[Record], **wanted: Any) -> Record:
 # README.md
 
 
+@published
 def gains() -> str:
     """50 steps out of measured forwards: the paper's profile at density 0.25, others at the density of their record."""
     rows = [
@@ -83,7 +75,7 @@ def gains() -> str:
             rows.append((MODELS[row["model"]], name, density, *seconds, faster, *memory))
     order, profiles = list(MODELS.values()), list(ParkConfig.PROFILES)
     rows.sort(key=lambda row: (order.index(row[0]), profiles.index(row[1])))
-    return markdown(
+    return page_table(
         "model | profile | density of sparse steps | dense | PARK | speed-up | peak memory, dense | PARK", rows
     )
 
@@ -92,7 +84,7 @@ def _profiles_of_whole_models() -> list[tuple[Record, str, Record]]:
     """Runs of today's profiles out of the forwards of a record."""
     found = []
     # the last of a model
-    for row in {row["model"]: row for row in records("e2e_profile.jsonl", "e2e profile")}.values():
+    for row in {row["model"]: row for row in lines("e2e_profile.jsonl", "e2e profile")}.values():
         for name in ("fast", "quality", "paper"):
             run = row["runs"]["paper"]
             if name != "paper":
@@ -106,6 +98,7 @@ def _profiles_of_whole_models() -> list[tuple[Record, str, Record]]:
     return found
 
 
+@published
 def profiles_of_whole_models() -> str:
     rows = [
         (MODELS[row["model"]], name, *([f"{row[part]:.2f}" for part in ("own_dense_s", "anchor_warm_s", "reuse_s")] if name != "paper"
@@ -116,9 +109,10 @@ def profiles_of_whole_models() -> str:
         for row, name, run in _profiles_of_whole_models()
     ]  # fmt: skip
     columns = "model | profile | dense s | anchor or refresh s | reuse s | steps | against stock | blocks compiled | our dense kernel"
-    return markdown(f"{columns} | state, both branches", rows)
+    return page_table(f"{columns} | state, both branches", rows)
 
 
+@published
 def profiles() -> str:
     rows = [
         row
@@ -127,7 +121,7 @@ def profiles() -> str:
     ]
     order = ("paper", "quality", "fast")
     rows.sort(key=lambda row: (row["guidance"], order.index(row["setting"])))
-    return markdown(
+    return page_table(
         "profile | guidance | videos | attention computed | PSNR against dense | worst video",
         (
             (row["setting"], f"{row['guidance']:g}", str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
@@ -137,24 +131,27 @@ def profiles() -> str:
     )  # fmt: skip
 
 
+@published
 def cpu() -> str:
     names = ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
-    return markdown(
+    return page_table(
         "density | dense ms | sparse ms | speed-up | plan ms | calls until the plan has paid",
-        ([str(record[name]) for name in names] for record in records("cpu.jsonl", "cpu")),
+        ([str(record[name]) for name in names] for record in lines("cpu.jsonl", "cpu")),
     )
 
 
+@published
 def attention_calls() -> str:
-    found = records("gpu_attend.jsonl", "attend")
+    found = lines("gpu_attend.jsonl", "attend")
     cases = [case for case in ATTENTION_BARS if not case.endswith("0.40")]
     rows = []
     for case in cases:
         dense, ours = only(found, case=case, kernel="cudnn"), only(found, case=case, kernel="gluon", borders="rounded")
         rows.append((case, f"{dense['ms']:.1f}", f"{ours['ms']:.1f}", f"{ours['ratio']:.3f}"))
-    return markdown("shape | dense ms | sparse ms | share", rows)
+    return page_table("shape | dense ms | sparse ms | share", rows)
 
 
+@published
 def dense_calls() -> str:
     names = {
         "cudnn": "dense, cuDNN", "ours": "dense, our kernel", "anchor, compensated": "anchor", "factor": "factors of the residual",
@@ -162,7 +159,7 @@ def dense_calls() -> str:
         "without a mask": "dense without padding, cuDNN", "stock, with a mask": "dense with a mask, PyTorch", "ours, padded": "dense with padding, our kernel",
     }  # fmt: skip
     shapes = {"wan2.1-14b": "Wan2.1-14B", "hunyuan, padded": "HunyuanVideo"}
-    return markdown(
+    return page_table(
         "shape | call | ms | share | of",
         (
             (
@@ -172,14 +169,15 @@ def dense_calls() -> str:
                 f"{row['ratio']:.3f}",
                 names[row["baseline"]],
             )
-            for row in records("gpu_dense.jsonl", "dense")
+            for row in lines("gpu_dense.jsonl", "dense")
             if row["kernel"] in names
         ),
     )
 
 
+@published
 def whole_models() -> str:
-    return markdown(
+    return page_table(
         "model | dense s | refresh s | reuse s | reuse s, fuse=False | 50 steps",
         (
             (row["model"] + ", both compiled" * row["compiled"],
@@ -191,12 +189,13 @@ def whole_models() -> str:
 
 
 def _whole_models() -> list[Record]:
-    return sorted(records("e2e.jsonl", "e2e"), key=lambda row: (list(MODELS).index(row["model"]), row["compiled"]))
+    return sorted(lines("e2e.jsonl", "e2e"), key=lambda row: (list(MODELS).index(row["model"]), row["compiled"]))
 
 
 # docs/integrate.md
 
 
+@published
 def whole_models_and_memory() -> str:
     def row(found: Record) -> tuple[str, ...]:
         names = ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s")
@@ -209,15 +208,16 @@ def whole_models_and_memory() -> str:
         )  # fmt: skip
 
     columns = "model | dense | refresh, cold | refresh, warm | reuse | target of reuse | reuse, fuse=False | 50 steps"
-    return markdown(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, _whole_models()))
+    return page_table(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, _whole_models()))
 
 
 # docs/kernels.md
 
 
+@published
 def pama() -> str:
     shapes: dict[str, dict[str, Record]] = {}
-    for found in records("gpu_pama.jsonl", "pama"):
+    for found in lines("gpu_pama.jsonl", "pama"):
         shape = "({heads}, {tokens:,}, {key_blocks:,})".format(**found["shape"])
         shapes.setdefault(shape, {})[found["kernel"]] = found
     kernels = ("Triton (Full-K)", "Triton (two-pass)", "TileLang (Full-K)", "TileLang (two-pass)")
@@ -225,7 +225,7 @@ def pama() -> str:
     def told(found: Record | None) -> str:
         return "" if found is None else "{ms:.2f} ms, {speedup:.1f}x, {extra_mb:.0f} MB".format(**found)
 
-    return markdown(
+    return page_table(
         "(h, L, N_K) | PyTorch | Full-K | two-pass | TileLang Full-K | TileLang two-pass",
         (
             (shape, f"{by['PyTorch']['ms']:.1f} ms", *(told(by.get(name)) for name in kernels))
@@ -234,23 +234,25 @@ def pama() -> str:
     )
 
 
+@published
 def clustering() -> str:
-    found = records("gpu_clustering.jsonl", "kmeans")
+    found = lines("gpu_clustering.jsonl", "kmeans")
     rows = []
     for row in found:
         clusters = row["shape"]["clusters"]
         bar = "flash-kmeans" if clusters < 1024 else ""
         times = (f"{row['iteration_ms']:.2f} ms", f"{row['flash_kmeans_ms']:.2f} ms")
         rows.append((f"k-means iteration, {clusters:,} clusters", *times, bar))
-    (qrkc,) = records("gpu_clustering.jsonl", "qrkc")
+    (qrkc,) = lines("gpu_clustering.jsonl", "qrkc")
     parts = ", ".join(f"{qrkc[f'{name}_ms']:.2f}" for name in ("metric", "cholesky", "transform", "means"))
     rows.append(("QRKC without k-means, its parts one after the other", f"{qrkc['ms']:.2f} ms", "", "2 ms"))
     rows.append(("its parts alone: metric, Cholesky, transform, means", f"{parts} ms", "", ""))
-    return markdown("what | ours | flash-kmeans 0.3.1 | bar", rows)
+    return page_table("what | ours | flash-kmeans 0.3.1 | bar", rows)
 
 
+@published
 def one_layer() -> str:
-    found = records("gpu_attend.jsonl", "layer")
+    found = lines("gpu_attend.jsonl", "layer")
     rows = []
     for borders, name in (("rounded", "rounded (64, 32)"), ("as clustered", "as clustered")):
         cold, warm, refresh, reuse = (
@@ -259,11 +261,12 @@ def one_layer() -> str:
         )
         told = [f"{row['ms']:.1f} ms" for row in (cold, warm, refresh, reuse)]
         rows.append((name, f"{cold['density']:.3f}", *told[:3], f"{told[3]}, {reuse['ratio']:.3f} of cuDNN"))
-    return markdown("borders | density | plan, cold | plan, warm | refresh step (warm) | reuse step", rows)
+    return page_table("borders | density | plan, cold | plan, warm | refresh step (warm) | reuse step", rows)
 
 
+@published
 def attention() -> str:
-    found = records("gpu_attend.jsonl", "attend")
+    found = lines("gpu_attend.jsonl", "attend")
     rows = []
     for case, bar in ATTENTION_BARS.items():
         model, _, rest = case.partition(", ")
@@ -276,11 +279,12 @@ def attention() -> str:
             row.append(f"+{100 * (compensated['ms'] / plain['ms'] - 1):.1f} %")
         rows.append(row)
     columns = "case | cuDNN | rounded | ratio | bar | useful TFLOP/s | compensated | as clustered | ratio | compensated"
-    return markdown(columns, rows)
+    return page_table(columns, rows)
 
 
+@published
 def flashinfer() -> str:
-    found = records("gpu_flashinfer.jsonl", "flashinfer")
+    found = lines("gpu_flashinfer.jsonl", "flashinfer")
     rows = []
     for kernel in ("fa3", "fa2"):
         parts = [
@@ -288,11 +292,12 @@ def flashinfer() -> str:
             for part in ("its plan", "attention alone", "all of a reuse step")
         ]
         rows.append((kernel, *(f"{part['ms']:.1f} ms" for part in parts), f"{parts[-1]['ratio']:.3f}"))
-    return markdown("kernel | its plan, every call | attention alone | all of a reuse step | of cuDNN", rows)
+    return page_table("kernel | its plan, every call | attention alone | all of a reuse step | of cuDNN", rows)
 
 
+@published
 def sanitizers() -> str:
-    found = {row["tool"]: row for row in records("gpu_sanitize.jsonl", "sanitize")}
+    found = {row["tool"]: row for row in lines("gpu_sanitize.jsonl", "sanitize")}
 
     def told(*tools: str) -> str:
         assert all(found[tool]["ok"] for tool in tools), tools
@@ -316,12 +321,13 @@ def sanitizers() -> str:
         ("ConSan", compensated, told(*whole)),
         ("ConSan", "PAMA with one wait taken out", told("ConSan, PAMA without a wait")),
     ]
-    return markdown("tool | watched | found", rows)
+    return page_table("tool | watched | found", rows)
 
 
 # docs/real-models.md
 
 
+@published
 def doctor_on_h200() -> str:
     """What `park doctor --gpu H200 --model NAME --frames F` prints as its estimate."""
     rows = []
@@ -335,9 +341,10 @@ def doctor_on_h200() -> str:
             f"{found['bound']:.0f}x",
         ))  # fmt: skip
     columns = "model | video | tokens | attention's share | a dense step | 50 dense steps"
-    return markdown(f"{columns} | gain at density 0.25 | never more than", rows)
+    return page_table(f"{columns} | gain at density 0.25 | never more than", rows)
 
 
+@published
 def one_video_on_h200() -> str:
     """50 steps out of measured forwards, both forwards of guidance where the model has them; plans of both branches."""
     rows = []
@@ -348,18 +355,9 @@ def one_video_on_h200() -> str:
         park = memory["park_peak_gb"] + (memory["state_with_guidance_gb"] - memory["state_gb"]) * (passes - 1)
         peaks = [f"{value:.1f} GB" for value in (memory["weights_gb"], memory["dense_peak_gb"], park)]
         rows.append((MODELS[row["model"]], str(passes), *times, *peaks))
-    return markdown(
+    return page_table(
         "model | forwards a step | dense | PARK | 8 prompts | transformer's weights | peak, dense | peak, PARK", rows
     )
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        gains, profiles, profiles_of_whole_models, cpu, attention_calls, dense_calls, whole_models, whole_models_and_memory, pama, clustering, one_layer, attention,
-        flashinfer, sanitizers, doctor_on_h200, one_video_on_h200,
-    )
-} | quality_tables.TABLES | call_tables.TABLES | diary_tables.TABLES  # fmt: skip
 
 
 def pages() -> list[Path]:

@@ -74,7 +74,7 @@ class Store:
     def look(self, cell: Cell) -> Found:
         """Reads and changes nothing. Every file is hashed: a cell is never finished by its names alone."""
         path = self._record_path(cell)
-        record = read_record(path)
+        record = self.read(cell)
         if record is None:
             there = [name for name in (path.name, *cell.files) if os.path.lexists(self.folder / name)]
             return Found(ABSENT, reason=f"{there[0]} is not part of a finished result" if there else "")
@@ -94,6 +94,9 @@ class Store:
         if lacking:
             return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}")
         return Found(FINISHED, record)
+
+    def read(self, cell: Cell) -> Record | None:
+        return read_record(self._record_path(cell))
 
     def fill(
         self,
@@ -352,7 +355,10 @@ def sealed(record: Mapping[str, Any]) -> Record:
 
 def read_record(path: Path) -> Record | None:
     """A record that this store sealed and nobody has changed; None for anything else."""
-    data = files.read_regular(path, RECORD_LIMIT)
+    return record_in(files.read_regular(path, RECORD_LIMIT))
+
+
+def record_in(data: bytes | None) -> Record | None:
     try:
         record = json.loads(data) if data is not None else None
         if not isinstance(record, dict) or sealed(record)["hash"] != record.get("hash"):

@@ -56,7 +56,7 @@ def reproduce(
     records: Annotated[
         list[Path] | None,
         typer.Option(
-            help="JSON lines of park bench pama, qrkc, scaling or parklab.bench.frontier to draw instead of measuring; repeatable."
+            help="JSON lines of park bench pama, qrkc, scaling, parklab.bench.frontier or --pack to draw instead of measuring; repeatable."
         ),
     ] = None,
     device: Device = "auto",
@@ -76,6 +76,9 @@ def reproduce(
     draw: Annotated[
         bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
     ] = False,
+    pack: Annotated[
+        Path | None, typer.Option(help="Make nothing: all cells of --out (and of --records) into one file of JSON lines, for --records.")
+    ] = None,
     keep: Annotated[
         str, typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed.")
     ] = "all",
@@ -83,6 +86,7 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
     """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
+    from parklab.experiments.campaign import CampaignStore
     from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
     from parklab.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
 
@@ -95,6 +99,10 @@ def reproduce(
                 needs = EXPERIMENTS[label].needs
                 table.add_row(label, EXPERIMENTS[label].title, f"with {needs}" if needs else "yes")
         console.print(table)
+        return
+    if pack is not None:
+        packed, left = CampaignStore(out / "cells", _say, records or ()).pack(pack)
+        _say(f"wrote {pack}: {packed} cells" + (f"; {left} with files of their own stay in {out / 'cells'}" if left else ""))
         return
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")

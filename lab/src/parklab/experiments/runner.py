@@ -41,6 +41,7 @@ from parklab.experiments.calibration import (
     layers_in,
     named_profile,
 )
+from parklab.experiments.campaign import CampaignStore, is_campaign
 from parklab.experiments.captures import MODEL, Captured, Selection, capture_calls, read_captures, spread_layers, write_captures
 from parklab.experiments.evaluation import (
     ALL_DENSE,
@@ -61,7 +62,7 @@ from parklab.experiments.quality import measure_frames, named_measures, takeable
 from parklab.experiments.times import time_method
 from parklab.metrics.measures import MEASURES, Setting
 from parklab.record import environment
-from parklab.store import FINISHED, OTHER, Cell, Making, Record, Say, Store, content_hash, read_record
+from parklab.store import FINISHED, OTHER, Cell, Making, Record, Say, content_hash
 from parklab.studio import checkpoints
 from parklab.studio.compare import warm_up
 from parklab.studio.generate import Request, config_for, fit_to_pipeline, for_method, generate_frames, prepare, understood
@@ -77,7 +78,7 @@ class Lab:
 
     def __init__(self, evaluation: Evaluation, out: Path, say: Say = lambda line: None) -> None:
         self.evaluation, self.say = evaluation, say
-        self.store = Store(out / "cells", say)
+        self.store = CampaignStore(out / "cells", say, evaluation.records)
         wanted = ("steps", "frames", "height", "width", "model", "device", "dtype", "offload")
         base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
         # records of another machine's device can be drawn on any
@@ -85,7 +86,7 @@ class Lab:
         if evaluation.draw and base.device != "auto":
             self.base = dataclasses.replace(self.base, device=base.device, dtype=checkpoints.choose_dtype(base.dtype, base.device))
         self.made: list[str] = []
-        self.lines = read_lines(evaluation.records)
+        self.lines = read_lines(path for path in evaluation.records if not is_campaign(path))
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
         self._warm: set[str] = set()
         self._openings = Openings(timed=evaluation.timed)
@@ -119,8 +120,8 @@ class Lab:
     def bench_cells(self, benchmark: str) -> list[Cell]:
         """Of this machine's GPU; where nothing is made, of every GPU that is there."""
         if self.evaluation.draw:
-            found = [read_record(path) for path in sorted(self.store.folder.glob(f"bench-{benchmark}-*.json"))]
-            return [named_cell("bench", benchmark, record["request"]) for record in found if record is not None]
+            asked = [record["request"] for record in self.store.records("bench").values()]
+            return [named_cell("bench", benchmark, each) for each in asked if each["benchmark"] == benchmark]
         return [named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})]
 
     def load_frames(self, record: Record) -> Frames:

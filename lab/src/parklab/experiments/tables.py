@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import html
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Value = str | float | int | None
@@ -76,6 +77,11 @@ def to_markdown(table: Table) -> str:
     lines = ["| " + " | ".join(column.name for column in table.columns) + " |", "|" + "---|" * len(table.columns)]
     lines += ["| " + " | ".join(value.replace("|", "\\|") for value in row) + " |" for row in table.shown()]
     return "\n".join(lines) + "\n"
+
+
+def page_table(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """Markdown for a page; columns: names separated by " | ". An empty value is one space."""
+    return re.sub(r"\|  (?=\|)", "| ", to_markdown(text_table(columns.split(" | "), [tuple(row) for row in rows])))
 
 
 def to_csv(table: Table) -> str:

@@ -1,0 +1,53 @@
+"""Records in benchmarks/results as the makers of pages read them, and the tables that are made of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parklab.experiments.campaign import read_campaign
+from parklab.experiments.evaluation import FORMATS
+from parklab.experiments.reproduce import evaluation_for
+from parklab.experiments.runner import Lab
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+H200 = {"device": "cuda", "steps": 50, "fuse": True}
+# of the H200's videos
+SIZES = {"gpu_75600": (81, 400, 576), "gpu_75600_same_schedule": (81, 400, 576), "gpu_7168": (29, 224, 256)}
+
+Record = dict[str, Any]
+TABLES: dict[str, Callable[[], str]] = {}  # by the name that a page has in its marker
+
+
+def published(table: Callable[[], str]) -> Callable[[], str]:
+    TABLES[table.__name__] = table
+    return table
+
+
+def lines(name: str, benchmark: str | None = None) -> list[Record]:
+    """Of a file of JSON lines, those of a benchmark."""
+    found = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    return [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
+
+
+def cells(campaign: str, kind: str) -> dict[str, Record]:
+    """By key."""
+    return {key: record for key, record in _campaign(campaign).items() if record["format"] == FORMATS[kind]}
+
+
+@functools.cache
+def _campaign(name: str) -> dict[str, Record]:
+    """Every seal is checked."""
+    return read_campaign(RESULTS / f"{name}.jsonl")
+
+
+def lab(campaign: str, **asked: Any) -> Lab:
+    """What `park reproduce --draw` reads the cells of a campaign with: 8 prompts of the small model."""
+    if campaign in SIZES:
+        asked |= H200 | dict(zip(("frames", "height", "width"), SIZES[campaign], strict=True))
+    given = {"model": "tiny", "prompts": 8, "prompt_file": None, "quick": False, "draw": True, "keep": "records"}
+    place = RESULTS / campaign  # no folder: all cells are in the file
+    return Lab(evaluation_for(**given, **asked, records=(place.with_suffix(".jsonl"),)), place)
