@@ -9,7 +9,9 @@ import torch
 from parkattn import ParkConfig
 from parkattn.methods import configured_method
 from parklab.bench import frontier
-from parklab.bench.frontier import Setting, costs, interval, measure_frontier, read_records, tabulate, to_text
+from parklab.bench.frontier import Setting, costs, measure_frontier, read_records
+from parklab.experiments.frontier import tabulate
+from parklab.experiments.tables import interval
 
 
 def test_settings_are_a_method_or_profile_and_fields():
@@ -86,9 +88,8 @@ def test_the_table_compares_on_the_same_prompts(runs, tmp_path):
     rows = {row["setting"]: row for row in tabulate(measure(tmp_path / "frontier.jsonl"))}
     assert set(rows) == {"paper", "fast"} and rows["fast"]["runs"] == 2
     # 1 and 4 shades off: 20 log10 4 dB
-    assert rows["fast"]["gain_db"] == pytest.approx(-20 * np.log10(4)) and rows["fast"]["relative_cost"] == 1
+    assert rows["fast"]["gain_db"] == pytest.approx(-20 * np.log10(4))
     assert rows["paper"]["psnr"] == pytest.approx(20 * np.log10(255))
-    assert "fast" in to_text(rows.values())
 
 
 def test_profiles_are_the_models_in_a_record(runs, tmp_path):

@@ -7,13 +7,12 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parklab.bench.frontier import interval
 from parklab.experiments import catalogue, paper_numbers, retrieval_tables, runner
 from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT
 from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.report import sections_of
 from parklab.experiments.results import Gathered
-from parklab.experiments.tables import Column, Finding, Table, to_csv, to_latex, to_markdown
+from parklab.experiments.tables import Column, Finding, Table, interval, to_csv, to_latex, to_markdown
 from parklab.store import Cell
 from reproduce_cases import gathered, quality, quick
 

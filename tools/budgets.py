@@ -30,8 +30,9 @@ from parkattn.ops.importance.definition import pama, score_spread, select_shared
 from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, arrange, cut_blocks
 from parkattn.segments import segment_mean
-from parklab.bench.frontier import interval, read_records
+from parklab.bench.frontier import read_records
 from parklab.experiments.captures import Captured, read_captures
+from parklab.experiments.tables import interval
 from parklab.record import append_records, environment
 
 FORMAT = "parkattn.budgets.1"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parklab.bench.frontier import interval, read_records
-from parklab.experiments.tables import page_table
+from parklab.bench.frontier import read_records
+from parklab.experiments.tables import interval, page_table
 from parklab.studio.gain import model_size
 from parklab.studio.memory import PARAMETERS, memory
 

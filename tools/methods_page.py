@@ -23,7 +23,8 @@ from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig, PlannedConfig
-from parklab.bench.frontier import changed_since, read_records, tabulate
+from parklab.bench.frontier import changed_since, read_records
+from parklab.experiments.frontier import tabulate
 
 if TYPE_CHECKING:
     from page_svg import Picture

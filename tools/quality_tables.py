@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.methods import METHODS
-from parklab.bench.frontier import interval, read_records, tabulate
+from parklab.bench.frontier import read_records
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.costs import compare_at_costs
 from parklab.experiments.evaluation import FLOOR
+from parklab.experiments.frontier import tabulate
 from parklab.experiments.results import Gathered, on_curve, psnr_findings_at_density
-from parklab.experiments.tables import page_table
+from parklab.experiments.tables import interval, page_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, time_columns

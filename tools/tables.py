@@ -21,7 +21,8 @@ from parkattn.models import SIZES
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import RUN_STEPS, phases_of_run
 from parklab.bench.e2e_profile import anchored_run
-from parklab.bench.frontier import read_records, tabulate
+from parklab.bench.frontier import read_records
+from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
 from parklab.studio.gain import estimate
 

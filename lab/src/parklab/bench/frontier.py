@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import io
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,8 +39,6 @@ from parklab.record import append_records, environment
 FORMAT = "parkattn.frontier.1"
 DENSE = "dense"
 TEXT_TOKENS = 32  # of the shipped model's sentences
-# two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 @dataclass(frozen=True)
@@ -144,58 +141,12 @@ def costs(report: Summary) -> dict[str, Any]:
     }
 
 
-def tabulate(records: Iterable[Mapping[str, Any]], baseline: str = "paper") -> list[dict[str, Any]]:
-    """Mean over prompts and seeds, with half the 95 % interval of PSNR; gain and relative cost on the baseline's own prompts."""
-    groups: dict[tuple[Any, ...], dict[tuple[str, int], Mapping[str, Any]]] = {}
-    for record in records:
-        place = tuple(record[name] for name in ("frames", "height", "width", "steps", "guidance", "setting"))
-        groups.setdefault(place, {})[record["prompt"], record["seed"]] = record
-    rows = []
-    for place, found in groups.items():
-        if place[-1] == DENSE:
-            continue
-        base = groups.get((*place[:-1], baseline), {})
-        shared = [(record, base[which]) for which, record in found.items() if which in base]
-        psnr, cost = [r["psnr"] for r in found.values()], [r["cost"] for r in found.values()]
-        rows.append({
-            "size": "x".join(map(str, place[:3])), "steps": place[3], "guidance": place[4], "setting": place[5], "runs": len(psnr),
-            "cost": statistics.fmean(cost), "cost_two_passes": statistics.fmean(r["cost_two_passes"] for r in found.values()),
-            "psnr": statistics.fmean(psnr), "psnr_interval": interval(psnr), "worst_psnr": min(psnr),
-            "gain_db": statistics.fmean(r["psnr"] - b["psnr"] for r, b in shared) if shared else None,
-            "relative_cost": statistics.fmean(r["cost"] / b["cost"] for r, b in shared) if shared else None,
-            "seconds": statistics.fmean(r["seconds"] for r in found.values()),
-            "config": list(found.values())[-1].get("config", {}),
-        })  # fmt: skip
-    return rows
-
-
 def changed_since(recorded: Mapping[str, Any], profile: str) -> dict[str, Any]:
     """Of the fields that profiles set, those with another value in the config of a record than the profile has now."""
     now, default = ParkConfig.profile(profile).to_dict(), ParkConfig().to_dict()  # a field that is younger was at its default
     fields = sorted({field for changes in ParkConfig.PROFILES.values() for field in changes})
     then = {field: recorded.get(field, default[field]) for field in fields}
     return {field: value for field, value in then.items() if value != now[field]}
-
-
-def interval(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of the mean."""
-    if len(values) < 2:
-        return None
-    t = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.04 if len(values) <= 30 else 1.96
-    return t * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def to_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    head = f"{'size':>12} {'steps':>5} {'guid.':>5} {'runs':>4} {'cost':>6} {'2 pass':>6} {'PSNR':>6} {'+-':>5} {'worst':>6} {'gain':>6} {'x cost':>6}  setting"
-    lines = [head]
-    for row in rows:
-        numbers = (row[name] for name in ("psnr_interval", "worst_psnr", "gain_db", "relative_cost"))
-        spread, worst, gain, share = ("" if value is None else f"{value:.2f}" for value in numbers)
-        lines.append(
-            f"{row['size']:>12} {row['steps']:5} {row['guidance']:5g} {row['runs']:4} {row['cost']:6.3f} {row['cost_two_passes']:6.3f} "
-            f"{row['psnr']:6.2f} {spread:>5} {worst:>6} {gain:>6} {share:>6}  {row['setting']}"
-        )
-    return "\n".join(lines)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -254,7 +205,7 @@ def main(
     seed: Annotated[list[int] | None, typer.Option()] = None,
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
-    """Measure, keep every run, print the table."""
+    """Measure and keep every run."""
     import diffusers
 
     from parklab.sprites import CHECKPOINT, grammar
@@ -266,16 +217,14 @@ def main(
     pipe.set_progress_bar_config(disable=True)
     sentences = prompt or [scene.sentence for scene in grammar.held_out_scenes(prompts)]
     sizes = [(int(f), int(h), int(w)) for f, h, w in (text.split("x") for text in size)]
-    records = []
     for record in measure_frontier(
         pipe.to(device), sentences, setting, out, sizes=sizes, steps=steps, guidances=guidance or (1.0, 5.0), seeds=seed or (0,),
         model="" if model is None else str(folder),
     ):  # fmt: skip
-        records.append(record)
         typer.echo(
             f"{record['setting']}: cost {record['cost']:.3f}, {record['psnr']:.2f} dB, {record['seconds']:.0f} s: {record['prompt']}"
         )
-    typer.echo(to_text(tabulate(records)))
+    typer.echo(f"table and findings: park reproduce frontier --records {out}")
 
 
 if __name__ == "__main__":

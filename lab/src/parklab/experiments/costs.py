@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from parkattn.methods import method_entry
 from parkattn.park import ParkConfig
-from parklab.bench.frontier import interval
 from parklab.experiments import results
 from parklab.experiments.calibration import density_at, named_profile
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.results import NOT_RUN, Chosen, Finding, Gathered, Result
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Table
+from parklab.experiments.tables import Column, Table, interval
 from parklab.store import Cell
 
 PAPER = "paper"

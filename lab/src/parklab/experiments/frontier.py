@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parkattn.park import ParkConfig
-from parklab.bench.frontier import DENSE, interval
+from parklab.bench.frontier import DENSE
 from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments import results
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.results import Gathered, Result, mean_of_all, trade_off
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Finding, Table
+from parklab.experiments.tables import Column, Finding, Table, interval
 from parklab.store import Cell
 
 PAPER = "paper"
@@ -63,6 +63,26 @@ def frontier_result(gathered: Gathered) -> Result:
         machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts)
         note = f"From lines of earlier runs on {', '.join(machines)}. {note}".strip()
     return Result(table, tuple(_findings(runs, places)), trade_off(points, ("psnr", "error")), note)
+
+
+def tabulate(lines: Sequence[Row], baseline: str = PAPER) -> list[dict[str, Any]]:
+    """Lines of each setting and place as one row: means over prompts and seeds; the gain is on the baseline's own prompts."""
+    groups: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
+    for line in lines:
+        place = tuple(line[name] for name in ("frames", "height", "width", "steps", "guidance", "setting"))
+        groups.setdefault(place, {})[line["prompt"], line["seed"]] = line
+    rows = []
+    for place, found in groups.items():
+        if place[-1] == DENSE:
+            continue
+        base, psnr = groups.get((*place[:-1], baseline), {}), [line["psnr"] for line in found.values()]
+        ahead = [line["psnr"] - base[which]["psnr"] for which, line in found.items() if which in base]
+        rows.append({
+            "size": "x".join(map(str, place[:3])), "steps": place[3], "guidance": place[4], "setting": place[5], "runs": len(psnr),
+            "cost": statistics.fmean(line["cost"] for line in found.values()), "psnr": statistics.fmean(psnr), "worst_psnr": min(psnr),
+            "gain_db": statistics.fmean(ahead) if ahead else None, "config": list(found.values())[-1].get("config", {}),
+        })  # fmt: skip
+    return rows
 
 
 def _runs_of_cells(gathered: Gathered) -> Runs:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parklab.bench.frontier import interval
 from parklab.experiments.evaluation import FLOOR, FLOORS
 from parklab.experiments.quality import ALWAYS
-from parklab.experiments.tables import Column, Finding, Table, without_empty
+from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
 from parklab.metrics.measures import MEASURES
 from parklab.store import Cell, Record
 from parklab.studio.video import Frames

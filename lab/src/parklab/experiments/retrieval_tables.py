@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from parklab.bench.frontier import interval
 from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.results import Bars, Gathered, Result, nothing_run
-from parklab.experiments.tables import Column, Finding, Table, without_empty
+from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
 from parklab.metrics.retrieval import recall_summary
 
 NO_ERROR = "Euclidean clusters have no error to compare with"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import html
 import io
+import math
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Value = str | float | int | None
+# two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,14 @@ def without_empty(table: Table, heads: int = 0) -> Table:
     """A column that nothing was measured for says nothing. heads: the first columns, which stay."""
     kept = [i for i in range(len(table.columns)) if i < heads or any(row[i] not in (None, "") for row in table.rows)]
     return Table(tuple(table.columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in table.rows))
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean."""
+    if len(values) < 2:
+        return None
+    t = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.04 if len(values) <= 30 else 1.96
+    return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)
