@@ -333,7 +333,7 @@ def undocumented(thing) -> list[str]:
     """Names without a docstring: the thing itself, its public methods and its fields; what a base class says counts."""
     if not inspect.isclass(thing):
         return [] if inspect.getdoc(thing) else [thing.__name__]
-    ours = [kind for kind in thing.__mro__ if kind.__module__.startswith("parkattn")]
+    ours = [kind for kind in thing.__mro__ if kind.__module__.startswith(("parkattn", "parklab"))]
     said = {name for kind in ours for name in methods_page.field_docstrings(kind)}
     missing = [kind.__name__ for kind in ours if not kind.__dict__.get("__doc__")]
     fields = {name for kind in ours for name in inspect.get_annotations(kind) if not name.startswith("_")}
@@ -358,7 +358,7 @@ def test_everything_public_is_in_the_reference():
         for name in re.findall(r"^::: ([\w.]+)$", path.read_text(), flags=re.MULTILINE)
     }
     assert set(parkattn.__all__) <= told
-    groups = {kind.__name__ for kind in parkattn.ParkConfig.__mro__ if kind.__module__.startswith("parkattn")}
+    groups = {kind.__name__ for kind in parkattn.ParkConfig.__mro__ if kind.__module__.startswith(("parkattn", "parklab"))}
     assert groups <= told
 
 

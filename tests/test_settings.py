@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 import parkattn
+import parklab
 from parkattn.methods import METHODS
 
-SOURCES = sorted(Path(parkattn.__file__).parent.rglob("*.py"))
+SOURCES = sorted(path for package in (parkattn, parklab) for path in Path(package.__file__).parent.rglob("*.py"))
 
 
 def classes():

@@ -263,7 +263,7 @@ def _presets(entry: MethodEntry) -> str:
 
 def field_docstrings(kind: type) -> dict[str, str]:
     """Field of a class -> the string below it."""
-    if not kind.__module__.startswith("parkattn"):
+    if not kind.__module__.startswith(("parkattn", "parklab")):
         return {}
     body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     return {
