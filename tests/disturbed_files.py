@@ -21,20 +21,24 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 from parkattn import files, store
 from parkattn.park import ParkConfig
+from parkattn.site import CallSite
+from parklab.baselines.density_profile import DensityProfile, DensityProfiler
+from parklab.experiments import reproduce
+from parklab.experiments.captures import Captured, Selection
 from parklab.store import Cell, Making, Store
-from parklab.studio import ablation, checkpoints, compare, generate, prompts, video
+from parklab.studio import ablation, checkpoints, compare, density, generate, prompts, video
 from parklab.studio.generate import Generation, Request
 
-STOP, POWER_CUT, DISORDER, FULL_DISK, KILL = (
-    "stop",
-    "power cut",
-    "power cut, renames out of order",
-    "full disk",
-    "SIGKILL",
-)
+STOP, POWER_CUT, DISORDER, KILL, NFS = "stop", "power cut", "power cut, renames out of order", "SIGKILL", "NFS"
+FULL_DISK, BAD_DISK = "full disk", "bad disk"
+REFUSALS = {
+    FULL_DISK: (errno.ENOSPC, "full disk or quota; free some space and run again."),
+    BAD_DISK: (errno.EIO, "got Input/output error; choose another place."),
+}
 WHEN = {"time": "2026-01-01T00:00:00+00:00", "commit": None, "torch": "2", "cpu": "one", "threads": 1}
 SENTENCES = ("a red circle moves right over blue waves", "a blue square orbits over green stripes")
 
@@ -61,14 +65,16 @@ class Disturbed:
         self.count += 1
         if self.at is None or self.count <= self.at:
             return False
-        if self.how == FULL_DISK:
+        if self.how in REFUSALS:
             return allocates
         if self.how == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
     def cut(self) -> BaseException:
-        return OSError(errno.ENOSPC, "No space left on device") if self.how == FULL_DISK else Stopped()
+        if self.how not in REFUSALS:
+            return Stopped()
+        return OSError(REFUSALS[self.how][0], os.strerror(REFUSALS[self.how][0]))
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
         if self.happens(allocates=bool(flags & os.O_CREAT) and not os.path.lexists(path)):
@@ -120,6 +126,8 @@ class Disturbed:
     def flock(self, handle: int, operation: int) -> None:
         if self.happens(allocates=False):
             raise self.cut()
+        if self.how == NFS and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))  # as flock(2) says
         fcntl.flock(handle, operation)
 
     def write_mp4(self, path: Path, frames: Any, fps: int) -> None:
@@ -203,11 +211,15 @@ def without_a_model() -> Iterator[list[str]]:
         (ablation, "calibrate", budgets),
         (ablation, "held_out_scenes", functools.cache(ablation.held_out_scenes)),
     ]
-    for module in (generate, compare, ablation):
+    for module in (generate, compare, ablation, density):
         stands_in.append((module, "fit_to_pipeline", lambda request, pipe: request))
-        stands_in.append((module, "config_for", lambda request, pipe: ParkConfig()))
         stands_in.append((module, "generate_frames", frames_of))
         stands_in.append((module, "environment", lambda: dict(WHEN)))
+    stands_in += [(module, "config_for", lambda request, pipe: ParkConfig()) for module in (generate, compare, ablation)]
+    stands_in.append((reproduce, "fit_to_pipeline", lambda request, pipe: request))
+    call = Captured(*(torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0)), CallSite())
+    stands_in.append((reproduce, "capture_calls", lambda *arguments: [call]))
+    stands_in.append((DensityProfiler, "profile", lambda self: DensityProfile(torch.full((1, 1, 1), 0.5).double())))
     with contextlib.ExitStack() as stack:
         for module, name, value in stands_in:
             stack.enter_context(mock.patch.object(module, name, value))
@@ -238,12 +250,20 @@ def run_ablation(folder: Path, seed: int, overwrite: bool = False, say: Any = la
     ablation.run_ablation(Request(prompt="held out"), settings, folder, overwrite=overwrite, say=say)
 
 
+def run_capture(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
+    chosen, out = Selection(layers=(0,)), folder / "c.safetensors"
+    reproduce.capture_file(Request(prompt=SENTENCES[0], seed=seed), chosen, out, overwrite=overwrite, say=say)
+
+
+def run_profile(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
+    request = Request(prompt="", seed=seed)
+    density.measure_profile(request, SENTENCES, folder / "d.safetensors", overwrite=overwrite, say=say)
+
+
 COMMANDS: dict[str, Command] = {
-    "generate": run_generate,
-    "prompts": run_prompts,
-    "compare": run_compare,
-    "ablation": run_ablation,
-}
+    "generate": run_generate, "prompts": run_prompts, "compare": run_compare, "ablation": run_ablation,
+    "capture": run_capture, "profile": run_profile,
+}  # fmt: skip
 
 
 def run_store(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
@@ -363,8 +383,8 @@ class Trial:
             try:
                 self.command(place, seed, overwrite)
             except OSError as error:
-                explained = str(error).endswith("full disk or quota; free some space and run again.")
-                tally.unclear += how != FULL_DISK or not explained or "\n" in str(error)
+                explained = how in REFUSALS and str(error).endswith(REFUSALS[how][1])
+                tally.unclear += not explained or "\n" in str(error)
                 if not list(place.rglob("*.journal")):
                     tally.left += sum(name.endswith(".tmp") for name in contents(place))
 

@@ -65,8 +65,6 @@ def without_a_model() -> Iterator[None]:
             (runner, "environment", lambda: dict(disturb.WHEN)),
             (report, "environment", lambda: dict(disturb.WHEN)),
             (report, "draw", lambda figure: None),
-            (reproduce, "capture_calls", lambda *arguments: [call]),
-            (reproduce, "fit_to_pipeline", lambda request, pipe: request),
             (reproduce, "held_out_scenes", functools.cache(reproduce.held_out_scenes)),
             (disturb, "_derived", lambda name: Path(name).name == "report.json"),
         ]

@@ -122,7 +122,7 @@ def test_park_profile_writes_what_the_heads_of_a_model_need(shipped, monkeypatch
     made = measure_profile(SHIPPED, prompts, out, samples=8)
     assert made.densities.shape == (2, 6, 3) and not made.densities.isnan().any()
     assert torch.equal(DensityProfile.load(out).densities, made.densities)
-    with pytest.raises(ValueError, match=r"^out: expected a file that is not there yet"):
+    with pytest.raises(ValueError, match=r"density.safetensors made with other settings \(samples = 8, asked null\); pass --overwrite"):
         measure_profile(SHIPPED, prompts, out)
 
 

@@ -11,7 +11,7 @@ from parkattn.park import ParkConfig
 from parkattn.site import CallSite
 from parklab.experiments import blocks, reproduce, runner
 from parklab.experiments.blocks import blocks_for, preset_in
-from parklab.experiments.captures import MODEL, Captured, Selection, read_about, write_captures
+from parklab.experiments.captures import MODEL, Captured, Selection, pack_captures, read_about
 from parklab.sprites.grammar import EXAMPLE
 from parklab.studio import checkpoints
 from parklab.studio.generate import Request
@@ -23,7 +23,7 @@ LONG = 75_600  # tokens of a 720p video
 def _capture(folder: Path, preset: str | None) -> Path:
     q, k = torch.randn(2, 1, 1, 48, 16)
     path = folder / f"{preset}.safetensors"
-    write_captures(path, [Captured(q, k, CallSite())], {} if preset is None else {MODEL: preset})
+    path.write_bytes(pack_captures([Captured(q, k, CallSite())], {} if preset is None else {MODEL: preset}))
     return path
 
 

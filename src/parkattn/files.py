@@ -2,7 +2,7 @@
 
 Temporary files, journals and locks are called .park-MARK..., where MARK is a hash of what they belong to, so that a
 name of any length can have them. Whoever writes under a mark holds its lock: what lies there while the lock is free was
-left by a stopped process.
+left by a stopped process, or came with a folder of others: no link is followed, and nothing but ordinary files is opened.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import stat
@@ -18,9 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# EBADF: another user's lock file on NFS, which locks exclusively only what is open for writing
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 NO_ROOM = "out: expected room for {}, got a full disk or quota; free some space and run again."
 HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
+ORDINARY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not hang
 LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.tmp)")
 
 
@@ -61,7 +64,7 @@ def locked(folder: Path, mark: str, *, wait: bool = True, waiting: Callable[[], 
     """
     path = folder / f".park-{mark}.lock"
     while True:
-        handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        handle = _open_lock(path)
         try:
             state = _lock(handle, wait, waiting)
             # the holder before may have removed the file that was just locked
@@ -93,26 +96,76 @@ def journal_path(folder: Path, mark: str) -> Path:
     return folder / f".park-{mark}.journal"
 
 
+def free_name_beside(path: Path) -> Path:
+    """a.mp4: a.aside-1.mp4, or the next number that is free; long names are cut."""
+    for number in itertools.count(1):
+        ending = f".aside-{number}{path.suffix}"
+        stem = os.fsencode(path.stem)[: 255 - len(os.fsencode(ending))].decode(errors="ignore")
+        if not os.path.lexists(path.with_name(stem + ending)):
+            break
+    return path.with_name(stem + ending)
+
+
 def leftovers(folder: Path) -> set[str]:
     """The marks of temporary files, journals and locks in a folder, those of living processes among them."""
     return {found[1] for entry in os.scandir(folder) if (found := LEFTOVER.fullmatch(entry.name))}
 
 
+def temporaries(folder: Path, mark: str) -> list[Path]:
+    return [folder / entry.name for entry in os.scandir(folder) if entry.name.startswith(f".park-{mark}-")]
+
+
 def remove_temporaries(folder: Path, mark: str) -> int:
     """Of a stopped process: the caller holds the lock."""
-    names = [entry.name for entry in os.scandir(folder) if entry.name.startswith(f".park-{mark}-")]
-    for name in names:
-        remove(folder / name)
-    return len(names)
+    return sum([remove(path) for path in temporaries(folder, mark)])
+
+
+def within(folder: Path, name: str) -> Path | None:
+    """The path of a name below a folder; None where it leads elsewhere: up, through a link, or through what is no folder."""
+    path, mode = folder, stat.S_IFDIR
+    for part in name.split("/"):
+        if part in ("", ".", "..") or not stat.S_ISDIR(mode):
+            return None
+        path = path / part
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFDIR  # will be made
+        except (OSError, ValueError):  # also a name that no file system takes
+            return None
+    return path
+
+
+def append(path: Path, data: bytes) -> None:
+    """All of it or nothing, durable, after the end of a line that a stopped process tore; links are not followed."""
+    made = not os.path.lexists(path)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | ORDINARY, 0o666)
+    except OSError as error:
+        raise _foreign(path, "an ordinary file", error) from None
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _foreign(path, "an ordinary file")
+        _lock(handle, True, lambda: None)
+        end = os.lseek(handle, 0, os.SEEK_END)
+        torn = end > 0 and os.pread(handle, 1, end - 1) != b"\n"
+        try:
+            _write(handle, b"\n" * torn + data)
+            os.fsync(handle)
+        except OSError:
+            os.ftruncate(handle, end)
+            raise
+    finally:
+        os.close(handle)
+    if made:
+        sync_folder(path.parent)
 
 
 def write_new(path: Path, data: bytes) -> None:
     """Durable once it returns; what is there already is an error, a link is not followed."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(handle, rest) :]
+        _write(handle, data)
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -123,10 +176,12 @@ def move(source: Path, target: Path) -> None:
     os.replace(source, target)  # noqa: PTH105
 
 
-def remove(path: Path) -> None:
+def remove(path: Path) -> bool:
     """Whatever stands in the way of it (a read-only folder) may leave the file: nothing relies on its absence."""
     with contextlib.suppress(OSError):
         os.unlink(path)  # noqa: PTH108
+        return True
+    return False
 
 
 def make_folder(folder: Path) -> None:
@@ -151,10 +206,10 @@ def sync_folder(folder: Path) -> None:
         _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def read_regular(path: Path, limit: int | None = None) -> bytes | None:
-    """The bytes of an ordinary file, links followed; None for anything else, larger than the limit or unreadable."""
+def read_regular(path: Path, limit: int | None = None, *, follow: bool = True) -> bytes | None:
+    """The bytes of an ordinary file; None for anything else, larger than the limit or unreadable. follow: links, too."""
     try:
-        found = path.stat()
+        found = path.stat(follow_symlinks=follow)
         if not stat.S_ISREG(found.st_mode) or (limit is not None and found.st_size > limit):
             return None
         return path.read_bytes()
@@ -162,15 +217,46 @@ def read_regular(path: Path, limit: int | None = None) -> bytes | None:
         return None
 
 
-def sha256_of(path: Path) -> str | None:
-    """Of an ordinary file's bytes, links followed; None for anything else."""
+def sha256_of(path: Path, *, follow: bool = True) -> str | None:
+    """Of an ordinary file's bytes; None for anything else. follow: links, too."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if not stat.S_ISREG(path.stat(follow_symlinks=follow).st_mode):
             return None
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError):
         return None
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | ORDINARY, 0o666)
+        except PermissionError:
+            if not os.path.lexists(path):
+                raise
+            handle = os.open(path, os.O_RDONLY | ORDINARY)  # another user's
+    except OSError as error:
+        raise _foreign(path, "a lock", error) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _foreign(path, "a lock")
+    return handle
+
+
+def _foreign(path: Path, wanted: str, error: OSError | None = None) -> OSError:
+    """What stands under a name where no process of ours put it; another failure stays as it is."""
+    kinds = {errno.ELOOP: "a link", errno.EISDIR: "a folder", errno.ENXIO: "a socket", errno.EACCES: "one of another user"}
+    if error is not None and (error.errno not in kinds or not os.path.lexists(path)):
+        return error
+    got = "none" if error is None else kinds[error.errno or 0]
+    return OSError(f"out: expected {wanted} at {path}, got {got}; have it removed, or choose another place.")
+
+
+def _write(handle: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
 
 
 def _lock(handle: int, wait: bool, waiting: Callable[[], None]) -> str:

@@ -49,6 +49,8 @@ class MethodConfig:
     """Changes of the defaults by the name of a model."""
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Changes of any model's settings by what is wanted."""
+    FILES: ClassVar[tuple[str, ...]] = ()
+    """Settings that name a file: its content decides a result, too."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         try:

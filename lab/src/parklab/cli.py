@@ -18,6 +18,7 @@ import parkattn
 from parklab.bench import commands as bench
 from parklab.experiments import commands as experiments
 from parklab.studio import commands as studio
+from parklab.studio.terminal import say
 
 
 class _PlainFlags:
@@ -78,8 +79,8 @@ def scene(
             f"{row.attention_ms:.0f}",
         )
     console.print(table)
-    for path in save_report(results, built, out):
-        console.print(f"wrote {path}")
+    for path in save_report(results, built, out, say):
+        say(f"wrote {path}")
 
 
 @app.command()
@@ -132,12 +133,12 @@ def density_profile(
         prompt="", model=model, seed=seed, steps=steps, height=height, width=width, frames=frames, guidance=guidance, device=device,
         dtype=dtype, offload=offload,
     )  # fmt: skip
-    found = measure_profile(request, prompt or [DEFAULT_PROMPT], out, samples=samples, overwrite=overwrite, say=console.print).densities
+    found = measure_profile(request, prompt or [DEFAULT_PROMPT], out, samples=samples, overwrite=overwrite, say=say).densities
     needed, (steps_in, layers, heads) = found[~found.isnan()], found.shape
     console.print(
         f"{steps_in} steps, {layers} layers, {heads} heads need {needed.min():.1%} to {needed.max():.1%} of the keys, {needed.mean():.1%} on average"
     )
-    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+    say(f"the profile is in {out}")
 
 
 @app.command()
@@ -195,7 +196,7 @@ def metrics(
         told = {name: {"title": m.title, "kind": m.kind, "package": m.version} for name, m in used.items()}
         record: dict[str, Any] = {"format": "parkattn.metrics.1", "measures": told, "not_measured": not_measured}
         record |= {"pairs": entries, "mean": means, "failures": failures, "fps": fps, "environment": environment()}
-        Store(out.parent).put(Cell(name=out.stem, format="parkattn.metrics.1"), record, {})
+        Store(out.parent, say).put(Cell(name=out.stem, format="parkattn.metrics.1"), record, {})
     for name, reason in failures.items():
         _complain(f"{name}: {reason}")
     raise typer.Exit(1 if failures else 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.files import write_atomically
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k
 from parkattn.park import ParkConfig, build_plan, park_attention
@@ -20,6 +18,7 @@ from parklab.extras import pyplot
 from parklab.metrics.retrieval import recall_summary
 from parklab.record import environment
 from parklab.scene import Scene, clustered_scene
+from parklab.store import Cell, Say, Store
 
 CONFIG = ParkConfig(query_clusters=16, key_clusters=64, top_p=0.9)  # blocks of about the paper's 590 queries and 148 keys
 VARIANTS: dict[str, dict[str, str]] = {
@@ -29,6 +28,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "centroid": {"key_metric": "euclidean", "importance": "query-centroid"},
 }
 METHOD_ORDER = ("dense", *VARIANTS)
+FORMAT = "parklab.scene.1"
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
 
@@ -80,13 +80,11 @@ def run_method(method: str, scene: Scene) -> SceneResult:
     )
 
 
-def save_report(results: list[SceneResult], scene: Scene, out: Path) -> list[Path]:
+def save_report(results: list[SceneResult], scene: Scene, out: Path, say: Say = lambda line: None) -> list[Path]:
     """result.json and scene.png in `out`."""
     rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
-    record = {"config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment()}
-    picture = _picture(results, scene)
-    write_atomically(out / "result.json", json.dumps(record, indent=1).encode())
-    write_atomically(out / "scene.png", picture)
+    record = {"format": FORMAT, "config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment()}
+    Store(out, say).put(Cell(name="result", format=FORMAT, files=("scene.png",)), record, {"scene.png": _picture(results, scene)})
     return [out / "result.json", out / "scene.png"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parkattn.files import explained, make_folder
+from parkattn.files import append, explained, make_folder
 
 
 def environment() -> dict[str, Any]:
@@ -33,19 +33,10 @@ def environment() -> dict[str, Any]:
 
 
 def append_records(path: Path, records: list[dict[str, Any]]) -> None:
-    """One JSON line each, all in one write; a line that a stopped process tore is ended first. A dangling link is not followed."""
-    with explained(path):
-        dangling = path.is_symlink() and not path.exists()
-    if dangling:
-        raise OSError(f"{path}: expected a file or a free name, got a link to nothing; remove it.")
+    """One JSON line each, all of them or none."""
     with explained(path):
         make_folder(path.parent)
-        with path.open("a+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            torn = file.read(1) not in (b"", b"\n")
-            file.write((b"\n" if torn else b"") + b"".join(json.dumps(record, sort_keys=True).encode() + b"\n" for record in records))
-            os.fsync(file.fileno())
+        append(path, b"".join(json.dumps(record, sort_keys=True).encode() + b"\n" for record in records))
 
 
 def _version() -> str:

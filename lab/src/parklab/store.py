@@ -2,12 +2,14 @@
 
 A cell is what was asked (a request with a content hash) under a name. It is finished when its record NAME.json is
 there, sealed by a hash of itself, and every file the record names has the hash it says. All files of a cell are written
-under temporary names; a journal then lists the renames that put them in place. The journal's own rename is the commit:
+under temporary names; a journal then lists their names and hashes. The journal's own rename is the commit:
 
     temporary files, durable  ->  journal, durable  ->  renames, record last, durable  ->  journal removed
 
-A stop before it leaves what was there; a stop after it is completed from the journal by the next process. Several
-processes may work on one folder: a cell is made under an advisory lock, and cells that another process holds come last.
+A stop before it leaves what was there; a stop after it is completed from the journal by the next process, which finds the
+temporary files by their hashes. A folder may come from others: records and journals in it name files below it alone, links
+are not followed, and what the store did not write is moved aside, never replaced. Several processes may work on one
+folder: a cell is made under an advisory lock, and cells that another process holds come last.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from parkattn import files
 
@@ -32,7 +34,7 @@ Make = Callable[["Making"], None]
 
 FINISHED, OTHER, ABSENT = "finished", "other", "absent"
 RECORD_LIMIT = 2**28  # bytes; no record comes near it
-JOURNAL = "parkattn.journal.1"
+JOURNAL = "parkattn.journal.2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,12 @@ class Found:
 
 
 class Store:
-    """The cells under one folder. `say` is told what was repaired, moved or waited for."""
+    """The cells under one folder, or its part `below`. `say` is told what was repaired, moved or waited for."""
 
-    def __init__(self, folder: Path, say: Say = lambda line: None) -> None:
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path, say: Say = lambda line: None, below: str = "") -> None:
+        self.folder, self.say = folder / below, say
+        if below and self.folder.is_symlink():
+            raise OSError(f"out: expected a folder, got the link {self.folder}; remove it, or choose another place.")
 
     def find(self, cell: Cell) -> Record | None:
         """The record of a finished cell; None where it is absent; an error where the name is another request's."""
@@ -79,17 +83,12 @@ class Store:
             there = [name for name in (path.name, *cell.files) if os.path.lexists(self.folder / name)]
             return Found(ABSENT, reason=f"{there[0]} is not part of a finished result" if there else "")
         for name, expected in record["files"].items():
-            if files.sha256_of(self.folder / name) != expected:
+            if self._sha256(name) != expected:
                 return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
-        asked = flatten({"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))})
-        before = flatten({"format": record.get("format"), "request": record.get("request", {})})
-        different = [
-            f"{name.removeprefix('request.')} = {before.get(name)!r}, asked {asked.get(name)!r}"
-            for name in dict.fromkeys((*asked, *before))
-            if before.get(name) != asked.get(name)
-        ]
-        if different:
-            return Found(OTHER, record, f"made with other settings ({'; '.join(different)})")
+        asked = {"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))}
+        before = {"format": record.get("format"), "request": record.get("request", {})}
+        if content_hash(asked) != content_hash(before):
+            return Found(OTHER, record, f"made with other settings ({_differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]
         if lacking:
             return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}")
@@ -146,10 +145,10 @@ class Store:
 
     def load(self, record: Record, name: str) -> bytes:
         """A file of a finished cell, the very bytes its record describes."""
-        data = files.read_regular(self.folder / name)
+        path = files.within(self.folder, name)
+        data = None if path is None else files.read_regular(path, follow=False)
         if data is None or hashlib.sha256(data).hexdigest() != record.get("files", {}).get(name):
-            path = self.folder / name
-            raise ValueError(f"out: expected {path} as recorded, got another file; run again to have it remade.")
+            raise ValueError(f"out: expected {self.folder / name} as recorded, got another file; run again to have it remade.")
         return data
 
     def tidy(self) -> None:
@@ -162,8 +161,8 @@ class Store:
                         if state == files.HELD:
                             removed += self._recover(mark)
                 except OSError as error:
-                    # what is finished can still be read where nothing can be written
-                    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                    # what is finished can still be read where nothing can be written, or where no lock of ours stands (None)
+                    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, None):
                         raise
         if removed:
             self.say(f"{self.folder}: removed {removed} temporary file{'s' * (removed > 1)} of a stopped run")
@@ -172,14 +171,7 @@ class Store:
         """Fails before minutes are spent on a result that could not be saved."""
         if not cells:
             return
-        paths = [self.folder / name for cell in cells for name in (self._record_path(cell).name, *cell.files)]
-        for path in paths:
-            try:
-                path.lstat()
-            except OSError as error:
-                if error.errno == errno.ENAMETOOLONG:
-                    got = f"{path.name} of {len(os.fsencode(path.name))} bytes"
-                    raise ValueError(f"out: expected a name that fits here, got {got}; shorten it.") from None
+        paths = [self._target(name) for cell in cells for name in (self._record_path(cell).name, *cell.files)]
         folder = self.folder
         try:
             files.make_folder(folder)
@@ -228,20 +220,67 @@ class Store:
                     self.say(f"{self.folder}: its file system has no locks; let one process at a time work in it")
                 if state != files.BUSY:
                     self._recover(cell.mark)
+                    if os.path.lexists(journal := files.journal_path(self.folder, cell.mark)):
+                        raise OSError(f"out: expected no folder at {journal}, got one; remove it, or choose another place.")
             yield state
 
     def _recover(self, mark: str) -> int:
         """Under the mark's lock: its journal is carried out, other temporary files are removed; how many."""
         path = files.journal_path(self.folder, mark)
-        journal = read_record(path)
-        if journal is not None and journal.get("format") == JOURNAL:
-            moves = [Move(self.folder / source, self.folder / target, sha) for source, target, sha in journal["moves"]]
-            if all(sha256 in (files.sha256_of(source), files.sha256_of(target)) for source, target, sha256 in moves):
-                _carry_out(moves)
-                self.say(f"{moves[-1].target}: completed from what a stopped run had left")
-        if os.path.lexists(path):
-            files.remove(path)
+        journal = read_record(path) or {}
+        names: dict[str, str] = journal.get("files", {}) if journal.get("format") == JOURNAL else {}
+        lying: dict[str | None, list[Path]] = {}
+        for temporary in files.temporaries(self.folder, mark) if names else ():
+            lying.setdefault(files.sha256_of(temporary, follow=False), []).append(temporary)
+        missing = {name: sha256 for name, sha256 in names.items() if self._sha256(name) != sha256}
+        sources = {name: lying[sha256].pop() for name, sha256 in missing.items() if lying.get(sha256)}
+        if names and sources.keys() == missing.keys() and all(files.within(self.folder, name) for name in names):
+            self._put_in_place(names, sources, journal.get("of"))
+            self.say(f"{self.folder / list(names)[-1]}: completed from what a stopped run had left")
+        files.remove(path)
         return files.remove_temporaries(self.folder, mark)
+
+    def _put_in_place(self, hashes: Mapping[str, str], sources: Mapping[str, Path], kind: Any, overwrite: bool = False) -> None:
+        """The record is last. What stands there and was not written by the store is kept aside. Can be repeated."""
+        record = list(hashes)[-1]
+        before = read_record(self._target(record)) or {}
+        ours = before.get("older", {}) | before.get("files", {})
+        if before and before.get("format") == kind:
+            ours[record] = self._sha256(record)
+        targets = {name: self._target(name) for name in sources}
+        folders = {target.parent for target in targets.values()}
+        for folder in folders:
+            files.make_folder(folder)
+        for name, target in targets.items():
+            known = self._sha256(name) in {ours.get(name), hashes[name]} - {None}  # None for what is no ordinary file
+            if os.path.lexists(target) and (target.is_dir() or not (known or overwrite)):
+                other = files.free_name_beside(target)
+                files.move(target, other)
+                files.sync_folder(target.parent)
+                self.say(f"{target}: not written by this store, or changed since; it is kept as {other.name}")
+        for name, source in sources.items():
+            files.move(source, targets[name])
+        for folder in folders:
+            files.sync_folder(folder)
+
+    def _target(self, name: str) -> Path:
+        """Where a file of this store goes."""
+        path = self.folder / name
+        try:
+            path.lstat()
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                got = f"{path.name} of {len(os.fsencode(path.name))} bytes"
+                raise ValueError(f"out: expected a name that fits here, got {got}; shorten it.") from None
+        if files.within(self.folder, name) is None:
+            got = f"{path}, where a link or a file is in the way"
+            raise ValueError(f"out: expected a place inside {self.folder}, got {got}; remove it, or choose another place.")
+        return path
+
+    def _sha256(self, name: str) -> str | None:
+        """Of an ordinary file below the folder."""
+        path = files.within(self.folder, name)
+        return None if path is None else files.sha256_of(path, follow=False)
 
     def _record_path(self, cell: Cell) -> Path:
         return self.folder / f"{cell.name}.json"
@@ -284,62 +323,32 @@ class Making:
         """The cell is finished once this has returned; the record as it was written."""
         assert set(self.hashes) == set(self.cell.files), f"{self.cell.name} has {set(self.hashes)}"
         folder, mark = self.store.folder, self.cell.mark
-        record = sealed(record | {"cell": self.cell.hash, "files": self.hashes})
         target = folder / f"{self.cell.name}.json"
+        record = sealed(record | {"cell": self.cell.hash, "files": self.hashes} | self._older(target))
         with files.explained(target):
             data = json.dumps(record, indent=1).encode()
             source = self._temporary[target.name] = files.temporary_path(folder, mark)
             files.write_new(source, data)
-            moves = [Move(self._temporary[name], folder / name, self.hashes[name]) for name in self.cell.files]
-            moves.append(Move(source, target, hashlib.sha256(data).hexdigest()))
-            for parent in {move.target.parent for move in moves}:
-                files.make_folder(parent)
-            self._set_aside(moves)
+            hashes = self.hashes | {target.name: hashlib.sha256(data).hexdigest()}
+            sources = {name: self._temporary[name] for name in hashes}
             journal = files.journal_path(folder, mark)
-            if len(moves) > 1:  # one rename is whole by itself
-                listed = [[move.source.name, str(move.target.relative_to(folder)), move.sha256] for move in moves]
+            if len(hashes) > 1:  # one rename is whole by itself
                 path = self._temporary["journal"] = files.temporary_path(folder, mark)
-                files.write_new(path, json.dumps(sealed({"format": JOURNAL, "files": {}, "moves": listed})).encode())
+                files.write_new(path, json.dumps(sealed({"format": JOURNAL, "of": record.get("format"), "files": hashes})).encode())
                 files.move(path, journal)
                 self.committed = record
                 files.sync_folder(folder)
-            _carry_out(moves)
+            self.store._put_in_place(hashes, sources, record.get("format"), self.overwrite)
             self.committed = record
             files.remove(journal)
         return record
 
-    def _set_aside(self, moves: list[Move]) -> None:
-        """What stands under a name of this cell and was not written by the store is kept under another name."""
-        path = moves[-1].target
+    def _older(self, path: Path) -> Record:
+        """What earlier records of this name listed and this one does not: still the store's own to replace."""
         before = read_record(path) or {}
-        ours = {path.parent / name: sha256 for name, sha256 in before.get("files", {}).items()}
-        if before.get("format") == self.cell.format:
-            ours[path] = files.sha256_of(path)
-        for _, target, sha256 in moves:
-            if not os.path.lexists(target):
-                continue
-            there = files.sha256_of(target)  # None for what is no ordinary file
-            known = there is not None and there in (ours.get(target), sha256)
-            if (known or self.overwrite) and not target.is_dir():
-                continue
-            other = free_name_beside(target)
-            files.move(target, other)
-            self.store.say(f"{target}: not written by this store, or changed since; it is kept as {other.name}")
-
-
-class Move(NamedTuple):
-    source: Path
-    target: Path
-    sha256: str
-
-
-def _carry_out(moves: Sequence[Move]) -> None:
-    """Can be repeated after a stop anywhere in it."""
-    for source, target, _ in moves:
-        if os.path.lexists(source):
-            files.move(source, target)
-    for folder in {move.target.parent for move in moves}:
-        files.sync_folder(folder)
+        known = before.get("older", {}) | before.get("files", {})
+        older = {name: sha256 for name, sha256 in known.items() if name not in self.hashes}
+        return {"older": older} if older and before.get("format") == self.cell.format else {}
 
 
 def content_hash(value: Any) -> str:
@@ -355,7 +364,7 @@ def sealed(record: Mapping[str, Any]) -> Record:
 
 def read_record(path: Path) -> Record | None:
     """A record that this store sealed and nobody has changed; None for anything else."""
-    return record_in(files.read_regular(path, RECORD_LIMIT))
+    return record_in(files.read_regular(path, RECORD_LIMIT, follow=False))
 
 
 def record_in(data: bytes | None) -> Record | None:
@@ -365,9 +374,21 @@ def record_in(data: bytes | None) -> Record | None:
             return None
     except (ValueError, RecursionError):
         return None
-    names = record.get("files")
-    inside = isinstance(names, dict) and not any(name.startswith("/") or ".." in name.split("/") for name in names)
-    return record if inside else None
+    listed = [record.get("files"), record.get("older", {})]
+    return record if all(isinstance(names, dict) and all(map(_is_entry, names.items())) for names in listed) else None
+
+
+def _is_entry(entry: tuple[str, Any]) -> bool:
+    """A name below a folder, and a hash."""
+    return not {"", ".", ".."} & set(entry[0].split("/")) and isinstance(entry[1], str)
+
+
+def _differences(before: Record, asked: Record) -> str:
+    """For people: a setting that is not there is not the same as null."""
+    old, new = ({name: json.dumps(value) for name, value in flatten(each).items()} for each in (before, asked))
+    names = [name for name in dict.fromkeys((*new, *old)) if old.get(name) != new.get(name)]
+    shown = [f"{name.removeprefix('request.')} = {old.get(name, 'not set')}, asked {new.get(name, 'not set')}" for name in names]
+    return "; ".join(shown) or "another request"
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -376,13 +397,3 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, part in value.items():
         flat |= flatten(part, f"{prefix}{name}.") if isinstance(part, Mapping) else {f"{prefix}{name}": part}
     return flat
-
-
-def free_name_beside(path: Path) -> Path:
-    """a.mp4: a.aside-1.mp4, or the next number that is free; long names are cut."""
-    for number in itertools.count(1):
-        ending = f".aside-{number}{path.suffix}"
-        stem = os.fsencode(path.stem)[: 255 - len(os.fsencode(ending))].decode(errors="ignore")
-        if not os.path.lexists(path.with_name(stem + ending)):
-            break
-    return path.with_name(stem + ending)

@@ -83,12 +83,16 @@ class DensityProfile:
     def to(self, device: torch.device) -> DensityProfile:
         return DensityProfile(self.densities.to(device), self.mass)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """One safetensors file, complete or absent."""
+    def packed(self) -> bytes:
+        """The bytes of its file. The usual mass is left out: safetensors writes several facts in no fixed order."""
         from safetensors.torch import save
 
-        facts = {"format": _FORMAT, "mass": repr(self.mass)}
-        write_atomically(Path(path), save({"densities": self.densities.cpu().contiguous()}, metadata=facts))
+        facts = {"format": _FORMAT} | ({} if self.mass == MASS else {"mass": repr(self.mass)})
+        return save({"densities": self.densities.cpu().contiguous()}, metadata=facts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """One safetensors file, complete or absent."""
+        write_atomically(Path(path), self.packed())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DensityProfile:
@@ -97,6 +101,8 @@ class DensityProfile:
 
         advice = "make one with park profile."
         path = IN_THE_BOX.get(str(path), path)
+        if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (a FIFO would hang the reader)
+            raise ValueError(f"{path}: expected a density profile, got no ordinary file; {advice}")
         try:
             with safe_open(str(path), framework="pt") as file:
                 facts, names = file.metadata() or {}, list(file.keys())

@@ -66,6 +66,7 @@ _WAN = {"floor_clip": (0.15, 0.20), "recluster_interval": 40}
 class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
     """Defaults are the authors' for Wan2.1-14B; a plan, that is a map, is made at every step."""
 
+    FILES: ClassVar[tuple[str, ...]] = ("density_profile",)
     long_video_blocks: tuple[int, int] = (256, 1024)
     kmeans_iterations: int = 2
     warm_start: bool = False

@@ -94,9 +94,6 @@ def measure_frontier(
     """One record per run, old ones of `out` included; sizes are (frames, height, width); model tells weights apart."""
     asked = [Setting.parse(text) for text in settings]
     known = {record["key"]: record for record in read_records(out)}
-    if out.exists() and not out.read_bytes().endswith(b"\n"):  # a line that a stop cut off must not swallow the next
-        with out.open("a", encoding="utf-8") as file:
-            file.write("\n")
     facts = environment()
     for size in sizes:
         for guidance in guidances:

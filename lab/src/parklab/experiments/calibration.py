@@ -35,7 +35,7 @@ def named_profile(profile: str | None) -> dict[str, Any]:
 
 def budget_cell(spare: Mapping[str, Any], wanted: Mapping[str, Any]) -> Cell:
     """The budget of a quality cell's request. spare: what is asked of the prompt that budgets are found on."""
-    fields = ("method", "density", "changes", "profile", "profile_settings")
+    fields = ("method", "density", "changes", "file_hashes", "profile", "profile_settings")
     label = f"{wanted.get('profile') or wanted['method']}-at-{wanted['density']:g}"
     return named_cell("budget", label, {**spare, **{name: wanted[name] for name in fields if name in wanted}})
 

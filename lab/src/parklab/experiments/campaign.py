@@ -20,10 +20,10 @@ FORMAT = "parkattn.reproduce."  # what the formats of all cells begin with
 class CampaignStore(Store):
     """A folder of cells, and cells of campaign files beside it, which count as finished; new ones go to the folder."""
 
-    def __init__(self, folder: Path, say: Say = lambda line: None, paths: Iterable[Path] = ()) -> None:
-        """paths: files of JSON lines, some of them campaign files."""
-        super().__init__(folder, say)
-        self.packed = {key: record for path in paths if is_campaign(path) for key, record in read_campaign(path).items()}
+    def __init__(self, folder: Path, say: Say = lambda line: None, below: str = "", records: Iterable[Path] = ()) -> None:
+        """records: files of JSON lines, some of them campaign files."""
+        super().__init__(folder, say, below)
+        self.packed = {key: record for path in records if is_campaign(path) for key, record in read_campaign(path).items()}
 
     def read(self, cell: Cell) -> Record | None:
         return super().read(cell) or self.packed.get(key_of(cell.format, cell.request))

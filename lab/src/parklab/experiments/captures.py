@@ -163,9 +163,9 @@ def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Cap
     return list(capture.kept.values())
 
 
-def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any]) -> None:
-    """about: plain JSON on where the calls come from."""
-    from safetensors.torch import save_file
+def pack_captures(calls: Sequence[Captured], about: dict[str, Any]) -> bytes:
+    """The file's bytes. about: plain JSON on where the calls come from."""
+    from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
     sites: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def write_captures(path: Path, calls: Sequence[Captured], about: dict[str, Any])
         }  # fmt: skip
     if not sites:
         raise ValueError("captures: expected at least one call, got none; choose layers, steps and branches that the run has.")
-    save_file(tensors, str(path), metadata={ABOUT: json.dumps({"format": FORMAT, "sites": sites, "about": about})})
+    return save(tensors, metadata={ABOUT: json.dumps({"format": FORMAT, "sites": sites, "about": about})})
 
 
 def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:

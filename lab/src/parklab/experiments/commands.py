@@ -175,6 +175,7 @@ def capture(
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Queries and keys of chosen attention calls of a dense run, in one safetensors file of bounded size."""
     from parklab.experiments.captures import Selection
@@ -191,7 +192,7 @@ def capture(
         prompt=prompt, model=known_model(model), method="dense", seed=seed, steps=steps, frames=frames, height=height, width=width,
         guidance=guidance, device=device, dtype=dtype, offload=offload,
     )  # fmt: skip
-    calls, size = capture_file(request, selection, out)
+    calls, size = capture_file(request, selection, out, overwrite=overwrite, say=_say)
     _say(f"wrote {out}: {calls} calls, {size / 2**20:.1f} MiB")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parklab.experiments.blocks import preset_in
-from parklab.experiments.captures import MODEL, Selection, capture_calls, write_captures
+from parklab.experiments.captures import MODEL, Selection, capture_calls, pack_captures
 from parklab.experiments.catalogue import choose_experiments, times_cells
 from parklab.experiments.evaluation import Evaluation, Filled
 from parklab.experiments.report import Section, sections_of, write_report
@@ -20,7 +20,7 @@ from parklab.sprites.grammar import held_out_scenes
 from parklab.store import Cell, Record, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.ablation import BLOCKS
-from parklab.studio.generate import Request, fit_to_pipeline, prepare
+from parklab.studio.generate import Request, fit_to_pipeline, pipeline_for, prepare
 from parklab.studio.prompts import Shard, read_prompts, shard_from_environment, take_device
 
 TINY = "tiny"
@@ -175,7 +175,9 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
     }
 
 
-def capture_file(request: Request, selection: Selection, out: Path) -> tuple[int, int]:
+def capture_file(
+    request: Request, selection: Selection, out: Path, *, overwrite: bool = False, say: Say = lambda line: None
+) -> tuple[int, int]:
     """How many calls were written, and their bytes."""
     if out.suffix != ".safetensors":
         raise ValueError(f"out: expected a file name ending in .safetensors, got {out}; rename it.")
@@ -188,11 +190,11 @@ def capture_file(request: Request, selection: Selection, out: Path) -> tuple[int
     )
 
     def make(making: Any) -> None:
-        pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+        pipe = pipeline_for(request, folder)
         calls = capture_calls(pipe, fit_to_pipeline(request, pipe), selection)
         about = {name: value for name, value in request.to_dict().items() if name != "model"} | {MODEL: preset_in(folder)}
-        making.write(out.name, lambda path: write_captures(path, calls, about))
+        making.write(out.name, pack_captures(calls, about))
         making.commit({"format": CAPTURE, "request": dict(making.cell.request), "calls": [call.name for call in calls]})
 
-    record = Store(out.parent).fill([cell], make)[cell.name]
+    record = Store(out.parent, say).fill([cell], make, overwrite=overwrite)[cell.name]
     return len(record["calls"]), out.stat().st_size

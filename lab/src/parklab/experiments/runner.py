@@ -42,7 +42,7 @@ from parklab.experiments.calibration import (
     named_profile,
 )
 from parklab.experiments.campaign import CampaignStore, is_campaign
-from parklab.experiments.captures import MODEL, Captured, Selection, capture_calls, read_captures, spread_layers, write_captures
+from parklab.experiments.captures import MODEL, Captured, Selection, capture_calls, pack_captures, read_captures, spread_layers
 from parklab.experiments.evaluation import (
     ALL_DENSE,
     FLOOR,
@@ -63,7 +63,7 @@ from parklab.experiments.times import time_method
 from parklab.metrics.measures import MEASURES, Setting
 from parklab.record import environment
 from parklab.store import FINISHED, OTHER, Cell, Making, Record, Say, content_hash
-from parklab.studio import checkpoints
+from parklab.studio import checkpoints, generate
 from parklab.studio.compare import warm_up
 from parklab.studio.generate import Request, config_for, fit_to_pipeline, for_method, generate_frames, prepare, understood
 from parklab.studio.video import Frames, from_npy, to_npy
@@ -78,7 +78,7 @@ class Lab:
 
     def __init__(self, evaluation: Evaluation, out: Path, say: Say = lambda line: None) -> None:
         self.evaluation, self.say = evaluation, say
-        self.store = CampaignStore(out / "cells", say, evaluation.records)
+        self.store = CampaignStore(out, say, "cells", records=evaluation.records)
         wanted = ("steps", "frames", "height", "width", "model", "device", "dtype", "offload")
         base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
         # records of another machine's device can be drawn on any
@@ -99,7 +99,7 @@ class Lab:
         self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
     ) -> Cell:
         """density: of the sparse steps, reached by the budget of the method or profile; None: by its own settings."""
-        asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes | changes, "density": density}
+        asked = self._asked(request, self.evaluation.changes | changes) | {"method": method, "density": density}
         asked |= named_profile(profile)
         if self.evaluation.measures is not None:
             asked["measures"] = named_measures(self.evaluation.measures)
@@ -108,12 +108,12 @@ class Lab:
         return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
     def frames_cell(self, request: Request, method: str) -> Cell:
-        asked = self._asked(request) | {"method": method, "changes": self.evaluation.changes, "shown": SHOWN}
+        asked = self._asked(request, self.evaluation.changes) | {"method": method, "shown": SHOWN}
         return named_cell("frames", method, asked, ending=".npy")
 
     def times_cell(self, method: str, density: float | None = None) -> Cell:
         """On calls of the prompt that budgets are found on."""
-        asked = self._asked(self._spare()) | {"method": method, "changes": self.evaluation.changes, "density": density}
+        asked = self._asked(self._spare(), self.evaluation.changes) | {"method": method, "density": density}
         asked |= {"calls": QUICK_CALLS} if self.evaluation.quick else {}
         return named_cell("times", method + ("" if density is None else f"-at-{density:g}"), asked)
 
@@ -233,7 +233,7 @@ class Lab:
 
     @functools.cached_property
     def pipe(self) -> Any:
-        return checkpoints.load_pipeline(self.folder, device=self.base.device, dtype=self.base.dtype, offload=self.base.offload)
+        return generate.pipeline_for(self.base, self.folder)
 
     def _make(self, making: Making) -> None:
         makers = {
@@ -304,7 +304,7 @@ class Lab:
     def _make_capture(self, making: Making) -> Record:
         calls = self._capture(making.cell)
         about = {name: value for name, value in making.cell.request.items() if name != "capture"} | {MODEL: preset_in(self.folder)}
-        making.write(making.cell.files[0], lambda path: write_captures(path, calls, about))
+        making.write(making.cell.files[0], pack_captures(calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
 
     def _capture(self, cell: Cell) -> list[Captured]:
@@ -384,10 +384,12 @@ class Lab:
         """What is in no table."""
         return dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
 
-    def _asked(self, request: Request) -> dict[str, Any]:
+    def _asked(self, request: Request, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Without where the weights lie: their fingerprint tells models apart, and records can move."""
         left_out = ("model", "changes", "preset", "fps")
         asked = {name: value for name, value in request.to_dict().items() if name not in left_out}
+        hashes = generate.named_files(changes or {})
+        asked |= ({} if changes is None else {"changes": changes}) | ({"file_hashes": hashes} if hashes else {})
         return asked if self.evaluation.fuse is None else asked | {"fuse": self.evaluation.fuse}
 
     def _fitted(self, cell: Cell) -> Request:

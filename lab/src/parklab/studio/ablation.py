@@ -31,7 +31,7 @@ from parklab.metrics.budget import density_of_sparse_calls, solve_budget
 from parklab.record import environment
 from parklab.sprites.grammar import held_out_scenes
 from parklab.store import Cell, Content, Making, Record, Say, Store, content_hash
-from parklab.studio import checkpoints
+from parklab.studio import checkpoints, generate
 from parklab.studio.generate import Request, config_for, expect_settings_used, fit_to_pipeline, for_method, generate_frames, prepare
 
 METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
@@ -94,7 +94,8 @@ def run_ablation(
     spare = next(scene for scene in held_out_scenes(4, seed=1) if scene not in scenes)
     expect_settings_used(request, settings.methods)
     prepared, folder = prepare(dataclasses.replace(for_method(request, "dense"), prompt=spare.sentence))
-    request = dataclasses.replace(prepared, method=request.method, preset=request.preset, changes=request.changes)
+    asked = {name: getattr(request, name) for name in ("method", "preset", "changes")}
+    request = dataclasses.replace(prepared, **asked, file_hashes=generate.named_files(request.changes))
     for name in settings.methods:
         _expect_sparse_steps(for_method(request, name))
     if not checkpoints.is_shipped(folder):
@@ -132,7 +133,7 @@ def run_ablation(
         making.commit({"format": ROW, "request": dict(making.cell.request), "row": row, "environment": environment()})
         say(f"{prompt}, seed {seed}, {name}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
 
-    rows = Store(out / "rows", say).fill(cells, measure, overwrite=overwrite)
+    rows = Store(out, say, "rows").fill(cells, measure, overwrite=overwrite)
     return _write_table(list(rows.values()), settings, facts, budgets, Store(out, say))
 
 
@@ -153,7 +154,7 @@ class _Model:
 
     @functools.cached_property
     def pipe(self) -> Any:
-        return checkpoints.load_pipeline(self.folder, device=self.asked.device, dtype=self.asked.dtype, offload=self.asked.offload)
+        return generate.pipeline_for(self.asked, self.folder)
 
     @functools.cached_property
     def request(self) -> Request:

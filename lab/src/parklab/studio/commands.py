@@ -104,7 +104,7 @@ def generate(
         _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
         return
     out = out if out is not None else Path("out/video.mp4")
-    with interruptible("nothing was written"), step_bars() as bars:
+    with interruptible(f"{out} is as it was, or finished; run again to go on"), step_bars() as bars:
         record, made = generate_video(request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say)
     found = record["measured"]
     if not made:

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from parkattn.files import explained, make_folder
 from parkattn.settings import MethodConfig
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler
-from parklab.store import Say
-from parklab.studio import checkpoints
-from parklab.studio.generate import Request, fit_to_pipeline, generate_frames, prepare
+from parklab.record import environment
+from parklab.store import Cell, Making, Say, Store
+from parklab.studio.generate import Request, fit_to_pipeline, generate_frames, pipeline_for, prepare
+
+FORMAT = "parkattn.density-profile.record.1"
 
 
 def measure_profile(
@@ -23,19 +24,22 @@ def measure_profile(
     overwrite: bool = False,
     say: Say = lambda line: None,
 ) -> DensityProfile:
-    """One dense run of the request per prompt, without decoding; the file is written at the end."""
-    if out.exists() and not overwrite:
-        raise ValueError(f"out: expected a file that is not there yet, got {out}; pass --overwrite, or another name.")
-    with explained(out):  # before the work, so that a bad folder costs nothing
-        make_folder(out.parent)
-    profiler = DensityProfiler(samples=samples)
+    """One dense run of the request per prompt, without decoding; out and out.with_suffix(".json") are written at the end."""
+    if out.suffix != ".safetensors":
+        raise ValueError(f"out: expected a file name ending in .safetensors, got {out}; rename it.")
     asked = [prepare(dataclasses.replace(request, prompt=prompt, method="dense", preset=None, changes={})) for prompt in prompts]
     first, folder = asked[0]
-    pipe = checkpoints.load_pipeline(folder, device=first.device, dtype=first.dtype, offload=first.offload)
-    for number, (one, _) in enumerate(asked, 1):
-        fitted = fit_to_pipeline(one, pipe)
-        generate_frames(pipe, fitted, MethodConfig(), method=profiler, recall_rows=0, decode=False)
-        say(f"{number}/{len(asked)} {one.prompt}")
-    profile = profiler.profile()
-    profile.save(out)
-    return profile
+    wanted = {"runs": [one.to_dict() for one, _ in asked], "samples": samples}
+
+    def make(making: Making) -> None:
+        profiler, pipe = DensityProfiler(samples=samples), pipeline_for(first, folder)
+        for number, (one, _) in enumerate(asked, 1):
+            generate_frames(pipe, fit_to_pipeline(one, pipe), MethodConfig(), method=profiler, recall_rows=0, decode=False)
+            say(f"{number}/{len(asked)} {one.prompt}")
+        making.write(out.name, profiler.profile().packed())
+        making.commit({"format": FORMAT, "request": wanted, "environment": environment()})
+
+    cell = Cell(name=out.stem, format=FORMAT, request=wanted, files=(out.name,))
+    kept = lambda cell: say(f"{out} is done already, with these settings; pass --overwrite to make it again.")  # noqa: E731
+    Store(out.parent, say).fill([cell], make, overwrite=overwrite, kept=kept)
+    return DensityProfile.load(out)

@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from parkattn.checks import LARGEST_COUNT, did_you_mean, shown
+from parkattn.files import sha256_of
 from parkattn.hosts.diffusers import Session, expect_layers
-from parkattn.methods import configured_method, make_method, method_entry
+from parkattn.methods import METHODS, configured_method, make_method, method_entry
 from parkattn.models import row_for
 from parkattn.settings import LARGEST_SEED, Clusters, MethodConfig
 from parkattn.site import AttentionMethod
@@ -34,7 +35,7 @@ from parklab.studio.video import Frames, as_bytes, video_library, write_mp4
 FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
-UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash")  # fields of a request that are no option of a command
+UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash", "file_hashes")  # fields of a request that are no option of a command
 # ours: what a pipeline calls it, and may not have
 OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
 
@@ -65,9 +66,10 @@ class Request:
     image_hash: str | None = None  # filled in by `prepare`, as is the next hash
     lora: str | None = None
     lora_hash: str | None = None
+    file_hashes: dict[str, str] = dataclasses.field(default_factory=dict)  # of the files that changes name
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "file_hashes" or value}
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,15 @@ def prepare(request: Request) -> tuple[Request, Path]:
     if request.preset is not None:
         expect_profile(request.method, request.preset)
     configured_method(request.method, request.preset, **request.changes)
-    return dataclasses.replace(request, **filled), folder
+    return dataclasses.replace(request, **filled, file_hashes=named_files(request.changes)), folder
+
+
+def named_files(changes: Mapping[str, Any]) -> dict[str, str]:
+    """Hashes of the files that settings name: a request asks for their content, not for their names alone."""
+    texts = {name: Path(value) for name, value in changes.items() if isinstance(value, str)}
+    known = {name for entry in METHODS.values() for name in entry.config.FILES} if texts else set()
+    found = {name: sha256_of(path) for name, path in texts.items() if name in known}
+    return {name: sha256[:16] for name, sha256 in found.items() if sha256 is not None}
 
 
 def expect_profile(method: str, name: str) -> None:
@@ -181,7 +191,8 @@ def for_method(request: Request, method: str) -> Request:
     known = {field.name for field in dataclasses.fields(config)}
     preset = request.preset if request.preset in (*config.PROFILES, *config.PRESETS) else None
     changes = {name: value for name, value in request.changes.items() if name in known}
-    return dataclasses.replace(request, method=method, preset=preset, changes=changes)
+    hashes = {name: value for name, value in request.file_hashes.items() if name in changes}
+    return dataclasses.replace(request, method=method, preset=preset, changes=changes, file_hashes=hashes)
 
 
 def expect_settings_used(request: Request, methods: Sequence[str]) -> None:
@@ -214,6 +225,8 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
 def pipeline_for(request: Request, folder: Path) -> Any:
     """The pipeline of a prepared request, its LoRA among the weights."""
     pipe = checkpoints.load_pipeline(folder, device=request.device, dtype=request.dtype, offload=request.offload)
+    if checkpoints.fingerprint(folder) != request.weights:
+        raise ValueError(f"model: expected {folder} as it was when the run began, got other files; run again.")
     if request.lora is not None:
         add_lora(pipe, request.lora, request.lora_hash)
     return pipe
@@ -259,6 +272,9 @@ def generate_frames(
         return tensors
 
     observer = Observer(method or make_method(request.method, config), recall_rows=recall_rows, on_call=begun)
+    if request.file_hashes and named_files(request.changes) != request.file_hashes:
+        names = ", ".join(request.file_hashes)
+        raise ValueError(f"{names}: expected the file as it was when the run began, got other bytes; run again.")
     begin = time.perf_counter()
     with Session(pipe, observer, fuse=fuse) as session:
         options = _call_options(request) | ({} if decode else {"output_type": "latent"})
