@@ -1,26 +1,39 @@
-"""python tests/campaign_store.py [--part stops|full|sigkill|shared|corrupt|all] [--only COMMAND] [--every N]
+"""python tests/campaign_store.py [--part PART] [--only COMMAND] [--every N]
 
-The long form of tests/test_store.py: generate, --prompts, compare and ablation (with frames that cost nothing) are cut
-off before every file operation, in an empty folder and while a finished one is overwritten; by full disks; by SIGKILL;
-several processes share a folder; finished folders are damaged. Every count but the runs must be 0, else exit code 1.
+The long form of tests/test_store.py and test_store_received.py: generate, --prompts, compare, ablation, capture and
+profile (with frames that cost nothing) are cut off before every file operation, in an empty folder and while a finished
+one is overwritten (stops); by full and bad disks (full); by SIGKILL; several processes share a folder; finished folders are
+damaged (corrupt); folders come with journals, locks, links and FIFOs of others (received); locks follow NFS's rule (nfs);
+requests differ in null, absent and true alone (requests). Every count but the runs must be 0, else exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
+from parkattn import files, store
+from parklab.store import Cell, Store
 
 COMMANDS: dict[str, disturb.Command] = {"store": disturb.run_store, **disturb.COMMANDS}
+PARTS = ("stops", "full", "sigkill", "shared", "corrupt", "received", "nfs", "requests")
 Damage = Callable[[Path], None]
+Plant = Callable[[Path, Path, str], None]  # (folder, another folder beside it, mark of one of its cells)
+HANG_SECONDS = 60
+PLANTED = b"planted"
+SHA256 = hashlib.sha256(PLANTED).hexdigest()
 
 
 def report(part: str, name: str, found: Tally) -> bool:
@@ -158,22 +171,154 @@ def corrupted(trial: Trial) -> Tally:
     return found
 
 
+def _journal(names: Any, form: str = store.JOURNAL) -> Plant:
+    """A sealed journal and a temporary file that fits it; OUTSIDE stands for the other folder. form: of an earlier version."""
+
+    def plant(folder: Path, outside: Path, mark: str) -> None:
+        (folder / f".park-{mark}-0badc0de.tmp").write_bytes(PLANTED)
+        (folder / "link").symlink_to(outside)
+        told = {name.replace("OUTSIDE", str(outside)): value for name, value in names.items()} if isinstance(names, dict) else names
+        moves = [[f".park-{mark}-0badc0de.tmp", name, SHA256] for name in told] if isinstance(told, dict) else told
+        journal = store.sealed({"format": form, "files": told if form == store.JOURNAL else {}, "moves": moves, "of": "test"})
+        files.journal_path(folder, mark).write_text(json.dumps(journal))
+
+    return plant
+
+
+def _node(ending: str, make: Callable[[Path, Path], object]) -> Plant:
+    return lambda folder, outside, mark: [make(folder / f".park-{mark}{ending}", outside)].clear()
+
+
+def _in_the_way(make: Callable[[Path, Path], object]) -> Plant:
+    return lambda folder, outside, mark: [make(folder / name, outside) for name in ("raw", "tables", "cells", "rows")].clear()
+
+
+NODES: dict[str, Callable[[Path, Path], object]] = {
+    "a FIFO": lambda path, outside: os.mkfifo(path),
+    "a folder": lambda path, outside: path.mkdir(),
+    "a link": lambda path, outside: path.symlink_to(outside / "mine.txt"),
+    "a link to a folder": lambda path, outside: path.symlink_to(outside),
+    "a link to nothing": lambda path, outside: path.symlink_to(outside / "nothing"),
+}
+JOURNALS: dict[str, Any] = {
+    "up": {"../outside/mine.txt": SHA256}, "absolute": {"OUTSIDE/mine.txt": SHA256}, "through a link": {"link/mine.txt": SHA256},
+    "up to a new file": {"../outside/new.txt": SHA256}, "itself": {".": SHA256}, "no name": {"": SHA256}, "no files": {},
+    "null": None, "a list": [], "a number": 3, "a pair": [["a"]], "no hash": {"a.bin": None}, "a list as hash": {"a.bin": [SHA256]},
+    "a long name": {"x" * 300: SHA256}, "a NUL": {"a\0b": SHA256}, "a surrogate": {"\ud800": SHA256}, "a file as folder": {"a.bin/b": SHA256},
+    "another hash": {"a.bin": "0" * 64},
+}  # fmt: skip
+# what came with a folder: by name how it is put there, and whether a run may end with one line about it
+RECEIVED: dict[str, tuple[Plant, bool]] = {f"journal, {name}": (_journal(told), False) for name, told in JOURNALS.items()}
+for _name in ("up", "absolute", "null", "a number"):
+    RECEIVED[f"older journal, {_name}"] = _journal(JOURNALS[_name], "parkattn.journal.1"), False
+for _what, _make in NODES.items():
+    RECEIVED[f"{_what} as lock"] = _node(".lock", _make), True
+    RECEIVED[f"{_what} as journal"] = _node(".journal", _make), _what == "a folder"
+    RECEIVED[f"{_what} as temporary file"] = _node("-0badc0de.tmp", _make), False
+    RECEIVED[f"{_what} as a folder of results"] = _in_the_way(_make), _what != "a folder"
+
+
+class Hung(BaseException):
+    pass
+
+
+def _hangs(*_: object) -> None:
+    raise Hung
+
+
+def received(trial: Trial) -> Tally:
+    """Nothing outside changes, nothing hangs, and the command ends with its bytes or, where it may, with one line."""
+    found = Tally()
+    signal.signal(signal.SIGALRM, _hangs)
+    stems = [Path(name).stem for name in trial.expected[0] if name.endswith(".json") and "/" not in name]
+    for what, (plant, may_refuse) in RECEIVED.items():
+        for mark, own in (*((files.mark_of(f"cell {stem}"), True) for stem in stems), (files.mark_of("others"), False)):
+            found += receive(trial, what, plant, mark, may_refuse and (own or "results" in what))
+    return found
+
+
+def receive(trial: Trial, what: str, plant: Plant, mark: str, may_refuse: bool) -> Tally:
+    place, tally = trial._place("received"), Tally(runs=1)
+    outside = place.parent / "outside"
+    for folder in (place, outside):
+        folder.mkdir()
+    (outside / "mine.txt").write_bytes(b"mine")
+    plant(place, outside, mark)
+    signal.alarm(HANG_SECONDS)
+    try:
+        disturb.operations(trial.command, place, 0)
+        there = disturb.contents(place)
+        tally.other_bytes += {name: there.get(name) for name in trial.expected[0]} != trial.expected[0]
+    except (ValueError, OSError) as error:
+        tally.refused += not may_refuse
+        tally.unclear += re.fullmatch(r"out: expected .*, got .*; .*\.", str(error)) is None
+        sys.stderr.write("" if may_refuse else f"{what}: {error}\n")
+    except (Exception, Hung) as error:
+        sys.stderr.write(f"{what}: {type(error).__name__}: {error}\n")
+        tally.unclear += 1
+    finally:
+        signal.alarm(0)
+    tally.lost += disturb.contents(outside) != {"mine.txt": b"mine"} or len(list(outside.iterdir())) != 1
+    return tally
+
+
+def over_nfs(trial: Trial) -> Tally:
+    """Exclusive locks need files that are open for writing: they are, and so the folder is not taken for one without locks."""
+    place, said, tally = trial._place("nfs"), list[str](), Tally(runs=1)
+    try:
+        with disturb.disturbed(how=disturb.NFS):
+            trial.command(place, 0, False, said.append)
+    except (ValueError, OSError):
+        tally.refused += 1
+    tally.unclear += any("no locks" in line for line in said)
+    tally.other_bytes += disturb.contents(place) != trial.expected[0]
+    return tally
+
+
+# two requests each that a comparison by value, or one of flattened names, takes for one
+ALIKE: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"a": None}, {}), ({"a": {"b": None}}, {"a": {}}), ({"a": {}}, {}), ({"a": True}, {"a": 1}), ({"a": False}, {"a": 0.0}), ({"a": [None]}, {"a": []}),
+    ({"a": {"b.c": 1}}, {"a": {"b": {"c": 1}}}), ({"a": "null"}, {"a": None}), ({"a": "1"}, {"a": 1}),
+)  # fmt: skip
+
+
+def mistaken(trial: Trial) -> Tally:
+    """A finished cell of one request is never the answer to another."""
+    found = Tally()
+    for pair in ALIKE:
+        for asked, other in (pair, pair[::-1]):
+            keep, tally = Store(trial._place("requests")), Tally(runs=1)
+            cells = [Cell(name="a", format="test", request=request) for request in (asked, other)]
+            keep.fill(cells[:1], lambda making: [making.commit({"format": "test", "request": making.cell.request})].clear())
+            tally.lost += keep.look(cells[0]).state != store.FINISHED
+            tally.mixed += keep.look(cells[1]).state != store.OTHER
+            found += tally
+    return found
+
+
 def parts(trial: Trial, asked: str, every: int) -> Iterator[tuple[str, Tally]]:
     if asked in ("stops", "all"):
         yield "stops", cut_off(trial, (disturb.STOP, disturb.POWER_CUT, disturb.DISORDER), every)
     if asked in ("full", "all"):
         yield "full disk", cut_off(trial, (disturb.FULL_DISK,), every)
+        yield "bad disk", cut_off(trial, (disturb.BAD_DISK,), every)
     if asked in ("sigkill", "all"):
         yield "SIGKILL", killed(trial, every)
     if asked in ("shared", "all"):
         yield "shared", shared(trial, 10)
     if asked in ("corrupt", "all"):
         yield "corrupt", corrupted(trial)
+    if asked in ("received", "all"):
+        yield "received", received(trial)
+    if asked in ("nfs", "all"):
+        yield "NFS", over_nfs(trial)
+    if asked in ("requests", "all") and trial.command is disturb.run_store:
+        yield "requests", mistaken(trial)
 
 
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--part", choices=("stops", "full", "sigkill", "shared", "corrupt", "all"), default="all")
+    reader.add_argument("--part", choices=(*PARTS, "all"), default="all")
     reader.add_argument("--only", choices=tuple(COMMANDS))
     reader.add_argument("--every", type=int, default=1, help="every Nth operation")
     asked = reader.parse_args()

@@ -1,7 +1,7 @@
 """python tools/campaign.py [store|reproduce|folders|calls|commands|soak|diffusers ...] [--diffusers PATH]
 
 The long tests, one line with counts each; the exit code is 1 where one fails. Short forms of all parts are in `make test`.
-store, reproduce: commands cut off before every file operation. folders: hostile model folders. calls, commands: fuzzed API calls and command lines.
+store, reproduce: commands cut off before every file operation; store also on full and bad disks, in damaged and received folders. folders: hostile model folders. calls, commands: fuzzed API calls and command lines.
 soak: 200 videos in one process. diffusers: its own CPU tests of the supported models (PATH is its source), stock and with every block kept.
 """
 
