@@ -129,7 +129,7 @@ def within(folder: Path, name: str) -> Path | None:
         path = path / part
         try:
             mode = os.lstat(path).st_mode
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter where the folder itself is none
             mode = stat.S_IFDIR  # will be made
         except (OSError, ValueError):  # also a name that no file system takes
             return None

@@ -46,6 +46,7 @@ class Cell:
     request: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     group: str | None = None  # cells of one group are made by one process, one after the other
+    unsaid: Mapping[str, Any] = field(default_factory=dict)  # what records of earlier versions mean by having no such name
 
     @property
     def mark(self) -> str:
@@ -86,7 +87,8 @@ class Store:
             if self._sha256(name) != expected:
                 return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
         asked = {"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))}
-        before = {"format": record.get("format"), "request": record.get("request", {})}
+        told = record.get("request", {})
+        before = {"format": record.get("format"), "request": {**cell.unsaid, **told} if isinstance(told, dict) else told}
         if content_hash(asked) != content_hash(before):
             return Found(OTHER, record, f"made with other settings ({_differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]

@@ -26,6 +26,7 @@ from parklab.studio.generate import (
     LOADING,
     READING,
     UNASKED,
+    UNSAID,
     Progress,
     Request,
     Stage,
@@ -185,7 +186,7 @@ def compare(
 def variant_cell(request: Request, case: Case) -> Cell:
     """A prepared request under its variant's name; raw frames are a part of it, and so never another request's."""
     name = case.file(variant_name(request.method, request.preset))
-    return Cell(name=name, format=GENERATION, request=request.to_dict(), files=(f"{name}.mp4", raw_name(name)))
+    return Cell(name=name, format=GENERATION, request=request.to_dict(), files=(f"{name}.mp4", raw_name(name)), unsaid=UNSAID)
 
 
 def repeat_comparison(

@@ -36,6 +36,7 @@ FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
 UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash", "file_hashes")  # fields of a request that are no option of a command
+UNSAID = dict.fromkeys(("image", "image_hash", "lora", "lora_hash"))  # in records of before there were any
 # ours: what a pipeline calls it, and may not have
 OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
 
@@ -341,7 +342,7 @@ def generate_video(
 
 def video_cell(request: Request, video: str) -> Cell:
     """A prepared request under the name of its mp4."""
-    return Cell(name=video.removesuffix(".mp4"), format=FORMAT, request=request.to_dict(), files=(video,))
+    return Cell(name=video.removesuffix(".mp4"), format=FORMAT, request=request.to_dict(), files=(video,), unsaid=UNSAID)
 
 
 def make_video(pipe: Any, request: Request, making: Making, *, progress: Progress | None = None) -> dict[str, Any]:
