@@ -206,8 +206,10 @@ def test_one_bad_pair_is_a_line_and_an_exit_code_and_the_others_are_measured(tmp
         np.save(tmp_path / side / "smaller.npy", scene(height=48 if side == "dense" else 40))
     (tmp_path / "sparse/torn.npy").write_bytes(b"torn")
     out = tmp_path / "m.json"
+    out.write_text("my own")
     assert park(monkeypatch, tmp_path / "sparse", tmp_path / "dense", "--out", out) == 1
     shown = capsys.readouterr()
+    assert "it is kept as m.aside-1.json" in shown.out and (tmp_path / "m.aside-1.json").read_text() == "my own"
     lines = shown.err.strip().splitlines()
     assert len(lines) == 3 and all(line.startswith("park: ") for line in lines)
     assert sum("compare videos of one size and length" in line for line in lines) == 2

@@ -195,6 +195,10 @@ def test_a_lock_of_another_user_is_locked_for_reading_or_named(tmp_path, monkeyp
     with files.locked(tmp_path, "0" * 16) as state:
         assert state == files.HELD
     path.touch()
+    with disturb.disturbed(how=disturb.NFS) as nfs, pytest.raises(OSError, match="got one of another user; have it removed"):
+        nfs.open = os.open  # refuses writing, as above
+        files.locked(tmp_path, "0" * 16).__enter__()
+    assert path.exists(), "a lock that is not ours stays"
     refuse({os.O_RDWR, os.O_RDONLY})
     with pytest.raises(OSError, match=re.escape(f"out: expected a lock at {path}, got one of another user; have it removed")):
         files.locked(tmp_path, "0" * 16).__enter__()

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# EBADF: another user's lock file on NFS, which locks exclusively only what is open for writing
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_ROOM = "out: expected room for {}, got a full disk or quota; free some space and run again."
 HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
 ORDINARY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not hang
@@ -70,9 +69,9 @@ def locked(folder: Path, mark: str, *, wait: bool = True, waiting: Callable[[], 
             # the holder before may have removed the file that was just locked
             if state != HELD or _is_open_file(handle, path):
                 break
-        except BaseException:
+        except BaseException as error:
             os.close(handle)
-            raise
+            raise (_foreign(path, "a lock", error) if isinstance(error, OSError) else error) from None
         os.close(handle)
     try:
         yield state
@@ -231,7 +230,7 @@ def sha256_of(path: Path, *, follow: bool = True) -> str | None:
 def _open_lock(path: Path) -> int:
     try:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | ORDINARY, 0o666)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | ORDINARY, 0o666)  # NFS locks only what is open for writing
         except PermissionError:
             if not os.path.lexists(path):
                 raise
@@ -246,7 +245,8 @@ def _open_lock(path: Path) -> int:
 
 def _foreign(path: Path, wanted: str, error: OSError | None = None) -> OSError:
     """What stands under a name where no process of ours put it; another failure stays as it is."""
-    kinds = {errno.ELOOP: "a link", errno.EISDIR: "a folder", errno.ENXIO: "a socket", errno.EACCES: "one of another user"}
+    kinds = {errno.ELOOP: "a link", errno.EISDIR: "a folder", errno.ENXIO: "a socket"}
+    kinds |= dict.fromkeys((errno.EACCES, errno.EBADF), "one of another user")
     if error is not None and (error.errno not in kinds or not os.path.lexists(path)):
         return error
     got = "none" if error is None else kinds[error.errno or 0]

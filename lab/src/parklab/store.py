@@ -222,7 +222,7 @@ class Store:
                     self.say(f"{self.folder}: its file system has no locks; let one process at a time work in it")
                 if state != files.BUSY:
                     self._recover(cell.mark)
-                    if os.path.lexists(journal := files.journal_path(self.folder, cell.mark)):
+                    if (journal := files.journal_path(self.folder, cell.mark)).is_dir():
                         raise OSError(f"out: expected no folder at {journal}, got one; remove it, or choose another place.")
             yield state
 
