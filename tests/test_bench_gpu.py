@@ -51,7 +51,7 @@ def test_the_plot_is_drawn_from_records_and_from_nothing_else(tmp_path):
     pytest.importorskip("matplotlib")
     measured = points("density", "attention", lambda x: 50 * x) + points("length", "attention", lambda x: x**2)
     record, plot = tmp_path / "scaling.jsonl", tmp_path / "new" / "scaling.svg"
-    record.write_text("".join(json.dumps(p) + "\n" for p in measured + list(scaling.fits(measured))))
+    record.write_text("".join(json.dumps(p) + "\n" for p in measured + list(scaling.fits(measured))) + '{"torn')
     scaling.draw(record, plot)
     assert plot.read_text().count("<svg") == 1
     record.write_text('{"benchmark": "pama"}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parkattn.files import append, explained, make_folder
+from parkattn.files import append, explained, make_folder, read_regular
 
 
 def environment() -> dict[str, Any]:
@@ -37,6 +38,15 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
     with explained(path):
         make_folder(path.parent)
         append(path, b"".join(json.dumps(record, sort_keys=True).encode() + b"\n" for record in records))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """What append_records wrote; a line that a stopped process tore is skipped, a file that is not there has none."""
+    found = []
+    for line in (read_regular(path) or b"").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict)]
 
 
 def _version() -> str:

@@ -8,7 +8,6 @@ A hang or a CUDA error costs one model. Every figure is in FILE as soon as it is
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from parkattn.park import ParkConfig
 from parklab.bench.e2e import ROOM_FOR_ALL, SECTIONS, run_section
 from parklab.bench.e2e_profile import BASELINES
 from parklab.bench.timing import bench_device
+from parklab.record import read_records
 
 READY = "ready"
 
@@ -85,15 +85,11 @@ def run_and_tabulate(record: Path | None, **options: Any) -> tuple[dict[str, str
     """run_all, and the rows of columns_of(profile, float8) that this run (not an earlier one in the same file) came to."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "lines.jsonl") if record is None else record
-        before = len(_lines(lines))
+        before = len(read_records(lines))
         outcome = run_all(lines, **options)
         rows = table_rows if options.get("profile", "paper") == "paper" else profile_rows
         rows = float8_rows if options.get("float8") else rows
-        return outcome, rows([json.loads(line) for line in _lines(lines)[before:]])
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return outcome, rows(read_records(lines)[before:])
 
 
 class _Section:

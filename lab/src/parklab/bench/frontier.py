@@ -35,6 +35,7 @@ from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parklab.metrics.fidelity import Frames, psnr_per_frame
 from parklab.record import append_records, environment
+from parklab.record import read_records as read_lines
 
 FORMAT = "parkattn.frontier.1"
 DENSE = "dense"
@@ -147,16 +148,8 @@ def changed_since(recorded: Mapping[str, Any], profile: str) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of our format; the last one may have been cut off by a stop."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("format") == FORMAT:
-            found.append(record)
-    return found
+    """Whole lines of our format."""
+    return [record for record in read_lines(path) if record.get("format") == FORMAT]
 
 
 def _run(pipe: Any, task: Task, method: Any) -> tuple[Frames, dict[str, Any]]:

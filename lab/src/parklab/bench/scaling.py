@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import statistics
 from collections.abc import Iterator
@@ -14,12 +14,13 @@ import torch
 
 from parkattn.backend import resolve
 from parkattn.checks import expect_choice
-from parkattn.files import explained, make_folder
+from parkattn.files import explained, make_folder, write_atomically
 from parkattn.park import ParkConfig, build_plan
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import TINY, WAN_1_3B, Shape, mixture, random_plan, rows
 from parklab.bench.timing import free_memory, median_ms
 from parklab.extras import pyplot
+from parklab.record import read_records
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -58,11 +59,7 @@ def fits(points: Records) -> Iterator[dict[str, Any]]:
 def draw(record: Path, plot: Path) -> None:
     """The records of `measure` as two panels: time over density (linear) and time over length (logarithmic)."""
     expect_choice("plot", plot.suffix.removeprefix("."), ("svg", "png", "pdf"))
-    try:
-        lines = [json.loads(line) for line in record.read_text().splitlines()]
-    except (OSError, ValueError):
-        lines = []
-    points = [p for p in lines if isinstance(p, dict) and p.get("benchmark") == "scaling"]
+    points = [p for p in read_records(record) if p.get("benchmark") == "scaling"]
     if not points:
         raise ValueError(f"record: expected results of 'park bench scaling' in {record}, got none; measure first.")
     figure, axes = pyplot("the plot").subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -78,9 +75,11 @@ def draw(record: Path, plot: Path) -> None:
     axes[1].set(title=f"over length, density {AT_DENSITY}")
     axes[1].set_xscale("log", base=2)
     axes[1].set_yscale("log")
+    data = io.BytesIO()
+    figure.savefig(data, format=plot.suffix.removeprefix("."))
     with explained(plot):
         make_folder(plot.parent)
-        figure.savefig(plot)
+    write_atomically(plot, data.getvalue())
 
 
 def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict[str, Any]]:

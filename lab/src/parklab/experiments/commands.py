@@ -101,7 +101,7 @@ def reproduce(
         console.print(table)
         return
     if pack is not None:
-        packed, left = CampaignStore(out / "cells", _say, records or ()).pack(pack)
+        packed, left = CampaignStore(out, _say, "cells", records or ()).pack(pack)
         _say(f"wrote {pack}: {packed} cells" + (f"; {left} with files of their own stay in {out / 'cells'}" if left else ""))
         return
     if not names:
