@@ -24,7 +24,8 @@ from typing import Any
 
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
-from parkattn import files, store
+from parkattn import files
+from parklab import store
 from parklab.store import Cell, Store
 
 COMMANDS: dict[str, disturb.Command] = {"store": disturb.run_store, **disturb.COMMANDS}

@@ -23,9 +23,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from parkattn import files, store
+from parkattn import files
 from parkattn.park import ParkConfig
 from parkattn.site import CallSite
+from parklab import store
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler
 from parklab.experiments import reproduce
 from parklab.experiments.captures import Captured, Selection

@@ -13,7 +13,8 @@ pytest.importorskip("av")
 pytest.importorskip("PIL")
 
 import tiny_pipelines as tiny
-from parkattn import METHODS, cli
+from parkattn import METHODS
+from parklab import cli
 from parklab.sprites.grammar import EXAMPLE
 from parklab.store import sealed
 from parklab.studio import checkpoints, compare, video
