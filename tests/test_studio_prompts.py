@@ -172,7 +172,9 @@ def test_only_ends_of_lines_end_a_prompt_and_a_mark_of_the_encoding_is_none_of_i
 
 
 def test_other_bad_input_is_one_line_before_a_model_is_loaded(model, file, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"prompts: expected a text file with one prompt per line, got no file .*missing.txt; write one"):
+    with pytest.raises(
+        ValueError, match=r"prompts: expected a text file with one prompt per line, got .*missing.txt \(No such file or directory\); check"
+    ):
         prompts.read_prompts(tmp_path / "missing.txt")
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="expected a text file"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import warnings
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # files and options are named after a method
+TAKEN = ("all", "heads", "index", "metrics", "raw", "report", "side_by_side")  # by other files of a comparison, and by --methods all
 MODULES = (dense, park)
 
 
@@ -62,6 +65,9 @@ def register(entry: MethodEntry) -> MethodEntry:
     if not isinstance(entry, MethodEntry):
         raise TypeError(f"entry: expected a MethodEntry, got {type(entry).__name__}; write MethodEntry(name, make, line, config).")
     expect_string("name", entry.name)
+    if NAME.fullmatch(entry.name) is None or entry.name in TAKEN:
+        wanted = f"up to 64 letters, digits and _ . - after a letter or digit, and none of {', '.join(TAKEN)}"
+        raise ValueError(f"name: expected {wanted}, got {shown(entry.name)}; choose another name.")
     known = METHODS.data.get(entry.name)
     if known is not None and known != entry:
         raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
@@ -84,13 +90,18 @@ def method_entry(name: str) -> MethodEntry:
 
 
 def register_installed() -> None:
-    """Methods that installed packages offer. Loading one runs code of that package, which the user installed for it."""
+    """Methods that installed packages offer. Loading one runs code of that package, which the user installed for it.
+
+    A package that fails is named and left out. One that calls os._exit, never returns or crashes takes the process with it.
+    """
     for point in entry_points(group=GROUP):
         try:
             offered = point.load()
             for entry in offered if isinstance(offered, Sequence) else (offered,):
                 register(entry)
-        except Exception as failure:  # whatever another package does at import: the others stay usable
+        except KeyboardInterrupt:
+            raise
+        except BaseException as failure:  # whatever another package does at import, SystemExit too: the others stay usable
             said = f"{type(failure).__name__}: {failure}"
             warnings.warn(f"plug-in {point.value}: expected a MethodEntry, got {said}; correct or uninstall that package.", stacklevel=2)
 
@@ -100,10 +111,10 @@ def register_from(where: str) -> MethodEntry:
     module, colon, name = where.partition(":")
     try:
         found = getattr(importlib.import_module(module), name) if module and colon and name else None
-    except (ImportError, AttributeError) as failure:
+    except (Exception, SystemExit) as failure:
         said = f"{type(failure).__name__}: {failure}"
-        advice = "set PYTHONPATH."
-        raise ValueError(f"method: expected module:ENTRY on the import path, got {shown(where)} ({said}); {advice}") from None
+        advice = "set PYTHONPATH." if isinstance(failure, ModuleNotFoundError) else "import it by itself to see where."
+        raise ValueError(f"method: expected module:ENTRY on the import path, got {shown(where)} ({shown(said)[1:-1]}); {advice}") from None
     if found is None:
         raise ValueError(f"method: expected module:ENTRY, got {shown(where)}; write for example my_package.window:ENTRY.")
     return register(found)

@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 app.registered_commands += studio.app.registered_commands + experiments.app.registered_commands
 app.add_typer(bench.app, name="bench", cls=PlainGroup)
-console = Console()
+console = Console(markup=False, emoji=False)
 # typer brings its own copy of click, or uses the installed one: the classes are asked of typer itself
 CommandLineError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
@@ -227,6 +227,9 @@ for registered in (*app.registered_commands, *bench.app.registered_commands):
 
 def main() -> None:
     """What a user can cause is one line and exit code 2; anything else is a defect and keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a letter must not end a finished run
+            stream.reconfigure(errors="backslashreplace")
     try:
         ended = app(prog_name="park", standalone_mode=False)
     except typer.Abort:
@@ -238,6 +241,12 @@ def main() -> None:
         _refuse(in_one_line(error, sys.argv[1:]))
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         _refuse(str(error))
+    except (MemoryError, RuntimeError) as error:
+        from parkattn.checks import ran_out_of_memory
+
+        if not ran_out_of_memory(error):
+            raise
+        _refuse("memory: expected room for this command, got out of memory; ask for fewer or smaller videos.")
     sys.exit(ended if isinstance(ended, int) else 0)
 
 
@@ -269,7 +278,7 @@ def _refuse(line: str) -> NoReturn:
 def _complain(line: str) -> None:
     # words of a command line that is no UTF-8 cannot be printed as they are
     printable = line.encode("utf-8", "backslashreplace").decode()
-    Console(stderr=True).print(f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """What append_records wrote; a line that a stopped process tore is skipped, a file that is not there has none."""
     found = []
-    for line in (read_regular(path) or b"").splitlines():
+    for line in (read_regular(path, 2**28) or b"").splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(line))
     return [record for record in found if isinstance(record, dict)]
@@ -61,12 +61,18 @@ def _commit() -> str | None:
     told = os.environ.get("PARKATTN_COMMIT")
     if told:
         return told
-    here = Path(__file__).parent
+    root = Path(__file__).resolve().parents[2]
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, env=plain, capture_output=True, text=True, check=True).stdout.strip()
+
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        # a copy of the package may lie inside another repository, whose commit says nothing about it
+        ours = 'name = "parkattn"' in (root / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+        return ask("describe", "--always", "--dirty") if ours and Path(ask("rev-parse", "--show-toplevel")) == root else None
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
 
 
 def _cpu() -> str:

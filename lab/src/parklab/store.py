@@ -33,7 +33,7 @@ Content = bytes | Callable[[Path], None]  # the bytes, or what writes them to a 
 Make = Callable[["Making"], None]
 
 FINISHED, OTHER, ABSENT = "finished", "other", "absent"
-RECORD_LIMIT = 2**28  # bytes; no record comes near it
+RECORD_LIMIT = 2**26  # bytes; a page of a hundred prompts and six methods comes near it
 JOURNAL = "parkattn.journal.2"
 
 

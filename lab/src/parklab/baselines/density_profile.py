@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import outside_autocast
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_fraction
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_file, expect_fraction
 from parkattn.files import write_atomically
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.plan import assign_roles
@@ -26,6 +26,7 @@ from parkattn.segments import aligned, compute_dtype
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 MASS = 0.95
+LARGEST_FILE = 2**28  # bytes; 50 steps of 60 layers and 40 heads take a megabyte
 QUERIES_AT_ONCE = 512  # bounds the sorted [queries, keys] probabilities
 _FORMAT = "parkattn.density-profile.1"
 # park profile --samples 256 --height 128 --width 192 --frames 17, with four prompts of the grammar that are not held out
@@ -101,8 +102,8 @@ class DensityProfile:
 
         advice = "make one with park profile."
         path = IN_THE_BOX.get(str(path), path)
-        if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (a FIFO would hang the reader)
-            raise ValueError(f"{path}: expected a density profile, got no ordinary file; {advice}")
+        if os.path.exists(path):  # noqa: PTH110 (a name that no file system takes is False)
+            expect_file("profile", path, "a file written by DensityProfile.save", most=LARGEST_FILE)
         try:
             with safe_open(str(path), framework="pt") as file:
                 facts, names = file.metadata() or {}, list(file.keys())
@@ -117,7 +118,12 @@ class DensityProfile:
             raise ValueError(
                 f"{path}: expected float64 densities [steps, layers, heads] in (0, 1], got others of shape {list(densities.shape)}; {advice}"
             )
-        return cls(densities, float(facts.get("mass", MASS)))
+        try:
+            mass = float(facts.get("mass", MASS))
+        except ValueError:
+            mass = float("nan")
+        expect_fraction(f"mass of {path}", mass, zero=False)
+        return cls(densities, mass)
 
 
 class DensityProfiler:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, tr
 from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it.")
-console = Console()
+console = Console(markup=False, emoji=False)
 
 Record = Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Calls per median.")]

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import typer
 
+from parkattn.checks import read_file
 from parkattn.engine.summary import Summary
 from parkattn.files import write_atomically
 from parkattn.hosts.diffusers import Session, transformers_of
@@ -149,7 +150,7 @@ def changed_since(recorded: Mapping[str, Any], profile: str) -> dict[str, Any]:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Whole lines of our format."""
-    return [record for record in read_lines(path) if record.get("format") == FORMAT]
+    return [record for record in read_lines(path) if record.get("format") == FORMAT and "key" in record]
 
 
 def _run(pipe: Any, task: Task, method: Any) -> tuple[Frames, dict[str, Any]]:

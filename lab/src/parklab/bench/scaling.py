@@ -59,9 +59,15 @@ def fits(points: Records) -> Iterator[dict[str, Any]]:
 def draw(record: Path, plot: Path) -> None:
     """The records of `measure` as two panels: time over density (linear) and time over length (logarithmic)."""
     expect_choice("plot", plot.suffix.removeprefix("."), ("svg", "png", "pdf"))
+    wanted = "results of 'park bench scaling'"
     points = [p for p in read_records(record) if p.get("benchmark") == "scaling"]
-    if not points:
-        raise ValueError(f"record: expected results of 'park bench scaling' in {record}, got none; measure first.")
+    whole = all(
+        isinstance(p.get(name), (int, float))
+        for p in points
+        for name in (("exponent",) if "exponent" in p else ("density", "length", "ms"))
+    )
+    if not points or not whole or not all(isinstance(p.get(name), str) for p in points for name in ("over", "part")):
+        raise ValueError(f"record: expected {wanted} in {record}, got {'broken ones' if points else 'none'}; measure first.")
     figure, axes = pyplot("the plot").subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, over in zip(axes, ("density", "length"), strict=True):
         exponents = {p["part"].removesuffix(": fit"): p["exponent"] for p in points if p["over"] == over and "exponent" in p}

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_indices
+from parkattn.checks import (
+    expect_attention_inputs,
+    expect_call_site,
+    expect_file,
+    expect_finite,
+    expect_indices,
+    expect_key_valid,
+    expect_text,
+    shown,
+)
 from parkattn.dense import Dense
 from parkattn.hosts.diffusers.session import transformers_of
 from parkattn.models import row_for
@@ -31,6 +40,8 @@ ABOUT = "parkattn"  # the one name of the metadata
 MODEL = "model_preset"  # in what a file says about itself: whose settings suit the model
 CALIBRATION_LAYERS = 6
 LIMIT = 2**31  # bytes of tensors
+LARGEST_FILE = 2**36  # bytes that are read
+LARGEST_SCALE = 1e3  # of scores: models divide by the root of the head dimension
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +199,7 @@ def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
     """The calls of a file and where they come from; a file that holds anything else is refused."""
     with _opened(path) as (file, facts):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return [_call(name, site, tensors) for name, site in facts["sites"].items()], dict(facts["about"])
+        return [_call(path, name, site, tensors) for name, site in facts["sites"].items()], dict(facts["about"])
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -202,20 +213,24 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The open file and its metadata; what goes wrong while it is open is told in one line."""
     from safetensors import SafetensorError, safe_open
 
-    wanted = f"captures: expected a file written by park capture, got {path}"
+    kind = "a file written by park capture"
+    expect_file("captures", path, kind, most=LARGEST_FILE)
+    wanted = f"captures: expected {kind}, got {path}"
     try:
         with safe_open(str(path), framework="pt") as file:
             facts = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
             if facts.get("format") != FORMAT:
-                raise ValueError(f"{wanted} of format {facts.get('format')!r}; capture again.")
+                raise ValueError(f"{wanted} of format {shown(facts.get('format'))}; capture again.")
+            if not (facts["sites"] and isinstance(facts["sites"], dict) and isinstance(facts["about"], dict)):
+                raise TypeError
             yield file, facts
     except OSError:
         raise ValueError(f"{wanted}, which cannot be read; check the path.") from None
-    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{wanted}, which is not whole ({type(error).__name__}); capture again.") from None
 
 
-def _call(name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:
+def _call(path: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:
     text, grid, levels = facts["text"], facts["grid"], facts["noise_levels"]
     plain = {part: facts[part] for part in ("layer", "step", "total_steps", "branch", "transformer", "scale")}
     plain |= {part: facts[part] for part in ("video", "paired") if part in facts}  # older files have neither
@@ -227,4 +242,21 @@ def _call(name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captu
         key_valid=tensors.get(f"{name}.key_valid"),
         values=tensors.get(f"{name}.v"),
     )
-    return Captured(tensors[f"{name}.q"], tensors[f"{name}.k"], site)
+    call = Captured(tensors[f"{name}.q"], tensors[f"{name}.k"], site)
+    values = [] if site.values is None else [site.values]
+    try:
+        expect_call_site(site)
+        expect_attention_inputs(call.q, call.k, *values)
+        for part, tensor in zip("qkv", (call.q, call.k, *values), strict=False):
+            expect_finite(part, tensor)
+        if site.key_valid is not None:
+            expect_key_valid(site.key_valid, call.k)
+        if site.text is not None:
+            expect_text(site.text, call.q.shape[2], call.k.shape[2])
+        if not all(isinstance(level, (int, float)) for level in site.noise_levels or ()):
+            raise TypeError("noise_levels: expected numbers, got others; capture again.")
+        if site.scale is not None and not 0 < site.scale <= LARGEST_SCALE:
+            raise ValueError(f"scale: expected a positive number up to {LARGEST_SCALE}, got {site.scale}; capture again.")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"captures: expected whole calls in {path}, got {shown(name)} with {error}") from None
+    return call

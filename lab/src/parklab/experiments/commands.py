@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parklab.experiments.reproduce import Outcome
 
 app = typer.Typer(add_completion=False)
-console = Console()
+console = Console(markup=False, emoji=False)
 
 Model = Annotated[str, typer.Option(help="tiny (the shipped model), a diffusers folder or a hub id.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

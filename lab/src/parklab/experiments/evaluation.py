@@ -14,6 +14,7 @@ from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
 from parklab.experiments.quality import named_measures
 from parklab.store import Cell, Record, content_hash
+from parklab.studio.generate import expect_guidance
 
 VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "times": 1, "bench": 1}
 FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
@@ -62,6 +63,9 @@ class Evaluation:
             raise ValueError("prompts, seeds, guidance, densities: expected at least one of each, got none; name some.")
         for seed in self.seeds:
             expect_count("seeds", seed, least=0, most=LARGEST_SEED)
+        for guidance in self.guidances:
+            if guidance is not None:
+                expect_guidance(guidance)
         for name in self.methods:
             method_entry(name)
         if self.measures is not None:

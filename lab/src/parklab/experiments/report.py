@@ -137,6 +137,7 @@ def to_page(sections: Sequence[Section], about: Mapping[str, Any], figures: Mapp
     )  # fmt: skip
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">""",
         f"<title>PARK, measured again</title><style>{STYLE}</style></head><body>",
         f"<h1>The paper's tables and figures, measured again</h1><ul>{facts}</ul><nav>{links}</nav>",
         f"<h2>Findings</h2><ul>{found or '<li>none: nothing was run</li>'}</ul>",

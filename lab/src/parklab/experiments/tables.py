@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parklab.studio.scores import plain_cell
+
 Value = str | float | int | None
 # two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -35,6 +37,11 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             assert len(row) == len(self.columns), f"{row} under {[column.name for column in self.columns]}"
+            for column, value in zip(self.columns, row, strict=True):
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(
+                        f"table: expected finite numbers under {column.name!r}, got {value}; look for NaN in what was measured."
+                    )
 
     def shown(self) -> list[list[str]]:
         return [[column.show(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
@@ -64,6 +71,11 @@ class Finding:
     spread: float | None = None  # half the 95 % interval of the margin, where several runs were made
     reason: str = ""  # why it was not measured
     tie: bool = False  # a margin of 0 is enough
+
+    def __post_init__(self) -> None:
+        if not all(value is None or math.isfinite(value) for value in (self.margin, self.spread)):
+            got = f"{self.margin} ± {self.spread}"
+            raise ValueError(f"finding: expected a finite margin of {self.statement!r}, got {got}; look for NaN in what was measured.")
 
     @property
     def held(self) -> bool | None:
@@ -101,7 +113,7 @@ def to_csv(table: Table) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([column.name for column in table.columns])
-    writer.writerows([["" if value is None else value for value in row] for row in table.rows])
+    writer.writerows([["" if value is None else plain_cell(value) for value in row] for row in table.rows])
     return buffer.getvalue()
 
 

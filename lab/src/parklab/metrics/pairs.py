@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from parkattn.checks import shown
-from parkattn.files import read_regular, sha256_of
+from parkattn.checks import read_file, shown
+from parkattn.files import sha256_of
 from parklab.metrics.fidelity import Frames
 from parklab.metrics.measures import MEASURES, SINGLE, Setting, measure_video
 
 RAW, DECODED = "raw frames", "decoded mp4"
+LARGEST_FILE = 2**32  # bytes: 1,500 frames of 720p
 ENDINGS = {".npy": RAW, ".safetensors": RAW, ".mp4": DECODED}
 
 ReadRecord = Callable[[Path], Mapping[str, Any] | None]  # a sealed record of the result store, or None
@@ -60,7 +61,7 @@ def find_pairs(
         got = f"{shown(str(video))} and {shown(str(reference))}"
         raise ValueError(f"reference: expected two files or two folders, got {got}; pass two of a kind.")
     if not video.is_dir():
-        clips = [_file_clip(place) for place in places]
+        clips = [_file_clip(place, read_record) for place in places]
         return [Pair(video.name, clips[0], clips[1] if reference is not None else None)], {}
     folders = [_clips(place, read_record) for place in places]
     names = sorted({name for folder in folders for name in folder})
@@ -118,7 +119,7 @@ def read_clip(clip: Clip, read_mp4: ReadMp4) -> Frames:
         return read_mp4(clip.path)
     try:
         found = _read_raw(clip.path)
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except Exception as error:  # a damaged file ends in any of a parser's errors
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{clip.path}: expected raw frames, got {said}; make it again.") from None
     if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not math.prod(found.shape):
@@ -128,18 +129,20 @@ def read_clip(clip: Clip, read_mp4: ReadMp4) -> Frames:
 
 
 def _read_raw(path: Path) -> Frames:
-    data = read_regular(path)
-    if data is None:
-        raise ValueError("no ordinary file")
+    data = read_file("video", path, "raw frames", most=LARGEST_FILE)
     if path.suffix == ".npy":
-        frames: Frames = np.load(io.BytesIO(data), allow_pickle=False)
+        file = io.BytesIO(data)
+        version = np.lib.format.read_magic(file)
+        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, columns_first, dtype = reader(file)
+        # before an array of the claimed size is made
+        if dtype != np.uint8 or columns_first or math.prod(shape) != len(data) - file.tell():
+            raise ValueError(f"{dtype} {shown(shape)} in {len(data)} bytes")
+        frames: Frames = np.frombuffer(data, np.uint8, offset=file.tell()).reshape(shape).copy()
         return frames
     import safetensors.numpy
 
-    try:
-        found = safetensors.numpy.load(data)
-    except safetensors.SafetensorError as error:
-        raise ValueError(str(error)) from None
+    found = safetensors.numpy.load(data)
     if "frames" not in found:
         raise ValueError("no tensor frames")
     return found["frames"]
@@ -153,10 +156,15 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _file_clip(path: Path) -> Clip:
+def _file_clip(path: Path, read_record: ReadRecord) -> Clip:
+    """With the hash of a record of the store beside it, or beside its folder for raw frames."""
     if path.suffix not in ENDINGS:
         wanted = ", ".join(ENDINGS)
         raise ValueError(f"video: expected a file that ends with {wanted}, got {shown(path.name)}; convert it first.")
+    for folder in path.absolute().parents[:2]:
+        known = (read_record(folder / f"{path.stem}.json") or {}).get("files", {})
+        if sha256 := known.get(path.absolute().relative_to(folder).as_posix()):
+            return Clip(path, sha256)
     return Clip(path)
 
 

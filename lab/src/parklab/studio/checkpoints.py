@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, ran_out_of_memory
 from parklab.extras import package
 from parklab.sprites import CHECKPOINT
 from parklab.studio.model_folder import INDEX, LARGEST_CONFIG, Component, judge_folder, judge_index, read_json
@@ -148,9 +148,11 @@ def stock_failures_in_one_line(pipe: Any) -> Iterator[None]:
     """Configs and vocabularies that load and yet do not fit end a run in stock code; a failure through our code stays as it is."""
     try:
         yield
-    except (torch.OutOfMemoryError, OSError, ModuleNotFoundError):
+    except (OSError, ModuleNotFoundError):
         raise
     except Exception as error:
+        if ran_out_of_memory(error):
+            raise
         frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][
             2:
         ]  # below this and its caller

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,10 +107,10 @@ def generate(
     out = out if out is not None else Path("out/video.mp4")
     with interruptible(f"{out} is as it was, or finished; run again to go on"), step_bars() as bars:
         record, made = generate_video(request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say)
-    found = record["measured"]
     if not made:
         say(f"{out} is done already, with these settings; pass --overwrite to make it again.")
         return
+    found = record["measured"]
     seconds = found["seconds"]
     say(
         f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding"
@@ -322,8 +323,17 @@ def changes_from(settings: list[str] | None) -> dict[str, Any]:
         name, sign, value = entry.partition("=")
         if not sign:
             raise ValueError(f"--set: expected NAME=VALUE, got {entry!r}; write for example --set top_p=0.8.")
-        try:
-            changes[name.strip()] = json.loads(value)
-        except ValueError:
-            changes[name.strip()] = value
+        changes[name.strip()] = value_from(value)
     return changes
+
+
+def value_from(text: str) -> Any:
+    """As JSON or as Python writes it; what neither reads is a text."""
+    python = {"True": True, "False": False, "None": None}
+    if text.strip() in python:
+        return python[text.strip()]
+    try:
+        # JSON has no .5 and no 5.
+        return float(text) if re.fullmatch(r"\s*[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?\s*", text, re.ASCII | re.IGNORECASE) else json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -172,7 +172,7 @@ def compare(
         warm.add(variant)
         announce(name, "done")
 
-    cells = [variant_cell(requests[case.file(variant)], case) for case in cases for variant in variants]
+    cells = [variant_cell(requests[case.file(variant)], case, recall_rows) for case in cases for variant in variants]
     records = store.fill(cells, make, overwrite=overwrite, kept=lambda cell: announce(cell.name, "kept"))
     found: dict[Case, dict[str, Record]] = {case: {} for case in cases}
     for name, record in records.items():
@@ -183,10 +183,11 @@ def compare(
     return write_report(found, out, say, command=command)
 
 
-def variant_cell(request: Request, case: Case) -> Cell:
+def variant_cell(request: Request, case: Case, recall_rows: int) -> Cell:
     """A prepared request under its variant's name; raw frames are a part of it, and so never another request's."""
     name = case.file(variant_name(request.method, request.preset))
-    return Cell(name=name, format=GENERATION, request=request.to_dict(), files=(f"{name}.mp4", raw_name(name)), unsaid=UNSAID)
+    asked = request.to_dict() | {"recall_rows": recall_rows}
+    return Cell(name=name, format=GENERATION, request=asked, files=(f"{name}.mp4", raw_name(name)), unsaid=UNSAID)
 
 
 def repeat_comparison(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.checks import LARGEST_COUNT, did_you_mean, shown
+from parkattn.checks import LARGEST_COUNT, did_you_mean, ran_out_of_memory, shown
 from parkattn.files import sha256_of
 from parkattn.hosts.diffusers import Session, expect_layers
 from parkattn.methods import METHODS, configured_method, make_method, method_entry
@@ -35,6 +35,7 @@ from parklab.studio.video import Frames, as_bytes, video_library, write_mp4
 FORMAT = "parkattn.generation.1"
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
+MOST = {"seed": LARGEST_SEED, "steps": 1000, "text_tokens": 4096}  # schedulers are trained on 1000 steps; encoders read up to 1000 tokens
 UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash", "file_hashes")  # fields of a request that are no option of a command
 UNSAID = dict.fromkeys(("image", "image_hash", "lora", "lora_hash"))  # in records of before there were any
 # ours: what a pipeline calls it, and may not have
@@ -113,10 +114,10 @@ def prepare(request: Request) -> tuple[Request, Path]:
         value = filled.get(name, getattr(request, name))
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
-        if value is not None and value > (LARGEST_SEED if name == "seed" else LARGEST_COUNT):
-            raise ValueError(f"{name}: expected a whole number that fits its generator or int32, got {shown(value)}; lower it.")
-    if request.guidance is not None and not (math.isfinite(request.guidance) and request.guidance >= 0):
-        raise ValueError(f"guidance: expected a number from 0 on, got {request.guidance}; 1 is none, 3 to 6 are usual.")
+        if value is not None and value > MOST.get(name, LARGEST_COUNT):
+            raise ValueError(f"{name}: expected at most {MOST.get(name, LARGEST_COUNT)}, got {shown(value)}; lower it.")
+    if request.guidance is not None:
+        expect_guidance(request.guidance)
     if request.preset is not None:
         expect_profile(request.method, request.preset)
     configured_method(request.method, request.preset, **request.changes)
@@ -129,6 +130,11 @@ def named_files(changes: Mapping[str, Any]) -> dict[str, str]:
     known = {name for entry in METHODS.values() for name in entry.config.FILES} if texts else set()
     found = {name: sha256_of(path) for name, path in texts.items() if name in known}
     return {name: sha256[:16] for name, sha256 in found.items() if sha256 is not None}
+
+
+def expect_guidance(value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"guidance: expected a number from 0 on, got {value}; 1 is none, 3 to 6 are usual.")
 
 
 def expect_profile(method: str, name: str) -> None:
@@ -282,10 +288,13 @@ def generate_frames(
         try:
             with checkpoints.stock_failures_in_one_line(pipe):
                 frames = pipe(**options, callback_on_step_end=ended).frames[0]
-        except torch.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            advice = "a smaller size" if request.device == "cpu" else "--offload model, or a smaller size"
             raise ValueError(
                 f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
-                "memory; pass --offload model, or a smaller size."
+                f"memory; pass {advice}."
             ) from None
         summary = session.summary().to_dict()
     if last_step is not None and hasattr(pipe, "_interrupt"):
@@ -361,7 +370,7 @@ def write_video(making: Making, made: Generation, request: Request, fitted: Requ
     making.write(video, lambda path: write_mp4(path, made.frames, request.fps))
     return making.commit({
         "format": FORMAT,
-        "request": request.to_dict(),
+        "request": dict(making.cell.request),
         "resolved": fitted.to_dict() | {"config": config.to_dict()},
         "tokens": tokens,
         "command": repeat_command(fitted, making.store.folder / video),

@@ -5,6 +5,7 @@ A loader sees a folder only after this file has passed it, so that what is refus
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.models import MODELS
+from parklab.studio.tokenizer_rules import fault_in_rules
 
 INDEX = "model_index.json"
 MIB, GIB = 2**20, 2**30
@@ -25,6 +27,9 @@ LARGEST_CONFIG, LARGEST_VOCABULARY, LARGEST_WEIGHTS, LARGEST_HEADER = 8 * MIB, 1
 MOST_FILES, DEEPEST, LONGEST_NAME, MOST_TENSORS = 2000, 4, 200, 100_000
 LARGEST_NUMBER = 2**20  # in a model's or scheduler's config: vocabularies and position tables of known models stay below
 LARGEST_BASE = 1e9  # of rotary frequencies, which no memory depends on
+# tables of positions are made while a model is built, from numbers that no weights confirm; known: 2**17 and 7 million
+TABLES = {("rope_max_seq_len", "attention_head_dim"): 2**22, ("sample_width", "sample_height", "sample_frames"): 2**24}
+WIDTH = re.compile(r"(.*_)?(dim|channels|heads|hidden_size|d_model|d_ff|d_kv)")  # no wider than the widest weights
 
 CODE = {".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".so", ".dll", ".dylib", ".egg", ".whl"}
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack", ".onnx", ".gguf", ".dduf"}
@@ -35,7 +40,11 @@ FORBIDDEN = {
     "auto_map", "custom_pipeline", "custom_pipelines", "trust_remote_code", "custom_generate", "quantization_config", "kernel_config",
     "use_kernels", "hub_kernel_config", "base_model_name_or_path", "gguf_file",
 }  # fmt: skip
-UNREAD = {"special_tokens_map_file"}  # published tokenizers carry their author's path here; no loader opens it
+# published tokenizers and encoders carry their author's path here; no loader opens it
+UNREAD = {"special_tokens_map_file", "_name_or_path", "name_or_path"}
+OPENED = {"vocab", "merges", "init_inputs"}  # a tokenizer takes a string here as the path of a file
+TOKENS = {"content", "chat_template"}  # any text
+LEAVES = re.compile(r"[/~\\]\S|file:|(\S*/)?\.\.(/|$)")  # begins a path that is not in the folder
 ATTENTIONS = (None, True, False, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 ITEM_BYTES = {
@@ -140,7 +149,10 @@ def _judge(root: Path) -> ModelFolder:
         if not own:
             raise _refusal(f"component {name} in {root}", "no such folder", "download or save the pipeline again")
         _judge_configs(root, name, role, class_name, own)
-        components.append(Component(name, role, class_name, root / name, _judge_weights(root, name, role, own)))
+        tensors = _judge_weights(root, name, role, own)
+        if role.config is not None and tensors:
+            _expect_widths(read_json(own[role.config], LARGEST_CONFIG, "it was there"), f"{name}/{role.config}", tensors)
+        components.append(Component(name, role, class_name, root / name, tensors))
         files += [path for path in inside if root / name in path.parents]
     pipeline = read_json(root / INDEX, LARGEST_CONFIG, "it was read before")["_class_name"]
     return ModelFolder(root, pipeline, tuple(components), tuple(sorted(files)))
@@ -229,6 +241,9 @@ def _judge_configs(root: Path, name: str, role: Role, class_name: str, own: dict
         size = path.stat().st_size
         if path.suffix != ".safetensors" and size > LARGEST_VOCABULARY:
             raise _refusal(f"at most {LARGEST_VOCABULARY // MIB} MiB in {path}", f"{size} bytes", "download it again")
+        if file == "tokenizer.json":
+            found = path.stat()
+            _judge_tokenizer(path, found.st_size, found.st_mtime_ns, found.st_ino)
         if path.suffix != ".json" or file in ("tokenizer.json", "vocab.json"):
             continue  # a vocabulary is data for its own parser; ours would take a second for a million words
         config = read_json(path, LARGEST_CONFIG, "it was there")
@@ -237,6 +252,13 @@ def _judge_configs(root: Path, name: str, role: Role, class_name: str, own: dict
         # diffusers takes the class of the index and fills it from a config of another
         if role.library == "diffusers" and role.weights and file == role.config and config.get("_class_name", class_name) != class_name:
             raise _refusal(f"_class_name {class_name} in {path}", config["_class_name"], "download or save the pipeline again")
+
+
+@functools.lru_cache(maxsize=64)
+def _judge_tokenizer(path: Path, size: int, changed_ns: int, inode: int) -> None:
+    """The arguments tell versions of a file apart, so that a process parses one once. Reset: cache_clear."""
+    if wrong := fault_in_rules(read_json(path, LARGEST_VOCABULARY, "it was there")):
+        raise _refusal(f"rules in {path} of bounded memory and time", wrong, "download it again")
 
 
 def _expect_plain_config(config: dict[str, Any], where: str, *, bounded: bool) -> None:
@@ -252,12 +274,32 @@ def _expect_plain_config(config: dict[str, Any], where: str, *, bounded: bool) -
             names = value if isinstance(value, list) else [value]
             if not all(name is None or (isinstance(name, str) and name not in (".", "..") and "/" not in name) for name in names):
                 raise _refusal(f"{key} in {where} to be a file's name", value, "remove that line")
+        if isinstance(value, str) and (key in OPENED or (key not in UNREAD | TOKENS and LEAVES.match(value))):
+            raise _refusal(f"no path under {key} in {where}", value, "remove that line")
         if bounded and isinstance(value, (int, float)) and abs(value) > (LARGEST_BASE if "theta" in key else LARGEST_NUMBER):
             raise _refusal(f"{key} in {where} to be at most {LARGEST_NUMBER}", value, "correct it")
         if isinstance(value, dict):
             waiting += value.items()
         elif isinstance(value, list):
-            waiting += [(key, item) for item in value if isinstance(item, (dict, list, int, float))]
+            waiting += [(key, item) for item in value if item is not None]
+
+
+def _expect_widths(config: dict[str, Any], where: str, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Memory that is taken while a model is built, before its weights are compared with it: widths, and tables of positions."""
+    widest = max((size for shape in tensors.values() for size in shape), default=0)
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(key, item) for item in value]
+        elif isinstance(value, (int, float)) and WIDTH.fullmatch(key) and value > widest:
+            raise _refusal(f"{key} in {where} to be at most {widest}, as wide as its weights", value, "correct it")
+    for names, most in TABLES.items():
+        sizes = [config[name] for name in names if isinstance(config.get(name), (int, float))]
+        if len(sizes) > 1 and abs(math.prod(sizes)) > most:
+            raise _refusal(f"{' x '.join(names)} in {where} to be at most {most}", math.prod(sizes), "correct it")
 
 
 def _judge_weights(root: Path, name: str, role: Role, own: dict[str, Path]) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from parkattn.checks import read_file
 from parklab.store import FINISHED, Cell, Making, Record, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.generate import (
@@ -37,6 +38,7 @@ from parklab.studio.video import video_library
 FORMAT = "parkattn.prompts.1"
 INDEX = "index.json"
 NAME_LETTERS = 48
+LARGEST_FILE = 2**24  # bytes of prompts
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,13 @@ class Outcome:
 
 def read_prompts(path: Path) -> list[Item]:
     """One prompt per line, in UTF-8; empty lines and lines that begin with # are skipped."""
+    wanted = "a text file with one prompt per line"
+    data = read_file("prompts", path, wanted, most=LARGEST_FILE)
     try:
-        if path.exists() and not path.is_file():  # a device may have no end
-            raise OSError("not a file")
         # a mark of the encoding is no part of a prompt; only ends of lines end one, not what Unicode calls a separator
-        lines = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    except FileNotFoundError:
-        raise ValueError(
-            f"prompts: expected a text file with one prompt per line, got no file {path}; write one, or check the path."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts: expected a text file with one prompt per line, got {path} ({error}); check the path.") from None
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts: expected {wanted}, got {path} ({error}); check the path.") from None
     items: dict[str, Item] = {}
     for number, line in enumerate(lines, 1):
         prompt = line.strip()

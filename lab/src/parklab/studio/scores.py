@@ -162,9 +162,14 @@ def head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def plain_cell(value: Any) -> Any:
+    """A text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay as they are."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
 def to_csv(lines: list[dict[str, Any]]) -> bytes:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(lines[0]))
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows({name: plain_cell(value) for name, value in line.items()} for line in lines)
     return text.getvalue().encode()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from parklab.studio.generate import StepReport
 
-console = Console()
+console = Console(markup=False, emoji=False)  # prompts, paths and names are text
 LONG = 1.5  # seconds of silence after which a user asks whether anything happens
 
 
@@ -53,7 +53,7 @@ class StepBars:
 
     def __init__(self) -> None:
         columns = (
-            TextColumn("{task.description:14}"),
+            TextColumn("{task.description:14}", markup=False),
             BarColumn(),
             TextColumn("step {task.completed:.0f}/{task.total:.0f}  {task.fields[state]:24}"),
         )
@@ -102,7 +102,7 @@ def warn(line: str | None) -> None:
 
 def tell(line: str) -> None:
     """On stderr, beside the results."""
-    Console(stderr=True).print(f"park: {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(f"park: {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
