@@ -21,7 +21,7 @@ CASES = {
     "a word nearly right": (["generate", EXAMPLE.replace("circle", "circel")], "unknown word 'circel'", "did you mean circle?"),
     "methods nearly right": (["compare", "--methods", "dense,parc"], "methods: expected all or some of", "did you mean park?"),
     "a prompt and a file of prompts": (["compare", EXAMPLE, "--prompts", "x.txt"], "prompt: expected either", "got both"),
-    "no file of prompts": (["compare", "--prompts", "x.txt"], "prompts: expected a text file", "got no file x.txt"),
+    "no file of prompts": (["compare", "--prompts", "x.txt"], "prompts: expected a text file", "got x.txt (No such file or directory)"),
     "a seed and seeds": (["compare", "--seed", "3", "--seeds", "0,1"], "seeds: expected either --seed or --seeds", "got 3 and 0,1"),
     "seeds that are none": (["compare", "--seeds", "0,x"], "seeds: expected whole numbers", "got '0,x'"),
     "one seed twice": (["compare", "--seeds", "1,1"], "seeds: expected each once", "got 1, 1"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_choice, expect_device, expect_file, expect_key_valid, expect_path, expect_text
+from parkattn.checks import expect_choice, expect_device, expect_key_valid, expect_path, expect_text
 from parkattn.files import write_atomically
 from parkattn.segments import segment_sizes
 
@@ -176,9 +176,9 @@ class Plan:
 
         expect_path("path", path)
         expect_device("device", device)
-        if os.path.exists(path):  # noqa: PTH110 (a name that no file system takes is False)
-            expect_file("path", path, "a plan written by Plan.save", most=2**36)
         try:
+            if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (a pipe would block)
+                raise OSError
             with safe_open(str(path), framework="pt", device=str(device)) as file:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

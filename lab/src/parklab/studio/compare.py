@@ -53,6 +53,12 @@ DEFAULT_METHODS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
 REFERENCE, MAIN = "dense", "park"
 SHORT_METHODS = f"{REFERENCE},{MAIN}"  # where none are asked for and there are several profiles
 FORMAT = "parkattn.comparison.1"
+# what a report reads of a record
+WRITTEN = {
+    "resolved": ("method", "preset", "changes", "config", "prompt", "fps"),
+    "measured": ("steps", "heat", "density", "density_sparse_steps", "recall", "phase_seconds", "seconds"),
+    "environment": (), "tokens": (), "command": (),
+}  # fmt: skip
 
 Announce = Callable[[str, str], None]  # (cell: a variant, or prompt, seed and variant; "start" | "done" | "kept")
 
@@ -176,11 +182,21 @@ def compare(
     records = store.fill(cells, make, overwrite=overwrite, kept=lambda cell: announce(cell.name, "kept"))
     found: dict[Case, dict[str, Record]] = {case: {} for case in cases}
     for name, record in records.items():
+        expect_written(record, out / f"{name}.json")
         case, variant = places[name]
         found[case][variant] = record
-    command = repeat_comparison(requests[cells[0].name], request, methods, profiles, out, prompts, seeds)
+    command = repeat_comparison(requests[cells[0].name], request, methods, profiles, out, prompts, seeds, recall_rows)
     stage("measuring the videos and writing the page")
     return write_report(found, out, say, command=command)
+
+
+def expect_written(record: Record, path: Path) -> None:
+    """A seal says that nobody changed a record, and not that this version wrote it."""
+    for name, fields in WRITTEN.items():
+        part = record.get(name)
+        lacking = [field for field in fields if not isinstance(part, dict) or field not in part] or ([name] if part is None else [])
+        if lacking:
+            raise ValueError(f"out: expected {path} as park compare writes it, got none of {lacking[0]}; pass --overwrite.")
 
 
 def variant_cell(request: Request, case: Case, recall_rows: int) -> Cell:
@@ -198,6 +214,7 @@ def repeat_comparison(
     out: Path,
     prompts: Path | None,
     seeds: Sequence[int],
+    recall_rows: int,
 ) -> str:
     """The command that makes the comparison again. resolved: one of its requests, for what was filled in."""
     left_out = {*UNASKED, "method", "preset", "seed"} if seeds else {*UNASKED, "method", "preset"}
@@ -206,6 +223,7 @@ def repeat_comparison(
     words += ["--methods", ",".join(methods), "--out", out.name if out.is_absolute() else str(out)]
     words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     words += ["--profile", ",".join(profiles)] if profiles else []
+    words += ["--recall-rows", str(recall_rows)] if recall_rows != RECALL_ROWS else []
     words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     return shlex.join(words)
