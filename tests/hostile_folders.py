@@ -76,6 +76,14 @@ def change(folder: Path, name: str, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def replaces(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def set_rules(folder: Path, part: str, rules: list[Any]) -> None:
+    change(folder, "tokenizer/tokenizer.json", **{part: {"type": "Sequence", f"{part}s": rules}})
+
+
 def name_component(folder: Path, part: str, entry: Any, code: str | None = None) -> None:
     change(folder, INDEX, **{part: entry})
     if code is not None:
@@ -257,14 +265,33 @@ def _judged() -> dict[str, Damage]:
         ("tokenizer_file", "../x.json"),
         ("init_inputs", ["/etc/passwd"]),
         ("gguf_file", "x"),
-    ):
-        found[f"tokenizer's {key}"] = partial(change, name="tokenizer/tokenizer_config.json", **{key: value})
+        ("vocab", "/etc/passwd"), ("vocab", "/dev/zero"), ("vocab", "vocab.json"), ("merges", "/etc/passwd"), ("merges", "../merges.txt"),
+        ("anything", "/etc/passwd"), ("anything", ["a", "../../x"]), ("anything", {"a": {"b": "~/x"}}), ("anything", "file:///etc/passwd"),
+    ):  # fmt: skip
+        found[f"tokenizer's {key} {value}"] = partial(change, name="tokenizer/tokenizer_config.json", **{key: value})
     for name, key, number in (
         ("transformer/config.json", "num_layers", 10**9), ("transformer/config.json", "rope_max_seq_len", 10**12),
         ("transformer/config.json", "ffn_dim", 1e30), ("vae/config.json", "dim_mult", [10**9] * 4),
         ("text_encoder/config.json", "vocab_size", 10**12), ("scheduler/scheduler_config.json", "num_train_timesteps", 10**10),
     ):  # fmt: skip
         found[f"{key} {number}"] = partial(change, name=name, **{key: number})
+    # tables of positions and layers that are filled before any weight is compared
+    for name, changes in (
+        ("transformer/config.json", {"attention_head_dim": 262_144}), ("transformer/config.json", {"attention_head_dim": 2**20}),
+        ("transformer/config.json", {"rope_max_seq_len": 2**20}), ("vae/config.json", {"z_dim": 2**20}), ("vae/config.json", {"base_dim": 2**18}),
+        ("transformer/config.json", {"sample_width": 2**19, "sample_height": 2**19, "sample_frames": 9}),
+        ("text_encoder/config.json", {"d_kv": 2**20}),
+    ):  # fmt: skip
+        found[f"{name} {changes}"] = partial(change, name=name, **changes)
+    for name, rules in {
+        "nine that lengthen": [replaces("a", "a" * 100)] * 9, "thirty that separate": [replaces("x*", "ab", "Regex")] * 30,
+        "of another dialect": [replaces("(?~x)", "abc", "Regex")] * 9, "a thousand": [replaces("a", "b")] * 1000,
+        "one long": [replaces("a", "b" * 10**6)], "a long pattern": [replaces("(a|b)" * 10**4, "b", "Regex")],
+        "nested": [{"type": "Sequence", "normalizers": [replaces("a", "a" * 100)] * 3}] * 3,
+        "that prepend": [{"type": "Prepend", "prepend": "x" * 100}] * 9,
+    }.items():  # fmt: skip
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            found[f"{part} rules: {name}"] = partial(set_rules, part=part, rules=rules)
     for name in (INDEX, WEIGHTS["vae"], "vae/config.json", "tokenizer/tokenizer.json", "pipe", "vae/pipe"):
         found[f"FIFO {name}"] = partial(replace_by_fifo, name=name)
     found["socket"] = partial(put_socket, name="vae/s")

@@ -49,3 +49,4 @@ def test_nothing_on_the_page_is_wider_than_the_screen_or_comes_from_outside(page
 def test_text_of_records_is_escaped(page_file):
     page = page_file.read_text()
     assert "</script>" not in page and "a statement &lt;b&gt;" in page
+    assert """http-equiv="Content-Security-Policy" content="default-src 'none'; style-src""" in page and "script-src" not in page

@@ -1,7 +1,9 @@
 """The rules of the house that a reader can rely on. Import direction itself is checked by lint-imports in `make test`."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import parkattn
+from parklab import record
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for room in ("src", "lab/src", "tests") for path in (ROOT / room).rglob("*.py"))
@@ -55,6 +58,25 @@ def test_public_names_exist_and_are_documented():
 
 def test_package_says_it_is_typed():
     assert (Path(parkattn.__file__).parent / "py.typed").exists()
+
+
+def test_a_copy_inside_another_repository_does_not_record_that_ones_commit(tmp_path, monkeypatch):
+    """Copied alone, and copied to the very place where ours stands; the checkout itself is told by its own commit, whatever git is told."""
+    monkeypatch.delenv("PARKATTN_COMMIT", raising=False)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    for place in ("src/parkattn", "vendored/parkattn"):
+        shutil.copytree(Path(parkattn.__file__).parent, tmp_path / place, ignore=shutil.ignore_patterns("*.safetensors", "*.pyc"))
+    for words in (["init", "-q"], ["add", "pyproject.toml", "lab/src/parklab/record.py"], ["commit", "-qm", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    ask = "from parklab import record; print(record.__file__, record._commit())"
+    for place in ("src", "vendored"):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / place)}
+        said = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout.split()
+        assert said == [str(tmp_path / place / "parkattn" / "record.py"), "None"]
+    own = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert record._commit() == (own or None)
 
 
 def test_missing_extra_names_the_install_line():

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import torch
 import parkattn
 import tiny_pipelines
 from parkattn import CallSite, MethodEntry, ParkConfig, make_method, methods
-from parkattn.methods import METHODS, configured_method, method_entry, register, register_from
+from parkattn.methods import METHODS, configured_method, method_entry, register, register_from, register_installed
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.planned import make_plan
 
@@ -163,6 +164,29 @@ def test_settings_of_another_method_are_refused(outside):
 def test_a_taken_name_is_refused():
     with pytest.raises(ValueError, match="which is taken"):
         register(MethodEntry("park", lambda config: None, "another one"))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../escaped", "a/b", "", ".hidden", "-x", "a,b", "metrics", "side_by_side", "all", "x" * 65, "é", "a\n", 5]
+)
+def test_a_name_that_no_file_or_option_can_have_is_refused(name):
+    with pytest.raises((ValueError, TypeError), match=r"name: expected .*, got .*; "):
+        register(MethodEntry(name, lambda config: None, "a line"))
+    assert name not in parkattn.METHODS.data
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit", "raise RuntimeError('x')", "raise GeneratorExit", "1 / 0"])
+def test_a_package_that_ends_the_process_at_import_is_named_and_the_others_stay(tmp_path, monkeypatch, ending):
+    (tmp_path / "ends_here.py").write_text(f"import sys\n{ending}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends_here", raising=False)
+    point = EntryPoint("ends", "ends_here:ENTRY", "parkattn.methods")
+    monkeypatch.setattr("parkattn.methods.entry_points", lambda group: [point])
+    with pytest.warns(UserWarning, match="plug-in ends_here:ENTRY: expected a MethodEntry, got"):
+        register_installed()
+    if "GeneratorExit" not in ending:
+        with pytest.raises(ValueError, match=r"method: expected module:ENTRY on the import path, got 'ends_here:ENTRY' \(.+\); "):
+            register_from("ends_here:ENTRY")
 
 
 def test_a_budget_switches_its_rival_off():

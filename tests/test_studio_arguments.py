@@ -8,6 +8,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
 from fuzz_calls import ONE_LINE
+from parkattn.methods import configured_method
 from parklab import cli
 from parklab.sprites.grammar import EXAMPLE
 from parklab.studio import checkpoints, commands, compare
@@ -15,6 +16,10 @@ from parklab.studio import checkpoints, commands, compare
 CASES = {
     "a seed no generator takes": (["generate", EXAMPLE, "--seed", str(2**64)], "seed: expected", str(2**64)),
     "a seed below 0": (["generate", EXAMPLE, "--seed", "-1"], "seed: expected at least 0", "-1"),
+    "more steps than schedulers have": (["generate", EXAMPLE, "--steps", "1001"], "steps: expected at most 1000", "got 1001"),
+    "more text than encoders read": (["compare", "--text-tokens", "99999999"], "text_tokens: expected at most 4096", "got 99999999"),
+    "guidance NaN": (["reproduce", "all", "--quick", "--guidance", "1,nan"], "guidance: expected a number from 0 on", "got nan"),
+    "guidance below 0": (["reproduce", "frontier", "--guidance=-5"], "guidance: expected a number from 0 on", "got -5"),
     "no height": (["generate", EXAMPLE, "--height", "0"], "height: expected at least 1", "0"),
     "a setting nearly right": (["generate", EXAMPLE, "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
     "a method nearly right": (["generate", EXAMPLE, "--method", "prak"], "method: expected one of", "did you mean park?"),
@@ -63,6 +68,43 @@ def test_a_wrong_option_is_one_line_before_a_model_is_loaded(case, tmp_path, mon
     line = refusal(monkeypatch, capsys, words)
     assert all(part in line for part in said), line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("True", True), ("true", True), ("False", False), ("None", None), ("null", None), (".5", 0.5), ("5.", 5.0), ("-.5e1", -5.0),
+        ("0.1", 0.1), ("[1,2]", [1, 2]), ("pama", "pama"), (".", "."), ("None1", "None1"), ("[" * 10**5, "[" * 10**5),
+    ],
+)  # fmt: skip
+def test_a_setting_is_read_as_json_or_as_python_writes_it(text, value):
+    assert commands.changes_from([f"x={text}"]) == {"x": value}
+
+
+def test_settings_in_pythons_spelling_are_accepted(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr("parklab.studio.generate.generate_video", lambda request, out, **_: (seen.update(request.changes), False))
+    for words in (["compensate=True", "top_p=.5", "anchors=None"], ["top_p=None", "top_k=0.1"]):
+        monkeypatch.setattr(sys, "argv", ["park", "generate", EXAMPLE, *(word for setting in words for word in ("--set", setting))])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        configured_method("park", "quality", **seen)
+    assert seen == {"compensate": True, "top_p": None, "anchors": None, "top_k": 0.1}
+
+
+@pytest.mark.parametrize("prompt", ["a cat [/red] sits", "a [bold]cat[/bold] :cat: sits"])
+def test_brackets_in_a_prompt_are_shown_as_they_are(tmp_path, monkeypatch, capsys, prompt):
+    row = {"label": "dense", "psnr": {"mean": 100.0}, "ssim": {"mean": 1.0}, "density": 1.0, "recall": None,
+           "seconds": {"denoise": 2.0, "attention": 1.0}, "speedup": 1.0}  # fmt: skip
+    report = {"tokens": 7128, "timing_warning": None, "methods": [row | {"label": "[/x]"}]}
+    monkeypatch.setattr(compare, "compare", lambda *_, **__: report)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["park", "compare", prompt, "--out", str(tmp_path / "o[/b]x")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and prompt in said and "[/x]" in said
 
 
 def test_a_dense_layer_that_the_model_has_not_is_refused(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from parklab.sprites.grammar import EXAMPLE
 from parklab.store import sealed
 from parklab.studio import checkpoints, compare, video
 from parklab.studio.generate import Request
+from parklab.studio.page import render_page
 from test_studio import asked, model  # noqa: F401 (a fixture)
 
 # numpy's complaint about schedulers of diffusers
@@ -61,6 +62,29 @@ def test_every_prompt_is_made_with_every_seed_in_one_folder(gallery):
     assert not np.array_equal(first, second)
     lines = (folder / "out" / "metrics.csv").read_text().splitlines()
     assert len(lines) == 1 + 4 * 2 and {line.rsplit(",", 1)[1] for line in lines[1:]} == {case["name"] for case in cases}
+
+
+def test_recall_that_was_not_measured_is_not_taken_for_measured(model, tmp_path):  # noqa: F811
+    request = asked(model, steps=2)
+    run(request, tmp_path, recall_rows=0)
+    assert run(request, tmp_path, recall_rows=0)[:2] == ([], ["dense", "park"])
+    with pytest.raises(ValueError, match=r"made with other settings \(recall_rows = 0, asked 8\); pass --overwrite"):
+        run(request, tmp_path)
+    assert run(request, tmp_path, overwrite=True)[2]["methods"][1]["recall"] is not None
+    path = tmp_path / "park.json"
+    record = json.loads(path.read_text())
+    del record["measured"]
+    path.write_text(json.dumps(sealed(record)))
+    with pytest.raises(ValueError, match=r"out: expected .*park.json as park compare writes it, got none of steps; pass --overwrite"):
+        run(request, tmp_path)
+
+
+@pytest.mark.parametrize("word", ["__VIDEOS__", "__DATA__", "__STYLE__", "__SCRIPT__"])
+def test_a_mark_of_the_template_in_a_prompt_or_path_is_data(word):
+    page = render_page({"prompt": word, "command": f"--out {word}/x"}, [{"dense": b"mp4"}])
+    for name, text in (("data", json.dumps({"prompt": word, "command": f"--out {word}/x", "stills": []}, separators=(",", ":"))),
+                       ("videos-0", '{"dense":"bXA0"}')):  # fmt: skip
+        assert page.count(f'<script id="{name}" type="application/json">{text}</script>') == 1
 
 
 def test_the_row_over_all_cases_is_the_mean_and_the_speed_of_all_seconds(gallery):
