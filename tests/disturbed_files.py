@@ -194,7 +194,7 @@ def without_a_model() -> Iterator[list[str]]:
         seconds = {"text": 0.0, "denoise": 2.0, "decode": 0.0, "attention": 1.0, "total": 2.0}
         found = {
             "steps": steps, "density": 1.0, "density_sparse_steps": 0.5, "recall": None, "seconds": seconds,
-            "summary": {}, "phase_seconds": {"dense": 2.0}, "heat": {"density": None, "recall": None},
+            "summary": {}, "phase_seconds": {"dense": 2.0}, "attention_seconds_saved": None, "heat": {"density": None, "recall": None},
         }  # fmt: skip
         return Generation(frames.astype(np.uint8), found)
 

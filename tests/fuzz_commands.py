@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 
+import hostile_files
 import reproduce_campaign
 from fuzz_calls import Tally, report
 from parklab import cli, demo
@@ -86,6 +87,8 @@ PROMPTS = (
     "a red circle moves right over red red",
     "\udcff",
     "x" * 9999,
+    "a cat [/red] sits",
+    "__VIDEOS__ and __DATA__",
 )
 SETTINGS = ("top_p=0.8", "top_p=2", "topp=0.8", "top_p", "=", "top_p=", "=1", "top_k=0.1", "seed=-1", f"seed={2**64}", "dense_layers=[99]")
 SETTINGS += (
@@ -99,9 +102,20 @@ SETTINGS += (
     "top_p=[[[[",
 )
 SETTINGS += ("refresh_steps=[1,2]", "query_clusters=null", "long_video_blocks=[1]", "top_p=" + "9" * 5000, "method=park", "compensate=true")
+SETTINGS += (
+    "compensate=True",
+    "top_p=.5",
+    "anchors=None",
+    "top_p=None",
+    "density_profile=pipe",
+    "density_profile=nan.jsonl",
+    "x=[/b]",
+    "top_p=" + "[" * 5000,
+)
 LABELS = ("all", "frontier", "tab:module_ablation", "query_key_compression", "tab:module_ablatoin", "fig:overview", "scaling", "", "\udcff")
 MEASURES = ("all", "psnr", "psnr,ssim", "psnr,,ssim", "pnsr", "vmaf", "imaging_quality", "", ",", "psnr, ssim")
 SIZES = ("9x64x96", "9x64", "x", "0x0x0", "9x64x96x3", "١x64x96", "-1x2x3", f"{2**64}x1x1")
+GIVEN = ("pipe.mp4", "nan.jsonl", "deep.jsonl", "huge.npy", "cut.mp4", "nan.safetensors")
 SHARDS = ("0/1", "1/2", "2/2", "a/b", "0/0", "1", "/", "-1/2", f"0/{2**64}")
 
 
@@ -114,8 +128,13 @@ class Lines:
         (folder / "bad.txt").write_bytes(b"\xff\xfe\0")
         (folder / "twice.txt").write_text(f"{EXAMPLE}\n{EXAMPLE}\n")
         (folder / "model").mkdir(exist_ok=True)
+        os.mkfifo(folder / "pipe.mp4")
+        for name, case in {"nan.jsonl": "frontier lines: psnr float nan", "deep.jsonl": "pama lines: deep", "huge.npy": "npy: 2**60 frames",
+                           "cut.mp4": "mp4: cut", "nan.safetensors": "capture: NaN"}.items():  # fmt: skip
+            hostile_files.CASES[case][2](folder / name)
         self.paths = tuple(
-            str(folder / name) for name in ("out", "out/a.mp4", "b.mp4", "file", "file/x", "model", "prompts.txt", "bad.txt", "twice.txt")
+            str(folder / name)
+            for name in ("out", "out/a.mp4", "b.mp4", "file", "file/x", "model", "prompts.txt", "bad.txt", "twice.txt", *GIVEN)
         )
         self.paths += (
             "relative",

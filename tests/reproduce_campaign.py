@@ -54,7 +54,8 @@ def without_a_model() -> Iterator[None]:
             made = stub(pipe, request, config, **options)
             return Generation(made.frames, made.measured | {"summary": {"calls": {"dense": 1, "reuse": 1}}})
 
-        call = Captured(*(torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0)), CallSite())
+        q, k, v = (torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0, 3.0))
+        call = Captured(q, k, CallSite(values=v))
         stands_in: list[tuple[Any, str, Any]] = [
             (runner, "fit_to_pipeline", lambda request, pipe: request),
             (runner, "config_for", lambda request, pipe: ParkConfig()),

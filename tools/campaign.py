@@ -1,13 +1,14 @@
-"""python tools/campaign.py [store|reproduce|folders|calls|commands|soak|diffusers ...] [--diffusers PATH]
+"""python tools/campaign.py [store|reproduce|folders|files|calls|commands|soak|diffusers ...] [--diffusers PATH]
 
 The long tests, one line with counts each; the exit code is 1 where one fails. Short forms of all parts are in `make test`.
-store, reproduce: commands cut off before every file operation; store also on full and bad disks, in damaged and received folders. folders: hostile model folders. calls, commands: fuzzed API calls and command lines.
+store, reproduce: commands cut off before every file operation; store also on full and bad disks, in damaged and received folders. folders, files: hostile model folders and files. calls, commands: fuzzed API calls and command lines.
 soak: 200 videos in one process. diffusers: its own CPU tests of the supported models (PATH is its source), stock and with every block kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import resource
@@ -96,6 +97,24 @@ def folders() -> bool:
                 print(f"  {name}: {outcome}")
     print("folders: " + ", ".join(f"{count} {what}" for what, count in counts.items()), flush=True)
     return not any(count for what, count in counts.items() if what != "folders")
+
+
+def files() -> bool:
+    """Every hostile file that a command is given is refused in one line; none hangs it, fills memory or becomes a verdict."""
+    import hostile_files as hostile
+
+    kinds: dict[str, list[int]] = {}
+    for name in hostile.CASES:
+        with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+            wrong = hostile.fault(name, Path(place))
+        count = kinds.setdefault(name.partition(": ")[0], [0, 0])
+        count[0] += 1
+        count[1] += bool(wrong)
+        if wrong:
+            print(f"  {name}: {wrong}")
+    told = ", ".join(f"{runs} {kind} ({bad} not refused)" for kind, (runs, bad) in kinds.items())
+    print(f"files: {len(hostile.CASES)} files: {told}", flush=True)
+    return not any(bad for _, bad in kinds.values())
 
 
 def soak() -> bool:
@@ -213,7 +232,7 @@ def main() -> None:
     reader.add_argument("--diffusers", type=Path, default=None, metavar="PATH")
     asked = reader.parse_args()
     parts: dict[str, Callable[[], bool | None]] = {
-        "store": store, "reproduce": reproduce, "folders": folders, "calls": calls, "commands": commands, "soak": soak,
+        "store": store, "reproduce": reproduce, "folders": folders, "files": files, "calls": calls, "commands": commands, "soak": soak,
         "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
     }  # fmt: skip
     unknown = sorted(set(asked.parts) - parts.keys())

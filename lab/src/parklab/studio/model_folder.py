@@ -24,6 +24,7 @@ INDEX = "model_index.json"
 MIB, GIB = 2**20, 2**30
 # the largest known: 35 MiB of tokenizer.json, 57 GiB of weights in one file; headers hold about 100 bytes per tensor
 LARGEST_CONFIG, LARGEST_VOCABULARY, LARGEST_WEIGHTS, LARGEST_HEADER = 8 * MIB, 128 * MIB, 96 * GIB, 16 * MIB
+LARGEST_TOKENIZER = 64 * MIB
 MOST_FILES, DEEPEST, LONGEST_NAME, MOST_TENSORS = 2000, 4, 200, 100_000
 LARGEST_NUMBER = 2**20  # in a model's or scheduler's config: vocabularies and position tables of known models stay below
 LARGEST_BASE = 1e9  # of rotary frequencies, which no memory depends on
@@ -44,7 +45,7 @@ FORBIDDEN = {
 UNREAD = {"special_tokens_map_file", "_name_or_path", "name_or_path"}
 OPENED = {"vocab", "merges", "init_inputs"}  # a tokenizer takes a string here as the path of a file
 TOKENS = {"content", "chat_template"}  # any text
-LEAVES = re.compile(r"[/~\\]\S|file:|(\S*/)?\.\.(/|$)")  # begins a path that is not in the folder
+LEAVES = re.compile(r"[/~]\S|file:|(\S*/)?\.\.(/|$)")  # begins a path that is not in the folder
 ATTENTIONS = (None, True, False, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 ITEM_BYTES = {
@@ -257,7 +258,7 @@ def _judge_configs(root: Path, name: str, role: Role, class_name: str, own: dict
 @functools.lru_cache(maxsize=64)
 def _judge_tokenizer(path: Path, size: int, changed_ns: int, inode: int) -> None:
     """The arguments tell versions of a file apart, so that a process parses one once. Reset: cache_clear."""
-    if wrong := fault_in_rules(read_json(path, LARGEST_VOCABULARY, "it was there")):
+    if wrong := fault_in_rules(read_json(path, LARGEST_TOKENIZER, "it was there")):
         raise _refusal(f"rules in {path} of bounded memory and time", wrong, "download it again")
 
 
@@ -274,7 +275,8 @@ def _expect_plain_config(config: dict[str, Any], where: str, *, bounded: bool) -
             names = value if isinstance(value, list) else [value]
             if not all(name is None or (isinstance(name, str) and name not in (".", "..") and "/" not in name) for name in names):
                 raise _refusal(f"{key} in {where} to be a file's name", value, "remove that line")
-        if isinstance(value, str) and (key in OPENED or (key not in UNREAD | TOKENS and LEAVES.match(value))):
+        words = key in UNREAD | TOKENS or key.endswith(("_token", "_tokens"))
+        if isinstance(value, str) and (key in OPENED or (not words and LEAVES.match(value))):
             raise _refusal(f"no path under {key} in {where}", value, "remove that line")
         if bounded and isinstance(value, (int, float)) and abs(value) > (LARGEST_BASE if "theta" in key else LARGEST_NUMBER):
             raise _refusal(f"{key} in {where} to be at most {LARGEST_NUMBER}", value, "correct it")
