@@ -22,6 +22,7 @@ PROJECTS = {
 }
 EVERY = [f"{name}[{extra}]" for name, project in PROJECTS.items() for extra in project["optional-dependencies"] if extra != "lab"]
 CONSTRAINTS = ROOT / "constraints.txt"
+THEIRS = {"click", "huggingface-hub", "tokenizers", "pyparsing"}  # required by packages that we require
 PINS = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
 
 
@@ -115,13 +116,15 @@ def test_the_pins_and_all_extras_resolve_together_on_the_plain_index(answers):
     """A set for all extras is one for each, since it meets every requirement of each."""
     found = answers("every extra")
     assert isinstance(found, dict), found
-    assert {name: found[name] for name in PINS} == PINS
+    assert {name: found.get(name) for name in PINS} == PINS
 
 
 def test_the_pins_resolve_where_a_cpu_build_of_torch_is_offered(answers):
     found = answers("CPU build")
     assert isinstance(found, dict), found
-    assert {name: found[name] for name in PINS} == {**PINS, "torch": f"{PINS['torch']}+cpu"}
+    taken = {name: pinned for name, pinned in PINS.items() if name in found}
+    assert taken.keys() >= {"torch", "triton", "diffusers", "transformers", "peft", "safetensors"}
+    assert {name: found[name] for name in taken} == {**taken, "torch": f"{PINS['torch']}+cpu"}
     assert not [name for name in found if name.startswith("nvidia")]
 
 
@@ -133,8 +136,16 @@ def test_pins_that_do_not_belong_together_are_noticed(answers):
 def test_every_pin_is_within_the_bounds_of_the_metadata():
     bounds = {re.split(r"[<>=;]", line)[0]: line for line in requirements(*EVERY)}
     for name, pinned in PINS.items():
-        lowest = re.search(r">=([\d.]+)", bounds[name])
-        assert lowest and number(pinned) >= number(lowest[1]), name
+        if name not in THEIRS:
+            lowest = re.search(r">=([\d.]+)", bounds[name])
+            assert lowest and number(pinned) >= number(lowest[1]), name
+
+
+def test_what_set_up_installs_is_pinned_to_one_released_version():
+    """The suite turns warnings into errors and compares formatted text: a version that floats breaks it without a change here."""
+    asked = {re.split(r"[<>=;]", line)[0] for line in requirements("test")}
+    assert asked | THEIRS == set(PINS)
+    assert all(re.fullmatch(r"[\d.]+", pinned) for pinned in PINS.values())  # no local build, such as +cpu
 
 
 def test_every_dependency_names_its_lowest_version():
