@@ -25,7 +25,7 @@ from parklab.metrics.fidelity import Frames
 from parklab.metrics.measures import MEASURES, SINGLE, Setting, measure_video
 
 RAW, DECODED = "raw frames", "decoded mp4"
-LARGEST_FILE = 2**32  # bytes: 1,500 frames of 720p
+LARGEST_FILE = 2**31  # bytes: 776 frames of 720p
 ENDINGS = {".npy": RAW, ".safetensors": RAW, ".mp4": DECODED}
 
 ReadRecord = Callable[[Path], Mapping[str, Any] | None]  # a sealed record of the result store, or None

@@ -291,7 +291,7 @@ def generate_frames(
         except (MemoryError, RuntimeError) as error:
             if not ran_out_of_memory(error):
                 raise
-            advice = "a smaller size" if request.device == "cpu" else "--offload model, or a smaller size"
+            advice = "--offload model, or a smaller size" if isinstance(error, torch.OutOfMemoryError) else "a smaller size"
             raise ValueError(
                 f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
                 f"memory; pass {advice}."

@@ -18,7 +18,7 @@ Frames = NDArray[np.uint8]
 CODEC = "libx264"
 DIFFERENCE_GAIN = 4  # differences of sparse attention are faint: they are shown four times as strong
 LABEL_HEIGHT = 24
-LARGEST_FILE, LARGEST_VIDEO = 2**31, 2**32  # bytes of an mp4 that is read, and of its frames: 1,500 of 720p
+LARGEST_FILE = LARGEST_VIDEO = 2**31  # bytes of an mp4 that is read, and of its frames: 776 of 720p
 
 
 def video_library() -> Any:
@@ -76,24 +76,26 @@ def read_mp4(path: Path) -> Frames:
     H.264 has no checksum: about a tenth of single flipped bits decode as other pictures. A record's hash finds those.
     """
     av = video_library()
-    data, shown, held = read_file("video", path, "an mp4", most=LARGEST_FILE), [], 0
+    data, found = read_file("video", path, "an mp4", most=LARGEST_FILE), 0
     try:
         # from memory and as one format: a playlist or a script that calls itself mp4 would open other files
         with av.open(io.BytesIO(data), format="mp4") as container:
             stream = container.streams.video[0]
-            stream.codec_context.options = {"err_detect": "explode"}
-            stream.codec_context.thread_count = 1  # a second thread drops its error with the last frames
-            expected, each = stream.frames, stream.codec_context.width * stream.codec_context.height * 3
-            if not 0 < each * expected <= LARGEST_VIDEO:
-                raise ValueError(f"{expected} frames of {stream.codec_context.width} x {stream.codec_context.height} pixels")
+            codec = stream.codec_context
+            codec.options = {"err_detect": "explode"}
+            codec.thread_count = 1  # a second thread drops its error with the last frames
+            shape = stream.frames, codec.height, codec.width, 3
+            if not 0 < math.prod(shape) <= LARGEST_VIDEO:
+                raise ValueError(f"{stream.frames} frames of {codec.width} x {codec.height} pixels")
+            frames = np.empty(shape, np.uint8)
             for frame in container.decode(stream):
-                held += frame.width * frame.height * 3
-                if frame.is_corrupt or held > LARGEST_VIDEO or len(shown) >= expected:
-                    raise ValueError(f"damage in frame {len(shown) + 1} of {expected}")
-                shown.append(frame.to_ndarray(format="rgb24"))
-        if len(shown) != expected:
-            raise ValueError(f"{len(shown)} of {expected} frames")
-        return np.stack(shown)
+                if frame.is_corrupt or (frame.height, frame.width) != shape[1:3]:
+                    raise ValueError(f"damage in frame {found + 1} of {stream.frames}")
+                frames[found] = frame.to_ndarray(format="rgb24")
+                found += 1
+            if found != stream.frames:
+                raise ValueError(f"{found} of {stream.frames} frames")
+        return frames
     except Exception as error:  # a damaged file ends in any of a decoder's errors
         said = (str(error).splitlines() or ["no video"])[0]
         raise ValueError(f"{path}: expected a whole video, got {said}; make it again.") from None
