@@ -14,10 +14,11 @@ import torch
 pytest.importorskip("diffusers")
 
 import hostile_folders as hostile
+import tiny_families as families
 import tiny_pipelines as tiny
 from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints, generate
-from parklab.studio.model_folder import judge_folder, read_header
+from parklab.studio.model_folder import _expect_widths, judge_folder, read_header
 
 ONE_LINE = re.compile(r"model: expected [^\n]+, got[^\n]+; [^\n]+\.")
 
@@ -104,6 +105,14 @@ def test_a_saved_pipeline_passes_and_comes_back_bit_for_bit(tmp_path, build, siz
             again = getattr(loaded, name).state_dict()
             assert part.state_dict().keys() == again.keys()
             assert all(torch.equal(value, again[key]) for key, value in part.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["wan_i2v", "wan_ti2v", "vace", "skyreels", "hunyuan15", "cogvideox", "ltx", "mochi"])
+def test_configs_of_every_family_are_no_wider_than_their_weights(family):
+    for name, part in getattr(families, family)().components.items():
+        if isinstance(part, torch.nn.Module):
+            config = dict(part.config) if isinstance(part.config, dict) else part.config.to_dict()
+            _expect_widths(config, name, {key: tuple(value.shape) for key, value in part.state_dict().items()})
 
 
 def test_the_shipped_model_passes():

@@ -30,7 +30,8 @@ LARGEST_NUMBER = 2**20  # in a model's or scheduler's config: vocabularies and p
 LARGEST_BASE = 1e9  # of rotary frequencies, which no memory depends on
 # tables of positions are made while a model is built, from numbers that no weights confirm; known: 2**17 and 7 million
 TABLES = {("rope_max_seq_len", "attention_head_dim"): 2**22, ("sample_width", "sample_height", "sample_frames"): 2**24}
-WIDTH = re.compile(r"(.*_)?(dim|channels|heads|hidden_size|d_model|d_ff|d_kv)")  # no wider than the widest weights
+# no wider than the widest weights; CLIP's config names a projection that the encoder may not have
+WIDTH = re.compile(r"(?!.*projection_dim)(.*_)?(dim|channels|heads|hidden_size|d_model|d_ff|d_kv)")
 
 CODE = {".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".so", ".dll", ".dylib", ".egg", ".whl"}
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack", ".onnx", ".gguf", ".dduf"}
