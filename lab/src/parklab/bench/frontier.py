@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import typer
 
-from parkattn.checks import read_file
 from parkattn.engine.summary import Summary
 from parkattn.files import write_atomically
 from parkattn.hosts.diffusers import Session, transformers_of
