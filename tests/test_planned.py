@@ -239,3 +239,39 @@ def test_videos_never_share_a_plan():
     park(other, k, v, site(0, branch="cond, part 1", video=1))
     alone(other, k, v, site(0))
     assert torch.equal(park(other, k, v, site(1, branch="cond, part 1", video=1)).out, alone(other, k, v, site(1)).out)
+
+
+def as_laid_out(batch=1, paired=False, n=120, width=32, padded=False, **where):
+    """A call of some batch, pairing and layout, by step."""
+    parts = zip(*(tokens(n, seed=seed) for seed in range(batch)), strict=True)
+    q, k, v = (torch.cat(part) for part in parts)
+    key_valid = (torch.arange(n) < 100).expand(batch, n) if padded else None
+    return lambda park, step: park(q + 0.01 * step, k, v[..., :width], site(step, paired=paired, key_valid=key_valid, **where))
+
+
+LAYOUTS = {
+    **{f"{batch}{', paired' * paired}": {"batch": batch, "paired": paired} for batch in (1, 2, 4) for paired in (False, True)[: batch]},
+    "fewer tokens": {"n": 100},
+    "text": {"text": slice(100, 120)},
+    "padding": {"padded": True},
+    "padding of a pair": {"padded": True, "batch": 2, "paired": True},
+    "grid": {"grid": (2, 6, 10)},
+    "narrower values": {"width": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_neither_plan_nor_residual_outlives_a_change_of_batch_pairing_or_layout(first, share):
+    """What comes after another layout is what a fresh method gives; what comes back is that, or what it would be without the other."""
+    config = SMALL.replace(share_branches=share)
+    one = as_laid_out(**LAYOUTS[first])
+    alone = Park(config)
+    one(alone, 0)
+    again = [one(alone, 2).out, one(Park(config), 2).out]
+    for second in LAYOUTS.keys() - {first}:
+        other, park = as_laid_out(**LAYOUTS[second]), Park(config)
+        one(park, 0)
+        assert torch.equal(other(park, 1).out, other(Park(config), 1).out), second
+        back = one(park, 2).out
+        assert any(torch.equal(back, wanted) for wanted in again), second

@@ -236,6 +236,36 @@ def test_halves_of_a_batch_share_a_plan_where_they_are_one_video_and_nowhere_els
     assert not any(shared(tiny.wan, lambda pipe: tiny.run_wan(pipe, steps=4, **two)))
 
 
+FASTER = {"spatial_attention_timestep_skip_range": (-1, -1), "unconditional_batch_timestep_skip_range": (-1, 1000)}
+
+
+@pytest.mark.parametrize("which", ["quality", "paper"])
+@pytest.mark.parametrize("name", ["cogvideox", "mochi"])
+def test_a_cache_that_skips_the_unconditional_half_leaves_the_other_its_own_plans(name, which):
+    """With every block kept its runs are stock; the conditional branch is filed under one name in a pair and another alone."""
+    family = families.FAMILIES[name]
+    # prompts of one length: nothing but the batch tells the branches of Mochi apart
+    inputs = {key: torch.ones_like(x) if key.endswith("attention_mask") else x for key, x in family.inputs().items()}
+    pipe = family.build()
+    config = diffusers.FasterCacheConfig(
+        **FASTER, unconditional_batch_skip_range=3, current_timestep_callback=lambda: 500, tensor_format="BFCHW"
+    )
+    pipe.transformer.enable_cache(config)
+
+    def run(profiled=None):
+        if profiled is not None:
+            enable(pipe, profiled)
+        return pipe(**inputs, num_inference_steps=12, generator=torch.Generator().manual_seed(0), output_type="latent").frames
+
+    stock = run()
+    torch.testing.assert_close(run(profile(which, top_p=1.0)), stock, rtol=0, atol=2 * tolerance(stock, 64, 12, 6.0))
+    enable(pipe, profile(which))
+    seen = trace(pipe)
+    run()
+    batches = {(site.branch, stats.density.shape[0], site.paired) for site, stats in seen}
+    assert len(batches) == (3 if name == "mochi" else 2), "a cache must skip something for this test to say anything"
+
+
 def test_the_peak_of_a_run_counts_residuals_that_were_dropped_before_its_end():
     pipe = tiny.wan()
     with enable(pipe, profile("fast")) as session:

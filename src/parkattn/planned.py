@@ -82,7 +82,8 @@ class PlannedMethod:
         site = dataclasses.replace(site, values=v)
         # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
         backend = resolve_for(q, self.config.backend)
-        phase = self.schedule.phase(site, History(self.plans.refreshed_at(plan_key(site))))
+        key = plan_key(site, q.shape[0])
+        phase = self.schedule.phase(site, History(self.plans.refreshed_at(key)))
         if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
             phase = Phase("dense", "gradients are asked for, which the kernels do not compute; use torch.no_grad()")
         if phase.name == "dense":
@@ -90,13 +91,13 @@ class PlannedMethod:
                 expect_key_valid(site.key_valid, k)
             return self._dense(phase, q, k, v, site, backend)
         asked = self._planned_for(q, k, site)
-        phase, held = self._usable(phase, *asked, backend)
+        phase, held = self._usable(phase, key, *asked, v, backend)
         if phase.name == "anchor":
-            return self._anchor(phase, q, k, v, site, backend, held)
+            return self._anchor(phase, key, q, k, v, site, backend, held)
         residual = density = None
         if phase.name == "refresh" or held is None:
-            made = self._plan(*asked, backend, held, self.between if self.config.anchors is not None else self.planner)
-            self._keep(made, site)
+            made = self._plan(key, *asked, backend, held, self.between if self.config.anchors is not None else self.planner)
+            self._keep(key, made, site)
             plan = for_batch(made.plan, q)
         else:
             plan, residual, density = for_batch(held.plan, q), held.residual, held.density
@@ -113,10 +114,10 @@ class PlannedMethod:
         return AttentionOutput(out, stats)
 
     def _anchor(
-        self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
+        self, phase: Phase, key: SiteKey, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
-        made = self._plan(*self._planned_for(q, k, site), backend, held, self.planner)
+        made = self._plan(key, *self._planned_for(q, k, site), backend, held, self.planner)
         plan = for_batch(made.plan, q)
         kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
         rank = self.config.rank_for(q.shape[2])
@@ -128,7 +129,7 @@ class PlannedMethod:
                 kept = backend.factor(residual.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
-        self._keep(made, site, kept)
+        self._keep(key, made, site, kept)
         return AttentionOutput(out, stats)
 
     def _dense(self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend) -> AttentionOutput:
@@ -151,21 +152,21 @@ class PlannedMethod:
             return q, k, site
         return q[:half], k[:half], dataclasses.replace(site, values=None if site.values is None else site.values[:half])
 
-    def _plan(self, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None, planner: Planner) -> _Made:
+    def _plan(self, key: SiteKey, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None, planner: Planner) -> _Made:
         """A new plan, or with `share_branches` the one that another branch made at this step."""
         if self.config.share_branches:
-            sibling = self.plans.sibling(plan_key(site), site.step)
+            sibling = self.plans.sibling(key, site.step)
             other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
             usable = other is not None and other.plan.fits(q, k) and (other.text, other.grid) == (site.text, site.grid)
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
                 return _Made(other.plan, sibling)
         return _Made(make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite), None)
 
-    def _keep(self, made: _Made, site: CallSite, residual: LowRank | None = None) -> None:
+    def _keep(self, key: SiteKey, made: _Made, site: CallSite, residual: LowRank | None = None) -> None:
         if made.owner is None:
-            self.plans.put(plan_key(site), made.plan, site.step, site.text, residual, site.grid)
+            self.plans.put(key, made.plan, site.step, site.text, residual, site.grid)
         else:
-            self.plans.share(plan_key(site), made.owner, site.step, residual)
+            self.plans.share(key, made.owner, site.step, residual)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
         """The method's own sparse output, from that of the kept blocks."""
@@ -174,18 +175,22 @@ class PlannedMethod:
     def _how(self, site: CallSite) -> dict[str, Any]:
         return {"scale": site.scale, "compensate": self.config.compensate}
 
-    def _usable(self, phase: Phase, q: Tensor, k: Tensor, site: CallSite, backend: Backend) -> tuple[Phase, HeldPlan | None]:
-        """The plan held for this call, or a phase that says why there is none.
+    def _usable(
+        self, phase: Phase, key: SiteKey, q: Tensor, k: Tensor, site: CallSite, v: Tensor, backend: Backend
+    ) -> tuple[Phase, HeldPlan | None]:
+        """The plan held for this call, or a phase that says why there is none. v: of the whole batch, as a residual is.
 
         With a residual a first plan is built at an anchor, and without a schedule of anchors every plan is.
         """
-        held = self.plans.get(plan_key(site), backend.arrange, site.key_valid)
+        held = self.plans.get(key, backend.arrange, site.key_valid)
         if held is not None and not held.plan.fits(q, k):
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
             phase, held = Phase("refresh", "text or padding changed"), None
         if held is not None and held.grid != site.grid:
             phase, held = Phase("refresh", "the video's grid changed"), None
+        if held is not None and held.residual is not None and not held.residual.fits(v.shape[0], q.shape[2], v.shape[3]):
+            phase, held = Phase("refresh", "the values' width changed"), None
         if phase.name == "refresh" and self.config.rank_for(q.shape[2]) and (held is None or self.config.anchors is None):
             phase = Phase("anchor", phase.reason)
         return phase, held
@@ -240,6 +245,6 @@ def sampled_error(
         return missed / exact.flatten(2).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def plan_key(site: CallSite) -> SiteKey:
+def plan_key(site: CallSite, batch: int = 1) -> SiteKey:
     """What plans are filed under."""
-    return SiteKey(site.transformer, site.layer, site.branch, site.video)
+    return SiteKey(site.transformer, site.layer, site.branch, site.video, batch, site.paired)

@@ -210,7 +210,7 @@ class _Entry(NamedTuple):
 
 
 class PlanStore:
-    """Plans between steps, by (transformer, layer, branch), each with the residual that belongs to it: they go together.
+    """Plans between steps, by (transformer, layer, branch, batch), each with the residual that belongs to it: they go together.
 
     Kept packed (labels in one or two bytes, mask in bits: 9 MB per layer and branch at 40 heads and 75,600 tokens, and 24 MB
     for a residual of rank 8); the order inside a plan is sorted again from the labels when it is used.

@@ -21,6 +21,8 @@ class SiteKey(NamedTuple):
     layer: int
     branch: str
     video: int = 0
+    batch: int = 1  # a batch of another size, or one that pairs other branches, has other videos in its places
+    paired: bool = False
 
 
 @dataclass(frozen=True)

@@ -94,12 +94,13 @@ class Engine:
         key_valid: Tensor | None = None,
         scale: float | None = None,
         part: int = 0,
+        parts: int = 1,
         reason: str | None = None,
     ) -> Tensor:
         """One attention call of the host: [b h n d].
 
         dense: the host's own attention of this call. part: which call of the same layer, where a host attends to one
-        batch element after the other. reason: why the call must be dense; None leaves that to the method.
+        batch element after the other; parts: of how many, where known. reason: why the call must be dense; None leaves that to the method.
         """
         clock, recomputing = self.clock, torch._C._current_graph_task_id() != -1  # inside a backward pass
         if recomputing and self._remembers_with_gradient:
@@ -112,7 +113,8 @@ class Engine:
             layer=layer,
             step=0 if alone else clock.step or 0,
             total_steps=clock.total_steps,
-            branch=clock.branch if part == 0 else f"{clock.branch}, part {part}",
+            # the first of two is another branch of guidance than one alone
+            branch=clock.branch if part == 0 and parts == 1 else f"{clock.branch}, part {part}" + (f" of {parts}" if parts > 1 else ""),
             video=part % clock.videos if clock.videos else part,
             paired=clock.videos is not None and q.shape[0] == 2 * clock.videos,
             transformer=transformer,

@@ -36,6 +36,7 @@ def put_into_graph(processor: MethodProcessor, tokens: Tokens, options: CallOpti
         options.by_head,
         options.part,
         options.usp,
+        options.parts,
     )
     return attention_in_graph(tokens.q, tokens.k, tokens.v, tokens.mask, processor.handle, tokens.text_tokens, *flags)
 
@@ -55,11 +56,12 @@ def attention_in_graph(
     by_head: bool,
     part: int,
     usp: str = "",
+    parts: int = 1,
 ) -> Tensor:
     processor = _PROCESSORS.get(int(handle))
     if processor is None:
         raise RuntimeError("parkattn::attention: expected an enabled transformer, got a graph whose session is gone; compile it again.")
-    options = CallOptions(scale, dropout, causal, parallel, by_head, part, usp)
+    options = CallOptions(scale, dropout, causal, parallel, by_head, part, usp, parts)
     return processor.choose_route(Tokens(q, k, v, mask, text_tokens), options, compiled=True).contiguous()
 
 

@@ -36,6 +36,7 @@ class CallOptions:
     by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
     part: int = 0
     usp: str = ""  # the stock code calls xDiT's USP: with a rank's "share" of the text, or the "whole text" on every rank
+    parts: int = 1  # calls of this layer in one forward
 
     def why_dense(self) -> str | None:
         if self.causal:
@@ -156,6 +157,7 @@ class MethodProcessor:
             scale=options.scale,
             dense=lambda: stock().transpose(1, 2),
             part=options.part,
+            parts=options.parts,
             reason=reason or mask_reason,
         )
         return out.transpose(1, 2)

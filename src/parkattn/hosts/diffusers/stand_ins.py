@@ -85,7 +85,7 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
             return stock_call(self.stock, attn, hidden_states, *args, **kwargs)
         if self.row.pair_mask and not in_usp and kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = KeyPadding(kwargs["attention_mask"])
-        caller = _Caller(self, hidden_states.shape[1])
+        caller = _Caller(self, *hidden_states.shape[:2])
         if not by_context:
             return copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -105,8 +105,9 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
 class _Caller:
     """Who calls the attention function."""
 
-    def __init__(self, processor: MethodProcessor, video_tokens: int) -> None:
+    def __init__(self, processor: MethodProcessor, batch: int, video_tokens: int) -> None:
         self.processor = processor
+        self.batch = batch
         self.video_tokens = video_tokens
         self.calls = 0
 
@@ -176,7 +177,7 @@ class FunctionalStandIn:
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         caller, part = self._next_call()
-        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part)
+        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0])
         return caller.answer(q, k, v, attn_mask, options).transpose(1, 2)
 
     def usp(

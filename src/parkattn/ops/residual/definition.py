@@ -35,6 +35,10 @@ class LowRank:
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.a, self.step, self.b))
 
+    def fits(self, batch: int, tokens: int, width: int) -> bool:
+        """Whether it can be added to an output of this batch, these tokens and this head dimension."""
+        return (self.a.shape[0], self.a.shape[2], self.b.shape[3]) == (batch, tokens, width)
+
     def expand(self) -> Tensor:
         """A B [b h n d] fp32"""
         return self.a.float() @ (self.step.unsqueeze(-1) * self.b)
