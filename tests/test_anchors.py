@@ -53,6 +53,14 @@ def test_levels_above_one_are_those_of_noise_added_to_the_signal():
     assert len(set(anchor_steps(8, 50, karras))) == 8
 
 
+@pytest.mark.parametrize("total", [16, 30, 50])
+def test_a_run_towards_noise_has_anchors_and_refreshes_as_one_that_leaves_it(total):
+    """Levels of equal strides of log signal-to-noise, up or down: distances are all that counts."""
+    falling = tuple(1 / (1 + math.exp(-4 + 8 * step / total)) for step in range(total))
+    names = [phases(ParkConfig(anchors=6), total, levels=levels) for levels in (falling, tuple(1 - level for level in falling))]
+    assert names[0] == names[1] and (total > 16 or "refresh" in names[0])
+
+
 @pytest.mark.parametrize("total", RUNS)
 @pytest.mark.parametrize("count", [1, 2, 6, 12, 50])
 @pytest.mark.parametrize("shift", [None, 1.0, 3.0, 5.0, 12.0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 diffusers = pytest.importorskip("diffusers")
+import tiny_families as families  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, summary  # noqa: E402
 from parkattn.planned import plan_key  # noqa: E402
@@ -52,6 +53,23 @@ def test_steps_are_counted_with_every_scheduler_on_the_first_and_second_run(wan,
         steps = [site.step for site, _ in seen if site.layer == 0 and site.branch == "cond"]
         assert steps == list(range(len(wan.scheduler.timesteps)))
         assert {site.total_steps for site, _ in seen} == {len(wan.scheduler.timesteps)}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_sigmas_that_count_signal_give_the_noise_levels_of_those_that_count_noise():
+    """Mochi's own scheduler inverts them."""
+    found = []
+    for inverted in (False, True):
+        pipe = families.mochi()
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=inverted)
+        enable(pipe, "quality", query_clusters=3, key_clusters=8)
+        seen = trace(pipe)
+        families.FAMILIES["mochi"].run(pipe, steps=16)
+        found.append([(site.step, stats.phase, site.noise_levels) for site, stats in seen])
+    levels = found[0][0][2]
+    assert levels[0] == 1 and list(levels) == sorted(levels, reverse=True)
+    for (step, phase, noise), (other_step, other_phase, signal) in zip(*found, strict=True):
+        assert (step, phase) == (other_step, other_phase) and signal == pytest.approx(noise, abs=1e-6)
 
 
 def test_steps_are_counted_where_contexts_carry_no_step(hunyuan):

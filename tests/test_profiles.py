@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import tiny_pipelines as tiny
-from parkattn import ParkConfig, disable, enable, make_method
+from parkattn import ParkConfig, build_plan, disable, enable, make_method, park_attention
 from parkattn.anchors import anchor_count, anchor_steps
 from parkattn.methods import configured_method
 from parkattn.models import row_for
+from parkattn.ops.attend.definition import dense_attention
 
 MODELS = [None, *ParkConfig.PRESETS]
 
@@ -127,3 +128,16 @@ def test_a_dense_prefix_beside_spread_anchors_is_refused_and_not_dropped(field):
             ParkConfig.profile(name, **{field: value})
         assert getattr(ParkConfig.profile(name, anchors=None, **{field: value}), field) == value
     assert getattr(ParkConfig.profile("paper", **{field: value}), field) == value
+
+
+@pytest.mark.parametrize("name", ["paper", "quality", "fast"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
+def test_with_p_of_one_every_block_is_kept_whatever_the_sign_of_the_scale(name, scale):
+    q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    config = ParkConfig.profile(name, top_p=1.0)
+    assert (build_plan(q, k, config, scale=scale).density() == 1).all()
+    torch.testing.assert_close(park_attention(q, k, v, config, scale=scale), dense_attention(q, k, v, scale=scale))
+    if name != "paper":
+        # a spread of scores is that of their magnitudes: -q and -scale are q and scale
+        less = ParkConfig.profile(name)
+        assert torch.equal(build_plan(-q, k, less, scale=-scale).mask, build_plan(q, k, less, scale=scale).mask)

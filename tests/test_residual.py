@@ -82,3 +82,14 @@ def test_the_sum_is_rounded_once_and_costs_a_32nd_of_the_output():
     assert torch.equal(kept.add_to(out), (out.float() + kept.expand()).bfloat16())
     factors = 2 * 8 * (128 + 1) * 4
     assert kept.nbytes == out.nbytes // 32 + factors
+
+
+@pytest.mark.parametrize("dim", [16, 128, 256])
+@pytest.mark.parametrize("directions", [iterate_directions, top_directions])
+def test_a_residual_near_the_largest_number_of_its_type_is_kept(dim, directions):
+    """All entries at the largest of fp16: a row's sum is sqrt(d) times as large."""
+    residual = torch.full((1, 1, 40, dim), torch.finfo(torch.float16).max, dtype=torch.float16)
+    rows = residual.float()
+    kept = quantise(residual, directions(rows.mT @ rows, 4)).expand()
+    # fp16 rounds each entry of a direction and the sum once more, 8 bits round by half a step of 127
+    torch.testing.assert_close(kept, rows, rtol=2 * torch.finfo(torch.float16).eps + 1 / 254, atol=0)

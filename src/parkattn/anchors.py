@@ -64,6 +64,8 @@ def outlived(when: When, last: int, site: CallSite) -> bool:
         return False
     reached = log_signal_to_noise(total, levels)
     end = _anchored_until(reached)
+    if end < reached[0]:  # a run towards noise, as inversion is
+        reached, end = [-level for level in reached], -end
     return min(reached[site.step], end) - min(reached[last], end) > REACH * (end - reached[0])
 
 

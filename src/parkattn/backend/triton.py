@@ -164,7 +164,7 @@ class TritonBackend:
         weighted = centroids * (sizes / sizes.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
         errors = cluster.query_metric(k, valid) - weighted.mT @ centroids
         square = (cluster.query_metric(q, query_valid) * errors).sum((-2, -1))
-        return square.clamp(min=0).sqrt() * (q.shape[-1] ** -0.5 if scale is None else scale)
+        return square.clamp(min=0).sqrt() * abs(q.shape[-1] ** -0.5 if scale is None else scale)
 
     @on_its_gpu
     def arrange(self, labels: Tensor, count: int) -> Blocks:
@@ -227,6 +227,8 @@ class TritonBackend:
         """`residual.factor` without a host synchronisation."""
         from parkattn.ops.cluster import triton as cluster
 
+        # where dense attention is not finite, or fp16 has no room for the difference, there is nothing to keep
+        residual = residual.nan_to_num_(0.0, 0.0, 0.0)
         return quantise(residual, iterate_directions(cluster.query_metric(residual), rank))
 
     @on_its_gpu

@@ -172,5 +172,6 @@ def _noise_levels(scheduler: Any) -> tuple[float, ...] | None:
     sigmas, timesteps = getattr(scheduler, "sigmas", None), getattr(scheduler, "timesteps", None)
     if sigmas is None or timesteps is None or not 0 <= len(sigmas) - len(timesteps) <= 1:
         return None  # before set_timesteps, sigmas are those of training
-    # one more is where the last step ends, mostly 0
-    return tuple(float(sigma) for sigma in sigmas.tolist()[: len(timesteps)])
+    # one more is where the last step ends, mostly 0; inverted ones, as Mochi's, are shares of signal
+    inverted = getattr(getattr(scheduler, "config", None), "invert_sigmas", False)
+    return tuple(1 - sigma if inverted else float(sigma) for sigma in sigmas.tolist()[: len(timesteps)])

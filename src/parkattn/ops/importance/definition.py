@@ -107,7 +107,7 @@ def score_spread(
 
     QRKC makes it small. centroids [b h c d]; keys with a label >= c and queries not in query_valid [b n] take no part.
     """
-    factor = _scale(q, scale)
+    factor = abs(_scale(q, scale))  # a spread has no sign
     valid = q.new_ones(q.shape[:1] + q.shape[2:3], dtype=torch.bool) if query_valid is None else query_valid
     chosen = valid.unsqueeze(1).expand(q.shape[:3])
 

@@ -12,6 +12,7 @@ neither bound covers is age: a later step's residual is another one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,9 @@ def _orthonormal(y: Tensor) -> Tensor:
 
 def quantise(residual: Tensor, directions: Tensor) -> LowRank:
     """A = R B^T in 8 bits, for directions B [b h r d]."""
-    a = (residual @ directions.mT.to(residual.dtype)).float()
+    # a sum may be sqrt(d) times the largest entry, for which fp16 has no room
+    room = 2.0 ** math.ceil(math.log2(residual.shape[-1]) / 2) if residual.dtype == torch.float16 else 1.0
+    a = (residual @ (directions.mT / room).to(residual.dtype)).float() * room
     step = a.abs().amax(-2) / LEVELS
     # a column of zeros has no step: 0 / 1 instead of 0 / 0
     codes = (a / torch.where(step > 0, step, 1.0).unsqueeze(-2)).round_().to(torch.int8)
