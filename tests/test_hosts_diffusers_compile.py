@@ -9,6 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
+import tiny_families as families
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, summary
 from test_hosts_diffusers import SPARSE, trace
@@ -90,6 +91,25 @@ def test_enabling_after_compile_and_disabling_again():
     assert torch.equal(tiny.run_wan(pipe), sparse)
     disable(pipe)
     assert torch.equal(tiny.run_wan(pipe), dense)
+
+
+@pytest.mark.parametrize("name", ["skyreels", "hunyuan 1.5", "cogvideox", "ltx", "mochi"])
+def test_any_family_compiled_whole_is_as_sparse_as_eager_and_disable_leaves_nothing_in_its_graphs(name):
+    """Graphs may break, as Mochi's do."""
+    family = families.FAMILIES[name]
+    pipe = family.build()
+    stock = family.run(pipe)
+    enable(pipe, CONFIG)
+    eager, expected = family.run(pipe), summary(pipe)
+    disable(pipe)
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    enable(pipe, CONFIG)
+    assert torch.equal(family.run(pipe), eager) and summary(pipe).calls == expected.calls
+    disable(pipe)
+    assert torch.equal(family.run(pipe), stock)
+    other = family.build()
+    other.transformer.compile(backend="eager")
+    assert torch.equal(family.run(other), stock)
 
 
 def test_hunyuan_compiles_to_as_many_graphs_as_stock():

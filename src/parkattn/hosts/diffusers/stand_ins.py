@@ -75,7 +75,8 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     names_seen = {**stock_call.__globals__, **replaced}
     # by this name torch.compile would look globals up in the stock module, where cross-attention finds its own
     names_seen.pop("__name__")
-    copied: Any = types.FunctionType(stock_call.__code__, names_seen, stock_call.__name__, stock_call.__defaults__, stock_call.__closure__)
+    own = own_code(stock_call.__code__)
+    copied: Any = types.FunctionType(own, names_seen, stock_call.__name__, stock_call.__defaults__, stock_call.__closure__)
     copied.__kwdefaults__ = stock_call.__kwdefaults__
 
     # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
@@ -100,6 +101,11 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
             _RUNNING.reset(token)
 
     return type(f"Method{stock.__name__}", (MethodProcessor,), {"__call__": run_stock_code, "__doc__": MethodProcessor.__doc__})
+
+
+def own_code(code: types.CodeType) -> types.CodeType:
+    """A copy, functions defined inside included: torch.compile files graphs by code object, and their names among its globals."""
+    return code.replace(co_consts=tuple(own_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts))
 
 
 class _Caller:

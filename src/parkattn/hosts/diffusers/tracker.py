@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +52,8 @@ class StepTracker:
         self.clock.step = None
         self._run: Any = None  # the scheduler's timesteps: a new tensor for every run
         self._begun = False
-        self._uncounted: set[str | None] = set()  # branches of a compiled transformer before the scheduler began to count
+        # branch -> contexts opened in this run, the present one included
+        self._opened = Counter[str]([] if self._context is None else [self._context[0]])
         self._by_timestep.forget()
         self._forwards_in_step = 0
         self._inside_forward = False
@@ -85,11 +87,9 @@ class StepTracker:
             schedule = timesteps.tolist() if isinstance(timesteps, torch.Tensor) else []
             step, branch, another = self._by_timestep.count(arguments, name, schedule, training)
             begins, branch = begins or another, branch or name
-        elif step is None:
-            # some schedulers begin to count after the first step, which shows each branch once
-            known = timesteps is not None and name not in self._uncounted and (begins or name is not None)
-            self._uncounted.add(name)
-            step = 0 if known else None
+        elif step is None and timesteps is not None:
+            # a compiled transformer, and a scheduler that never counts, or not before its first step: a branch opens one context per step
+            step = self._opened[name] - 1 if name is not None else 0 if begins else None
         if begins or (step is not None and self.clock.step is not None and step < self.clock.step):
             self._begin_run()
         # a pipeline that opens no context runs its branches one after the other
@@ -124,6 +124,7 @@ class StepTracker:
         @contextlib.contextmanager
         def cache_context(name: str, *args: Any, **facts: Any) -> Iterator[None]:
             self._context = (name, facts)
+            self._opened[name] += 1
             self._layers_seen.clear()
             try:
                 with stock(name, *args, **facts):
