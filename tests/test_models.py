@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 pytest.importorskip("diffusers")
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch.nn.attention.flex_attention import create_block_mask
+
 import tiny_pipelines as tiny
 from parkattn import ParkConfig
 from parkattn.hosts.diffusers import disable, enable, summary
@@ -199,3 +203,46 @@ def test_the_sizes_are_those_of_the_presets_and_of_the_paper():
     assert {name: size.tokens(*size.video) for name, size in SIZES.items()} == {
         "wan2.1-1.3b": 75_600, "wan2.1-14b": 75_600, "wan2.2-14b": 75_600, "hunyuanvideo": 115_200,
     }  # fmt: skip
+
+
+def project(attn, hidden_states):
+    return (layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+
+
+class GroupedDispatch:
+    _attention_backend = _parallel_config = None
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        q, k, v = project(attn, hidden_states)
+        out = dispatch_attention_fn(q, k[:, :, :1], v[:, :, :1], enable_gqa=True, backend=self._attention_backend)
+        return attn.to_out[0](out.flatten(2))
+
+
+class GroupedDirectly:
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        q, k, v = (x.transpose(1, 2) for x in project(attn, hidden_states))
+        out = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
+        return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+class FlexMask:
+    _attention_backend, _parallel_config = "flex", None
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        q, k, v = project(attn, hidden_states)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, q.shape[1], k.shape[1], device="cpu")
+        out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=self._attention_backend)
+        return attn.to_out[0](out.flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("stock,said", [(GroupedDispatch, "enable_gqa"), (GroupedDirectly, "enable_gqa"), (FlexMask, "BlockMask")])
+def test_a_call_that_a_method_cannot_answer_is_the_stock_one_and_says_why(stock, said):
+    transformer, inputs, _ = tiny.transformers()["wan"]
+    for block in transformer.blocks:
+        block.attn1.set_processor(stock())
+    dense = run(transformer, inputs)
+    enable(transformer, SPARSE, total_steps=1)
+    assert torch.equal(run(transformer, inputs), dense)
+    ((reason, calls),) = summary(transformer).dense_because.items()
+    assert said in reason and calls == 2

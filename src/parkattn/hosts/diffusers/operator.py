@@ -27,7 +27,10 @@ def number_for_graphs(processor: MethodProcessor) -> None:
 
 
 def put_into_graph(processor: MethodProcessor, tokens: Tokens, options: CallOptions) -> Tensor:
-    """While a graph is traced: the operator in place of the call."""
+    """While a graph is traced: the operator in place of the call. It takes tensors and numbers."""
+    if options.extras or not isinstance(tokens.mask, (Tensor, type(None))):
+        got = ", ".join(options.extras) or f"a {type(tokens.mask).__name__}"
+        raise ValueError(f"attention: expected a call with tensors alone in a compiled transformer, got {got}; do not compile it.")
     flags = (
         options.scale,
         options.dropout,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +37,13 @@ class CallOptions:
     part: int = 0
     usp: str = ""  # the stock code calls xDiT's USP: with a rank's "share" of the text, or the "whole text" on every rank
     parts: int = 1  # calls of this layer in one forward
+    extras: Mapping[str, Any] = field(default_factory=dict)  # what else the stock attention was asked for
 
     def why_dense(self) -> str | None:
         if self.causal:
             return "the call is causal"
+        if self.extras:
+            return f"the call has {', '.join(self.extras)}"
         return "the call has dropout" if self.dropout else None
 
 
@@ -168,6 +171,7 @@ class MethodProcessor:
             "dropout_p": options.dropout,
             "is_causal": options.causal,
             "scale": options.scale,
+            **options.extras,
         }
         if options.by_head:
             q, k, v = (x.transpose(1, 2) for x in tokens[:3])
@@ -183,10 +187,12 @@ def _text_span(place: str, tokens: int, length: int) -> slice | None:
     return slice(0, tokens) if place == "first" else slice(length - tokens, length)
 
 
-def _key_valid(mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, str | None]:
-    """A mask over keys alone becomes key_valid [b m]; any other mask is a reason to stay dense."""
+def _key_valid(mask: Any, q: Tensor) -> tuple[Tensor | None, str | None]:
+    """A mask over keys alone becomes key_valid [b m]; any other mask, a flex BlockMask too, is a reason to stay dense."""
     if mask is None:
         return None, None
+    if not isinstance(mask, Tensor):
+        return None, f"the mask is a {type(mask).__name__}, which may be more than key padding"
     if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1:
         return mask[:, 0, 0].expand(q.shape[0], -1), None
     return None, f"the mask {list(mask.shape)} of {mask.dtype} is more than key padding"

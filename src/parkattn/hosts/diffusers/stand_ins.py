@@ -161,7 +161,8 @@ def dispatch_stand_in(
     """In place of diffusers' dispatch_attention_fn, and of the one that cache-dit's parallelism puts there."""
     mask = attn_mask.valid[:, None, None, :] if isinstance(attn_mask, KeyPadding) else attn_mask
     spread = parallel_config is not None or cp_config is not None
-    return backend.answer(query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=spread))
+    extras = {name: given for name, given in (("enable_gqa", enable_gqa), ("attention_kwargs", attention_kwargs)) if given}
+    return backend.answer(query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=spread, extras=extras))
 
 
 class FunctionalStandIn:
@@ -183,7 +184,8 @@ class FunctionalStandIn:
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         caller, part = self._next_call()
-        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0])
+        extras = {"enable_gqa": True} if enable_gqa else {}
+        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0], extras=extras)
         return caller.answer(q, k, v, attn_mask, options).transpose(1, 2)
 
     def usp(
