@@ -130,3 +130,13 @@ def test_a_plan_or_start_that_is_none_is_refused(wrong):
 @pytest.mark.parametrize("wrong", [None, 5, "top_p", [1]])
 def test_fields_that_are_no_mapping_are_refused(wrong):
     refused(ParkConfig.from_dict, wrong, named="ParkConfig", came="", error=TypeError)
+
+
+@pytest.mark.parametrize("swapped", ["q", "k"])
+def test_tokens_before_heads_are_answered_with_the_layout(swapped):
+    given = {"q": torch.randn(1, 3, 50, 16), "k": torch.randn(1, 3, 60, 16), "v": torch.randn(1, 3, 60, 16)}
+    given[swapped] = given[swapped].transpose(1, 2)
+    with pytest.raises(ValueError, match=r"q, k and v are \[batch, heads, tokens, dim\]: transpose\(1, 2\) what is"):
+        park_attention(**given)
+    with pytest.raises(ValueError, match="repeat k and v to the query heads"):
+        park_attention(given["q"], *(torch.randn(1, 7, 60, 16) for _ in range(2)))

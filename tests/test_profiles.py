@@ -6,9 +6,10 @@ import torch
 import tiny_pipelines as tiny
 from parkattn import ParkConfig, build_plan, disable, enable, make_method, park_attention
 from parkattn.anchors import anchor_count, anchor_steps
-from parkattn.methods import configured_method
-from parkattn.models import row_for
+from parkattn.methods import configured_method, method_entry
+from parkattn.models import SIZES, row_for
 from parkattn.ops.attend.definition import dense_attention
+from parkattn.settings import MODEL_NAMES
 
 MODELS = [None, *ParkConfig.PRESETS]
 
@@ -44,7 +45,7 @@ def test_a_presets_name_still_is_the_preset():
 
 
 def test_an_unknown_name_is_answered_with_profiles_and_presets():
-    with pytest.raises(ValueError, match=r"config: expected one of fast, hunyuanvideo, paper, quality, .*did you mean fast"):
+    with pytest.raises(ValueError, match=r"profile: expected one of fast, hunyuanvideo, paper, quality, .*did you mean fast"):
         configured_method("park", "fats")
 
 
@@ -141,3 +142,67 @@ def test_with_p_of_one_every_block_is_kept_whatever_the_sign_of_the_scale(name, 
         # a spread of scores is that of their magnitudes: -q and -scale are q and scale
         less = ParkConfig.profile(name)
         assert torch.equal(build_plan(-q, k, less, scale=-scale).mask, build_plan(q, k, less, scale=scale).mask)
+
+
+@pytest.mark.parametrize(
+    "given,named",
+    [
+        ({"anchors": 6, "dense_fraction": 0.9}, "dense_fraction"),
+        ({"anchors": 6, "refresh_interval": 1}, "refresh_interval"),
+        ({"refresh_top_p": 0.5}, "refresh_top_p"),
+        ({"top_p": None, "top_k": 0.2, "floor": 0.5}, "floor"),
+        ({"budget": "error"}, "budget"),
+    ],
+)
+def test_a_setting_that_would_have_no_effect_is_refused_however_it_is_given(given, named):
+    pipe = tiny.wan()
+    quality = ParkConfig.profile("quality")
+    told = {"anchors": None, "compensate": False, **given} if named in ("refresh_top_p", "budget") else given
+    for give in (
+        lambda: ParkConfig(**given),
+        lambda: enable(pipe, given),
+        lambda: quality.replace(**told),
+        lambda: enable(pipe, quality, **told),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}: expected"):
+            give()
+    disable(pipe)
+
+
+def test_fields_that_need_another_go_with_it():
+    quality = ParkConfig.profile("quality")
+    for made in (quality.replace, lambda **changes: ParkConfig.profile("quality", **changes)):
+        assert made(anchors=None).refresh_top_p is None
+        assert made(compensate=False).budget == "mass"
+    assert quality.replace(floor=0.2).replace(top_p=None, top_k=0.1).floor == 0
+
+
+@pytest.mark.parametrize("name", ["hunyuan-video", "Hunyuan_Video", "HUNYUANVIDEO"])
+def test_a_models_name_may_be_cased_and_joined_as_one_likes(name):
+    assert ParkConfig.for_model(name) == ParkConfig.for_model("hunyuanvideo") != ParkConfig.for_model("wan2.1-14b")
+    assert ParkConfig.profile("quality", model=name).long_video_blocks == (128, 1024)
+
+
+@pytest.mark.parametrize("method", ["park", "svg2", "dense"])
+@pytest.mark.parametrize("name", ["hunyuan", "", [], {}, 5])
+def test_a_model_that_nobody_knows_is_refused_and_not_taken_for_another(method, name):
+    with pytest.raises(ValueError, match=r"^model: expected one of hunyuanvideo, wan2.1-1.3b"):
+        method_entry(method).config.for_model(name)
+    assert set(MODEL_NAMES) == set(SIZES)
+
+
+@pytest.mark.parametrize("method", ["park", "svg2", "dense"])
+@pytest.mark.parametrize("name", [[], {}, None, 5, "turbo"])
+def test_a_profile_that_nobody_knows_is_refused_by_that_word(method, name):
+    config = method_entry(method).config
+    for give in (config.named, config.profile):
+        with pytest.raises(ValueError, match=r"^profile: expected"):
+            give(name)
+
+
+def test_a_method_takes_fields_by_name_as_enable_does():
+    assert make_method("park", compensate=True).config == ParkConfig(compensate=True)
+    assert make_method("park", {"top_p": 0.5}, compensate=True).config == ParkConfig(top_p=0.5, compensate=True)
+    for give in (lambda: make_method("dense", top_p=0.5), lambda: enable(tiny.wan(), method="dense", top_p=0.5)):
+        with pytest.raises(ValueError, match="expected no fields, since it has none, got top_p; leave them out"):
+            give()

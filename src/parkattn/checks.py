@@ -78,6 +78,8 @@ def expect_attention_inputs(q: Tensor, k: Tensor, *values: Tensor) -> None:
         if other.shape[:2] != q.shape[:2] or (name == "k" and other.shape[3] != q.shape[3]):
             b, h, _, d = q.shape
             hint = "repeat k and v to the query heads" if other.shape[1] != h else "use the same batch and head dimension"
+            if other.shape[1] != h and (other.shape[1] == q.shape[2] or other.shape[2] == h):
+                hint = "q, k and v are [batch, heads, tokens, dim]: transpose(1, 2) what is [batch, tokens, heads, dim]"
             raise ValueError(f"{name}: expected [{b}, {h}, tokens, {d}] to match q {shape_of(q)}, got {shape_of(other)}; {hint}.")
     if values and values[0].shape[2] != k.shape[2]:
         raise ValueError(f"v: expected {k.shape[2]} tokens as k has, got {values[0].shape[2]}; pass the values that belong to these keys.")

@@ -146,7 +146,7 @@ def configured_method(
         return _made(entry, entry.config.named(config, model=model, **changes))
     if isinstance(config, Mapping):
         return _made(entry, entry.config.from_dict({**config, **changes}))
-    if entry.config is MethodConfig and isinstance(config, MethodConfig):  # a method without settings takes any
+    if entry.config is MethodConfig and isinstance(config, MethodConfig) and not changes:  # a method without settings takes any
         return _made(entry, entry.config())
     if not isinstance(config, entry.config):
         raise TypeError(
@@ -165,6 +165,9 @@ def _made(entry: MethodEntry, config: MethodConfig) -> AttentionMethod:
     return made
 
 
-def make_method(name: str, config: MethodConfig | Mapping[str, Any] | None = None) -> AttentionMethod:
-    """A fresh method with no state. config: a value of its config type, a mapping of fields, or None for its defaults."""
-    return configured_method(name, method_entry(name).config() if config is None else config)
+def make_method(name: str, config: MethodConfig | Mapping[str, Any] | None = None, **changes: Any) -> AttentionMethod:
+    """A fresh method with no state. config: a value of its config type, a mapping of fields, or None for its defaults.
+
+    changes override single fields.
+    """
+    return configured_method(name, method_entry(name).config() if config is None else config, **changes)

@@ -7,6 +7,7 @@ q, k ──▶ cluster ──▶ importance ──▶ selection ──▶ Plan �
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -75,6 +76,10 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
         expect_choice("budget", self.budget, BUDGETS)
         if self.budget != "row" and self.top_p is None:
             raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
+        if self.budget == "error" and not self.compensate:
+            raise ValueError("budget: expected row or mass without compensate, got error; pass compensate=True, or budget='mass'.")
+        if self.top_k is not None and self.floor:
+            raise ValueError(f"floor: expected 0 beside top_k={self.top_k}, got {self.floor}; leave out one of them.")
         if self.query_tile is not None:
             expect_count("query_tile", self.query_tile)
         if self.refresh_top_p is not None:
@@ -82,34 +87,46 @@ class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
             if self.top_p is None:
                 got = f"got {self.refresh_top_p}; leave out one of them."
                 raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
+            if self.anchors is None:
+                got = f"got {self.refresh_top_p}; set top_p, or anchors too."
+                raise ValueError(f"refresh_top_p: expected None without anchors, between which it holds, {got}")
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
         """What is wanted ("paper", "quality", "fast"), with the settings of a model underneath. A budget among `changes` is the only one."""
-        for field in _PREFIX_FIELDS if {**cls.PROFILES.get(name, {}), **changes}.get("anchors") is not None else ():
+        expect_choice("profile", name, cls.PROFILES)
+        for field in _PREFIX_FIELDS if {**cls.PROFILES[name], **changes}.get("anchors") is not None else ():
             if field in changes:
                 got = f"got {field}={shown(changes[field])}; take the profile paper, or pass anchors=None too."
                 raise ValueError(f"{field}: expected none with the profile {name}, whose dense steps are spread over the run, {got}")
-        return super().profile(name, model=model, **_one_budget(changes))
+        return super().profile(name, model=model, **_with_companions(cls.PROFILES[name], changes))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values. A budget among them is the only one."""
-        return super().replace(**_one_budget(changes))
+        """A copy with other values. A budget among them is the only one, and what has no effect without another field goes with it."""
+        return super().replace(**_with_companions(dataclasses.asdict(self), changes))
 
     @classmethod
     def for_model(cls, name: str | None, **changes: Any) -> Self:
         """The preset of a model, with its blocks in a long video and the rule of `counts` in a short one."""
-        preset = dict(cls.PRESETS.get(name or "", cls.PRESETS["wan2.1-14b"]))
+        preset = dict(cls.PRESETS[cls.known_model(name) or "wan2.1-14b"])
         long_video = preset["query_clusters"], preset["key_clusters"]
         settings = {field: value for field, value in preset.items() if field not in _BLOCK_FIELDS}
         return cls.from_dict({**settings, "long_video_blocks": long_video, **changes})
 
 
-def _one_budget(changes: dict[str, Any]) -> dict[str, Any]:
-    """Whoever sets top_p or top_k means it for every plan, and top_k is a share of each row's blocks."""
+def _with_companions(settings: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Whoever sets top_p or top_k means it for every plan, and top_k is a share of each row's blocks.
+
+    Without anchors there are no plans between them, and without stand-ins none that err.
+    """
+    settled, off = {**settings, **changes}, {}
+    if "top_p" in changes or changes.get("top_k") is not None or settled.get("anchors") is None:
+        off["refresh_top_p"] = None
+    if settled.get("budget") == "error" and not settled.get("compensate"):
+        off["budget"] = "mass"
     if changes.get("top_k") is not None:
-        return {"refresh_top_p": None, "budget": "row", **changes}
-    return {"refresh_top_p": None, **changes} if "top_p" in changes else changes
+        off |= {"budget": "row", "floor": 0.0}
+    return {**off, **changes}
 
 
 class ParkPlanner:

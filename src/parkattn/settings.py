@@ -38,6 +38,7 @@ QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
 # where the attention kernel's tiles begin
 QUERY_TILE, KEY_GRANULE = 64, 32
 LARGEST_SEED = 2**63 - 1
+MODEL_NAMES = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-14b", "hunyuanvideo")  # that presets may have; models.SIZES has their sizes
 MOST_ITERATIONS = 1000  # of k-means, which is long still by then
 
 
@@ -71,7 +72,17 @@ class MethodConfig:
     @classmethod
     def for_model(cls, name: str | None, **changes: Any) -> Self:
         """The settings of a model: its preset where the method has one, else the defaults."""
-        return cls.from_dict({**cls.PRESETS.get(name or "", {}), **changes})
+        return cls.from_dict({**cls.PRESETS.get(cls.known_model(name) or "", {}), **changes})
+
+    @classmethod
+    def known_model(cls, name: str | None) -> str | None:
+        """A model's name as presets have it, however it is cased and joined: Hunyuan-Video is hunyuanvideo."""
+        if name is None:
+            return None
+        names = {_joined(known): known for known in (*MODEL_NAMES, *cls.PRESETS)}
+        if not isinstance(name, str) or _joined(name) not in names:
+            expect_choice("model", name, names.values())
+        return names[_joined(name)]
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
@@ -82,12 +93,12 @@ class MethodConfig:
     @classmethod
     def named(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
         """A profile or a preset; no name is both."""
-        if name in cls.PROFILES:
-            return cls.profile(name, model=model, **changes)
         if not (cls.PROFILES or cls.PRESETS):
-            raise ValueError(f"config: expected fields by name, since {cls.__name__} has no presets, got {name!r}; leave it out.")
-        expect_choice("config", name, [*cls.PROFILES, *cls.PRESETS])
-        return cls.preset(name, **changes)
+            raise ValueError(
+                f"profile: expected none, since {cls.__name__} has neither profiles nor presets, got {shown(name)}; leave it out."
+            )
+        expect_choice("profile", name, [*cls.PROFILES, *cls.PRESETS])
+        return cls.profile(name, model=model, **changes) if name in cls.PROFILES else cls.preset(name, **changes)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -111,6 +122,10 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
     unknown = sorted(set(map(str, given)) - set(known))
     if not unknown:
         return
+    if not known:
+        raise ValueError(
+            f"{config.__name__}: expected no fields, since it has none, got {shown(', '.join(unknown))[1:-1]}; leave them out."
+        )
     advice = did_you_mean(unknown[0], known, "")
     # the list only where no name is near: it is long
     wanted, advice = ("other fields", advice) if advice else (f"fields out of {', '.join(known)}", "correct or remove that name.")
@@ -262,6 +277,12 @@ class When(MethodConfig):
                     raise ValueError(
                         f"{name}: expected None beside anchors={self.anchors}, got {shown(getattr(self, name))}; leave out one of them."
                     )
+            for name in ("dense_fraction", "refresh_interval"):
+                # what a preset says of runs without anchors has no effect, and what a user says must have one
+                usual = [type(self).__dataclass_fields__[name].default, *(made[name] for made in self.PRESETS.values() if name in made)]
+                if getattr(self, name) not in usual:
+                    got = f"got {shown(getattr(self, name))}; leave out one of them."
+                    raise ValueError(f"{name}: expected {usual[0]} beside anchors={self.anchors}, which replaces it, {got}")
         if self.anchor_error is not None:
             expect_positive("anchor_error", self.anchor_error)
             if self.anchors is None:
@@ -334,6 +355,10 @@ class PlannedConfig(When, Correction, Running):
             raise ValueError(
                 f"guard_rows: expected some to measure the error for anchor_error={self.anchor_error}, got 0; pass guard_rows=16."
             )
+
+
+def _joined(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 def _pair(name: str, value: Any) -> tuple[int, int]:
