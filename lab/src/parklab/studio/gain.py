@@ -55,7 +55,8 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
     cross = 4 * n * d**2 + 4 * size.text * d**2 + 4 * n * size.text * d if size.cross_attention else 0
     rest = 8 * in_attention * d**2 + cross + 4 * in_attention * d * size.ffn
     share = attention / (attention + rest)
-    dense_steps = ParkConfig.for_model(model).dense_fraction
+    preset = model if model in ParkConfig.PRESETS else None  # the model in the box has none
+    dense_steps = ParkConfig.for_model(preset).dense_fraction
     computed = dense_steps + (1 - dense_steps) * density
     flops = size.layers * size.passes * (attention + rest)
     peak = gpu_peak(gpu)
@@ -69,7 +70,7 @@ def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | Non
         "compared": "attention alone replaced; compiled blocks gain more, and so does fast, whose density is lower",
         "by_arithmetic": 1 / (1 - share * (1 - computed)),
         "by_arithmetic_of_profiles": {
-            name: 1 / (1 - share * (1 - density) * (1 - _dense_steps(ParkConfig.profile(name, model=model))))
+            name: 1 / (1 - share * (1 - density) * (1 - _dense_steps(ParkConfig.profile(name, model=preset))))
             for name in ParkConfig.PROFILES
         },
         "by_arithmetic_without_any_attention_in_sparse_steps": 1 / (1 - share * (1 - dense_steps)),
