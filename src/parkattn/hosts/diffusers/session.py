@@ -64,7 +64,7 @@ class Session:
         self.tracker = StepTracker(self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps)
         self._attached: list[_Attached] = []
         self._undo: list[Callable[[], None]] = []  # of what is on the pipeline
-        self._inside_call = False  # of the pipeline
+        self._inside_call = self._began_at_latents = False  # of the pipeline
         self._runs_in_call = 0
         try:
             for name, transformer in transformers.items():
@@ -148,8 +148,7 @@ class Session:
             self._undo.append(self._call_before(pipeline, "maybe_free_model_hooks", Session._end_call))
         if hasattr(pipeline, "prepare_latents"):
             self._undo.append(self._call_after(pipeline, "prepare_latents", Session._see_latents))
-        if hasattr(pipeline, "progress_bar"):
-            self._undo.append(self._call_after(pipeline, "progress_bar", Session._watch))
+        self._undo += [self._call_after(loop, "progress_bar", Session._watch) for loop in _loops_of(pipeline)]
 
     def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
         """Returns how to take it off."""
@@ -174,7 +173,13 @@ class Session:
         return put_on_instance(owner, name, received)
 
     def _see_latents(self, made: Any) -> Any:
-        """How many videos there are, and the grid of a transformer compiled whole; others say it themselves in every forward."""
+        """How many videos there are, and the grid of a transformer compiled whole; others say it themselves in every forward.
+
+        A pipeline that checks no inputs begins its call here.
+        """
+        if not self._inside_call or self._began_at_latents:
+            self._begin_call()
+            self._began_at_latents = True
         transformer = self._attached[0].transformer()
         latents = made[0] if isinstance(made, tuple) else made
         self.engine.clock.videos = latents.shape[0] if isinstance(latents, torch.Tensor) else None
@@ -184,6 +189,7 @@ class Session:
         return made
 
     def _watch(self, bar: Any) -> _WatchedBar:
+        self.tracker.begin_loop(getattr(bar, "total", None))
         return _WatchedBar(bar, weakref.ref(self))
 
     def _begin_call(self) -> None:
@@ -194,8 +200,9 @@ class Session:
     def _end_call(self) -> None:
         """Plans, which may be a gigabyte, are not kept until the next video; the log stays."""
         self.engine.end_run()
+        self.tracker.begin_loop(None)
         self.tracker.forget_run()
-        self._inside_call = False
+        self._inside_call = self._began_at_latents = False
         self._runs_in_call = 0
 
     def _clear(self) -> None:
@@ -209,6 +216,14 @@ class Session:
         else:
             self._clear()
         self._runs_in_call += self._inside_call
+
+
+def _loops_of(pipeline: Any) -> list[Any]:
+    """What shows a progress bar: the pipeline, or in a modular one those of its blocks that loop."""
+    found = [pipeline, getattr(pipeline, "_blocks", None)]
+    for block in found:
+        found += getattr(block, "sub_blocks", {}).values()
+    return [loop for loop in found if hasattr(loop, "progress_bar")]
 
 
 class _WatchedBar:
@@ -230,7 +245,13 @@ class _WatchedBar:
         return self._bar.__exit__(kind, *failure)
 
     def __iter__(self) -> Any:
-        return iter(self._bar)
+        """Some pipelines loop over the bar itself."""
+        try:
+            yield from self._bar
+        finally:
+            session = self._of_session()
+            if session is not None:
+                session.engine.end_run()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)

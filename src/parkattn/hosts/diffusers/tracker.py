@@ -45,6 +45,7 @@ class StepTracker:
         self._context: tuple[str, dict[str, Any]] | None = None
         self._layers_seen: set[tuple[str, int]] = set()
         self._by_timestep = TimestepCounter()
+        self._iterations: int | None = None  # of the pipeline's loop, where known
         self.forget_run()
 
     def forget_run(self) -> None:
@@ -57,6 +58,11 @@ class StepTracker:
         self._by_timestep.forget()
         self._forwards_in_step = 0
         self._inside_forward = False
+
+    def begin_loop(self, iterations: int | None) -> None:
+        """The pipeline's denoising loop begins; None: it is over, or nobody knows how long it is."""
+        self._iterations = iterations
+        self._opened.clear()
 
     def attach(self, transformer: torch.nn.Module, row: ModelRow) -> list[Callable[[], None]]:
         """Returns how to take it off."""
@@ -83,6 +89,10 @@ class StepTracker:
         name, facts = self._context or (None, {})
         step, branch = facts.get("step_index"), name
         step = _counter(scheduler) if step is None else int(step)
+        total = len(timesteps) if timesteps is not None else facts.get("num_inference_steps")
+        if step is None and name is not None and total is not None and (self._iterations or 0) > total:
+            # frames that begin one after the other, as SkyReels' may: the loop is longer than any frame's timesteps
+            step, total = self._opened[name] - 1, self._iterations
         if step is None and arguments is not None and arguments.get("timestep") is not None:
             schedule = timesteps.tolist() if isinstance(timesteps, torch.Tensor) else []
             step, branch, another = self._by_timestep.count(arguments, name, schedule, training)
@@ -98,7 +108,6 @@ class StepTracker:
             self._drop_plans()
         self.clock.branch = branch if branch is not None else f"forward {self._forwards_in_step}"
         self.clock.step = step
-        total = len(timesteps) if timesteps is not None else facts.get("num_inference_steps")
         self.clock.total_steps = total if total is not None else self.clock.total_steps
         if begins:
             self.clock.noise_levels = _noise_levels(scheduler)
