@@ -78,7 +78,8 @@ ABOUT = {
     " touches every row and every column. It keeps tiles up to a share of the estimated attention.",
     "svg": "Sparse VideoGen holds that a head looks either inside a frame or along one place through time. It"
     " decides on a few sampled rows which of the two a head is, and gives it a band in that order of the"
-    " tokens.",
+    " tokens. The authors' formula pays for text out of the density that is asked for (`sparsity`, as they call it),"
+    " so with text even `sparsity=1` leaves some pairs of video tokens out; without text it is dense.",
     "svg2": "Sparse VideoGen2 clusters queries and keys by k-means and ranks pairs of clusters by their"
     " centroids, weighted by the size of the key cluster. It clusters again at every step, from the centroids"
     " of the step before.",

@@ -52,7 +52,8 @@ class SvgConfig(PlannedConfig):
     """SVG's settings, under the authors' names where they have one."""
 
     sparsity: float | None = None
-    """The share of pairs that is KEPT, as the authors use the word; None: 0.30 in the wan layout, 0.25 in hunyuan."""
+    """The share of pairs that is KEPT, as the authors use the word, text paid for first: with text 1 is not dense.
+    None: 0.30 in the wan layout, 0.25 in hunyuan."""
     layout: Layout | None = None
     """How the band is rounded and whether all see the first S keys; None: hunyuan if there is text, else wan."""
     num_sampled_rows: int = 64
