@@ -119,7 +119,8 @@ def _with_companions(settings: Mapping[str, Any], changes: dict[str, Any]) -> di
 
     Without anchors there are no plans between them, and without stand-ins none that err.
     """
-    settled, off = {**settings, **changes}, {}
+    settled: dict[str, Any] = {**settings, **changes}
+    off: dict[str, Any] = {}
     if "top_p" in changes or changes.get("top_k") is not None or settled.get("anchors") is None:
         off["refresh_top_p"] = None
     if settled.get("budget") == "error" and not settled.get("compensate"):
