@@ -106,13 +106,15 @@ def test_every_setting_with_a_kernel_equals_the_definition(changes):
 
 
 @in_interpreter
-def test_the_spread_of_scores_is_that_of_the_definition():
+@pytest.mark.parametrize("scale", [None, -0.3])
+def test_the_spread_of_scores_is_that_of_the_definition(scale):
     q, k = tokens(3, 4, 50, 64).expand(2, -1, -1, -1), tokens(4, 6, 48, 64, KEY_VALID)
     query_valid = torch.arange(50).expand(2, -1) < torch.tensor([[50], [31]])
     labels = torch.where(KEY_VALID.unsqueeze(1), torch.arange(48) % 5, 5).int().expand(2, 2, 48)
     keys = Clustering(labels, *segment_mean(k, labels, 5))
-    how = {"valid": KEY_VALID, "query_valid": query_valid, "scale": None}
+    how = {"valid": KEY_VALID, "query_valid": query_valid, "scale": scale}
     found = TritonBackend("interpreted", gluon=False).score_spread(q, k, keys, **how)
+    assert (found > 0).all()
     # sums of squares in fp32, one taken from the other
     assert torch.allclose(found, ReferenceBackend("").score_spread(q.double(), k.double(), keys, **how).float(), rtol=1e-4)
 

@@ -174,6 +174,8 @@ def test_factors_made_without_a_synchronisation_hold_what_the_definition_holds()
     ]
     assert isinstance(factor(residual, 8), LowRank)
     assert left[0] <= left[1] + 0.01 * residual.double().square().sum()
+    residual[0, 0, 3, 5], residual[0, 0, 4] = torch.inf, torch.nan
+    assert TritonBackend("interpreted", gluon=False).factor(residual, 8).expand().isfinite().all()
 
 
 @on_compiler
