@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interpreted import run_interpreted
-from parkattn import backend
+from parkattn import backend, park
 from parkattn.backend import ReferenceBackend, resolve_for
-from parkattn.methods import MODULES, make_method
+from parkattn.methods import make_method
 from parkattn.ops.cluster.definition import Clustering, lloyd
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parkattn.site import CallSite
+from parklab import baselines
 from parklab.baselines import radial, sparsepr, svg2, svg_ear, svoo
 from strategies import clustered, normal
 
@@ -29,7 +30,7 @@ pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
 outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
 METHODS = {module.ENTRIES[0].name: module for module in (svg2, svoo, svg_ear, sparsepr)}
-PLANNED = [entry.name for module in MODULES for entry in module.ENTRIES if entry.name != "dense"]
+PLANNED = [entry.name for module in (park, baselines) for entry in module.ENTRIES]
 
 
 @outside

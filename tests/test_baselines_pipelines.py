@@ -18,8 +18,10 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from parkattn import dense, park
 from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
-from parkattn.methods import METHODS, MODULES
+from parkattn.methods import METHODS
+from parklab import baselines
 from parklab.baselines.density_profile import DensityProfile
 from parklab.sprites import grammar
 from parklab.studio import checkpoints
@@ -36,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-NAMES = [entry.name for module in MODULES for entry in module.ENTRIES]
+NAMES = [entry.name for module in (dense, park, baselines) for entry in module.ENTRIES]
 HEADS, STEPS = 4, 2  # of the runs on two ranks
 FAMILIES = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
 every_method = pytest.mark.parametrize("name", NAMES)

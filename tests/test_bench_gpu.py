@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import json
 import os
 import pathlib
@@ -63,7 +64,7 @@ def test_the_plot_is_drawn_from_records_and_from_nothing_else(tmp_path):
 def test_tilelang_is_refused_with_the_install_line_where_it_is_missing(monkeypatch, kernel):
     monkeypatch.setitem(sys.modules, "tilelang", None)
     q, ends, one = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[0, 8]], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[tilelang\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'parklab\[tilelang\]'"):
         kernel(q, ends, q[:, :4], one)
 
 
@@ -141,8 +142,8 @@ def test_tilelang_programs_compile_for_hopper(kind, width):
 RAN = '{"gate": "a", "ok": true}\nall checks ran\n'
 MEMCHECK = f"{RAN}========= ERROR SUMMARY: 0 errors\n"
 REPORTS = """
-========= Error: Race reported between Read access at full_key_hopper+0x42b0 in importance_hopper.py:111
-=========     and Write access at full_key_hopper+0xb100 in importance_hopper.py:106 [288 hazards]
+========= Error: Race reported between Read access at full_key_hopper+0x42b0 in hopper.py:111
+=========     and Write access at full_key_hopper+0xb100 in hopper.py:106 [288 hazards]
 ========= RACECHECK SUMMARY: 20 hazards displayed (95 errors, 0 warnings)
 """
 CONSAN = "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
@@ -165,7 +166,7 @@ APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without
         (CONTROL, RAN + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", False, 0),
         (CONTROL, "Segmentation fault", False, None),
         (CONTROL, "CUDA_ERROR_LAUNCH_FAILED\n========= ERROR SUMMARY: 1 error", False, 1),
-        (CONTROL, REPORTS.replace("importance_hopper.py", "other.py"), False, 95),
+        (CONTROL, REPORTS.replace("hopper.py", "other.py"), False, 95),
         ("memcheck", "all checks ran\n========= ERROR SUMMARY: 0 errors", False, 0),
         ("ConSan, PAMA", "all checks ran\n", False, 0),
         ("ConSan, PAMA without a wait", "compiler: Assertion `isa<To>(Val)` failed.\nAborted", False, 1),
@@ -186,7 +187,7 @@ def test_what_a_sanitizer_printed_is_judged(tool, printed, ok, errors):
     ended = ok if "without" in tool else "all checks ran" in printed and "out of time" not in printed
     assert ("stopped" in found) != ended
     if REPORTS in printed:
-        assert found["found"] == ["full_key_hopper importance_hopper.py:106", "full_key_hopper importance_hopper.py:111"]
+        assert found["found"] == ["full_key_hopper hopper.py:106", "full_key_hopper hopper.py:111"]
 
 
 def test_a_watched_process_says_when_all_checks_ran(capsys):
@@ -207,7 +208,7 @@ def test_a_watched_process_says_when_all_checks_ran(capsys):
 @pytest.mark.parametrize(
     ("prints", "complaint"),
     [
-        (None, r"expected compute-sanitizer, got none on the PATH; pip install 'parkattn\[sanitize\]'"),
+        (None, r"expected compute-sanitizer, got none on the PATH; pip install 'parklab\[sanitize\]'"),
         (
             "Version 2025.3.1.0 (build 36400806)",
             r"expected compute-sanitizer 2026.3 or newer.*, got Version 2025.3.1.0 from compute-sanitizer; pip",
@@ -300,12 +301,12 @@ def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path)
 def run_apart(code: str) -> str:
     """In a process of its own: modules are exchanged there."""
     here = pathlib.Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "src")]), "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [here, here.parent / "src", here.parent / "lab/src"])), "TRITON_INTERPRET": "0"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
 
 
 def test_a_broken_kernel_is_the_kernel_without_one_line():
-    shipped = pathlib.Path(importance_tilelang.__file__).with_name("importance_hopper.py").read_text()
+    shipped = pathlib.Path(importlib.util.find_spec("parkattn.ops.importance.hopper").origin).read_text()
     for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_BARRIER", "barrier_sync(")):
         out = run_apart(
             f"import inspect; from parklab.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"

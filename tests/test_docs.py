@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 import parkattn
+from parkattn import dense, park
 from parkattn.engine import Clock, Engine
 from parkattn.engine.summary import Summary
 from parkattn.hosts import comfyui
 from parkattn.hosts.diffusers.session import Session
-from parkattn.methods import MODULES
 from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.plan import Blocks
+from parklab import baselines
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -269,7 +270,7 @@ def test_pages_of_methods_and_profiles_are_what_their_tool_writes():
 
 def test_every_method_has_a_paragraph_and_a_picture_of_its_own():
     drawn = {path.stem for path in (DOCS / "methods").glob("*.svg")}
-    assert methods_page.ABOUT.keys() == drawn == {entry.name for module in MODULES for entry in module.ENTRIES}
+    assert methods_page.ABOUT.keys() == drawn == {entry.name for module in (dense, park, baselines) for entry in module.ENTRIES}
 
 
 def described(path: Path) -> str:

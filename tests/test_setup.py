@@ -143,7 +143,7 @@ def test_every_pin_is_within_the_bounds_of_the_metadata():
 
 def test_what_set_up_installs_is_pinned_to_one_released_version():
     """The suite turns warnings into errors and compares formatted text: a version that floats breaks it without a change here."""
-    asked = {re.split(r"[<>=;]", line)[0] for line in requirements("test")}
+    asked = {re.split(r"[<>=;]", line)[0] for line in requirements("parklab[test]")}
     assert asked | THEIRS == set(PINS)
     assert all(re.fullmatch(r"[\d.]+", pinned) for pinned in PINS.values())  # no local build, such as +cpu
 

@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
 def test_a_missing_extra_names_the_install_line(park, tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     error = refused(park, tmp_path, SENTENCE)
-    assert holds(error, f"park: {missing}: expected for") and holds(error, "pip install 'parkattn[video]'")
+    assert holds(error, f"park: {missing}: expected for") and holds(error, "pip install parklab")
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(park, tmp_path, monkeypatch):

@@ -96,5 +96,5 @@ def test_a_file_that_changed_since_the_run_began_is_refused(made):
 def test_without_peft_the_install_line_is_named(made, monkeypatch):
     pipe = tiny.wan()
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModuleNotFoundError, match=r"peft: expected for LoRA files, got no such package; .*parkattn\[lora\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"peft: expected for LoRA files, got no such package; .*parklab\[lora\]"):
         add_lora(pipe, str(made[0] / "told.safetensors"), None)
