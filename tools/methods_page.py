@@ -18,11 +18,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parkattn import METHODS, CallSite, PlannedMethod, make_method, methods
+from parkattn import METHODS, CallSite, PlannedMethod, dense, make_method, park
 from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
 from parkattn.settings import MethodConfig, PlannedConfig
+from parklab import baselines
 from parklab.bench.frontier import changed_since, read_records
 from parklab.experiments.frontier import tabulate
 
@@ -108,7 +109,7 @@ def pages() -> dict[str, str]:
     costs = [line for line in lines if line["benchmark"] == "methods"]
     rows = ["| method | what it is | density set by | described in |", "|---|---|---|---|"]
     texts = {}
-    for module in methods.MODULES:
+    for module in (dense, park, *baselines.MODULES):
         for entry in module.ENTRIES:
             budgets = ", ".join(f"`{budget}`" for budget in entry.budgets)
             rows.append(f"| [{entry.name}](methods/{entry.name}.md) | {_line(entry)} | {budgets} | {_paper(entry)} |")
@@ -320,6 +321,6 @@ if __name__ == "__main__":
     for path, text in pages().items():
         write_atomically(DOCS / path, text.encode())
     if sys.argv[1:] != ["texts"]:
-        for method in methods.METHODS:
+        for method in METHODS:
             picture(method).write(DOCS / f"methods/{method}.svg")
     sys.stdout.write("wrote docs/profiles.md, docs/methods.md and docs/methods/\n")

@@ -2,4 +2,5 @@
 
 from parklab.baselines import radial, sol, sparge, sparsepr, sta, svg, svg2, svg_ear, svoo, xattention
 
-ENTRIES = tuple(entry for module in (sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, sol, sta, radial) for entry in module.ENTRIES)
+MODULES = (sparge, xattention, svg, svg2, svoo, svg_ear, sparsepr, sol, sta, radial)
+ENTRIES = tuple(entry for module in MODULES for entry in module.ENTRIES)
