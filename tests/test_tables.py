@@ -1,11 +1,16 @@
 """Every table that comes from records is the one its records give, and its tool says where one is not."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from parklab import cli
+from parklab.studio import gain
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,6 +72,37 @@ def test_a_record_that_changes_changes_its_table(tables, tmp_path, monkeypatch):
     (tmp_path / "cpu.jsonl").write_text(re.sub(r'"dense_ms": [\d.]+', '"dense_ms": 1.5', lines))
     monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)
     assert tables.cpu() != before and tables.cpu().count("| 1.5 |") == 3
+
+
+def test_the_forwards_in_the_package_are_those_of_the_records(tables):
+    assert json.loads(tables.PACKAGED.read_text()) == tables.forwards(), "run python tools/tables.py"
+
+
+def test_a_composed_run_is_the_one_that_its_record_composed(tables):
+    fast = {row["model"]: row["runs"]["fast"]["park_s"] for row in tables.last_profiles()}
+    paper = {row["model"]: row["run"]["park_s"] for row in tables.whole_models_recorded() if not row["compiled"]}
+    for model, own in tables.forwards()["models"].items():
+        run = gain.composed_run(own, model, steps=50, forwards_per_step=1)["profiles"]
+        assert run["fast"]["seconds"] == pytest.approx(fast[model]) and run["paper"]["seconds"] == pytest.approx(paper[model])
+
+
+def test_doctor_and_the_table_of_gains_agree_in_every_row():
+    readme, index = ((ROOT / page).read_text().partition("<!-- table: gains -->\n")[2] for page in ("README.md", "docs/index.md"))
+    rows = readme.partition("<!-- /table -->")[0]
+    assert index.startswith(rows)
+    models = {"Wan2.1-1.3B": "wan2.1-1.3b", "Wan2.1-14B": "wan2.1-14b", "HunyuanVideo": "hunyuanvideo"}
+    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()[2:]]
+    assert {row[1].partition(" ")[0] for row in found} == {"4", "50"}
+    for row in found:
+        name, frames, _ = row[0].split(", ")
+        steps, each = map(int, row[1].split(" x "))
+        command = ["doctor", "--json", "--gpu", "H200", "--model", models[name], "--frames", frames.split()[0], "--steps", str(steps)]
+        told = json.loads(CliRunner().invoke(cli.app, [*command, "--guidance", str(5 if each == 2 else 1)]).stdout)["estimate"]
+        assert (told["source"], told["forwards_per_step"]) == ("measured", each)
+        assert row[2:5] == [f"{seconds:,.0f} s" for seconds in told["dense_s"].values()]
+        for cell, park in zip(row[5:], told["profiles"].values(), strict=True):
+            gains = f"{park['speedup']['compiled']:.2f}x ({park['speedup']['stock']:.2f}x)"
+            assert cell == f"{park['seconds']:,.0f} s, {gains}" + ", estimated" * park["estimated"]
 
 
 def test_an_unknown_table_is_refused(tables):

@@ -1,6 +1,6 @@
 """Writes the tables of README.md, DESIGN.md and docs/*.md from records in benchmarks/results; no figure in them is typed in.
 
-    python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->
+    python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->, and the package's forwards.json
     python tools/tables.py --check    writes nothing; exit code 1 where a page differs from its records
 
 Goals ("bar") are the only numbers of this file.
@@ -9,9 +9,9 @@ Goals ("bar") are the only numbers of this file.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,23 @@ from typing import Any
 from parkattn.files import write_atomically
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
-from parklab.bench.e2e import RUN_STEPS, phases_of_run
+from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
 from parklab.bench.frontier import read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
-from parklab.studio.gain import estimate
+from parklab.studio.gain import measured_forwards
 
 sys.path.insert(0, str(Path(__file__).parent))
 import diary_tables  # noqa: F401 (its tables, as those of the next, are published when it is read)
 import quality_tables  # noqa: F401
+from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
 from records import RESULTS, TABLES, Record, lines, published
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGED = ROOT / "lab/src/parklab/studio/forwards.json"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
-MODELS = {"wan2.1-1.3b": "Wan2.1-1.3B", "wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
 CASES = {"hunyuan": "HunyuanVideo"} | MODELS  # as `park bench attend` names them
 REUSE_BARS = {"wan2.1-1.3b": "1.2", "wan2.1-14b": "5.7", "hunyuanvideo": "11.5"}
 ATTENTION_BARS = {
@@ -51,50 +52,19 @@ def only(rows: Iterable[Record], **wanted: Any) -> Record:
     return found
 
 
-# README.md
-
-
-@published
-def gains() -> str:
-    """50 steps out of measured forwards: the paper's profile at density 0.25, others at the density of their record."""
-    rows = [
-        (MODELS[row["model"]], "paper", "0.25", f"{row['run']['dense_s']:.0f} s", f"{row['run']['park_s']:.0f} s",
-         f"{row['run']['speedup']:.2f}x", f"{row['memory']['dense_peak_gb']:.1f} GB", f"{row['memory']['park_peak_gb']:.1f} GB")
-        for row in _whole_models() if not row["compiled"]
-    ]  # fmt: skip
-    sparse = {row["model"]: row["reuse_s"] for row in _whole_models() if not row["compiled"]}
-    for row, name, run in _profiles_of_whole_models():
-        if name != "paper":
-            density = f"{row['density']:.2f}"
-            if name == "quality":
-                # its own density is near that of the paper's profile: a reuse step of that, and what corrections add to one
-                corrected = {**row, "reuse_s": sparse[row["model"]] + row["reuse_s"] - row["plain_reuse_s"]}
-                run, density = anchored_run(corrected, Counter(run["steps"]), row["baselines"]), "0.25, estimated"
-            memory = [f"{row['memory'][peak]:.1f} GB" for peak in ("dense_peak_gb", "park_peak_gb")]
-            seconds = [f"{s:.0f} s" for s in (RUN_STEPS * row["baselines"]["stock"], run["park_s"])]
-            faster = f"{run['speedup']['stock']:.2f}x"
-            rows.append((MODELS[row["model"]], name, density, *seconds, faster, *memory))
-    order, profiles = list(MODELS.values()), list(ParkConfig.PROFILES)
-    rows.sort(key=lambda row: (order.index(row[0]), profiles.index(row[1])))
-    return page_table(
-        "model | profile | density of sparse steps | dense | PARK | speed-up | peak memory, dense | PARK", rows
-    )
+# README.md; its gains are in gain_tables.py
 
 
 def _profiles_of_whole_models() -> list[tuple[Record, str, Record]]:
     """Runs of today's profiles out of the forwards of a record."""
     found = []
-    # the last of a model
-    for row in {row["model"]: row for row in lines("e2e_profile.jsonl", "e2e profile")}.values():
+    for row in last_profiles():
         for name in ("fast", "quality", "paper"):
             run = row["runs"]["paper"]
             if name != "paper":
                 asked = ParkConfig.profile(name, model=row["model"])
                 run = anchored_run(row, phases_of_run(asked), row["baselines"])
-                kept = ("compensate", "residual_rank", "query_tile")
-                assert [row["config"][field] for field in kept] == [getattr(asked, field) for field in kept], (
-                    "measure again"
-                )
+                expect_measured(row, asked)
             found.append((row, name, run))
     return found
 
@@ -184,13 +154,9 @@ def whole_models() -> str:
             (row["model"] + ", both compiled" * row["compiled"],
              *(f"{row[name]:.2f}" for name in ("dense_s", "refresh_warm_s", "reuse_s")),
              "" if row["compiled"] else f"{row['reuse_unfused_s']:.2f}", f"{row['run']['speedup']:.2f}x")
-            for row in _whole_models()
+            for row in whole_models_recorded()
         ),
     )  # fmt: skip
-
-
-def _whole_models() -> list[Record]:
-    return sorted(lines("e2e.jsonl", "e2e"), key=lambda row: (list(MODELS).index(row["model"]), row["compiled"]))
 
 
 # docs/integrate.md
@@ -209,7 +175,7 @@ def whole_models_and_memory() -> str:
         )  # fmt: skip
 
     columns = "model | dense | refresh, cold | refresh, warm | reuse | target of reuse | reuse, fuse=False | 50 steps"
-    return page_table(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, _whole_models()))
+    return page_table(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, whole_models_recorded()))
 
 
 # docs/kernels.md
@@ -329,27 +295,10 @@ def sanitizers() -> str:
 
 
 @published
-def doctor_on_h200() -> str:
-    """What `park doctor --gpu H200 --model NAME --frames F` prints as its estimate."""
-    rows = []
-    for name, size in SIZES.items():
-        frames, height, width = size.video
-        found = estimate(name, frames=frames, height=height, width=width, gpu="H200")
-        seconds, steps = found["dense_seconds_per_step_about"], 50
-        rows.append((
-            name, f"{frames} x {height} x {width}", f"{found['tokens']:,}", f"{found['attention_share']:.0%}",
-            f"{seconds:.1f} s", f"{seconds * steps / 60:.0f} min", f"{found['by_arithmetic']:.2f}x",
-            f"{found['bound']:.0f}x",
-        ))  # fmt: skip
-    columns = "model | video | tokens | attention's share | a dense step | 50 dense steps"
-    return page_table(f"{columns} | gain at density 0.25 | never more than", rows)
-
-
-@published
 def one_video_on_h200() -> str:
     """50 steps out of measured forwards, both forwards of guidance where the model has them; plans of both branches."""
     rows = []
-    for row in (row for row in _whole_models() if not row["compiled"]):
+    for row in (row for row in whole_models_recorded() if not row["compiled"]):
         passes, memory = SIZES[row["model"]].passes, row["memory"]
         dense, sparse = (passes * row["run"][name] / 60 for name in ("dense_s", "park_s"))
         times = (f"{dense:.1f} min", f"{sparse:.1f} min", f"{8 * (2 * dense + sparse) / 60:.1f} h")
@@ -381,6 +330,12 @@ def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--check", action="store_true", help="Write nothing; exit code 1 where a page differs.")
     check = reader.parse_args().check
+    packaged = json.dumps(forwards(), indent=1) + "\n"
+    if not PACKAGED.exists() or packaged != PACKAGED.read_text():
+        if check:
+            sys.exit(f"{PACKAGED.name}: its forwards are not those of the records")
+        write_atomically(PACKAGED, packaged.encode())
+        measured_forwards.cache_clear()
     other = [page for page in pages() if filled(page.read_text()) != page.read_text()]
     for page in other:
         if not check:

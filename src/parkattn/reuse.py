@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -148,6 +149,16 @@ def start_read(value: Tensor) -> Callable[[], float]:
         return host.item()
 
     return read
+
+
+def count_phases(schedule: Scheduling, steps: int, layer: int = 0) -> Counter[str]:
+    """How many calls of a run a layer makes dense, anchor, refresh and reuse. Noise levels move anchors and leave their number."""
+    refreshed, found = None, Counter[str]()
+    for step in range(steps):
+        phase = schedule.phase(CallSite(layer=layer, step=step, total_steps=steps), History(refreshed)).name
+        refreshed = step if phase in ("anchor", "refresh") else refreshed
+        found[phase] += 1
+    return found
 
 
 def always_dense(when: When, site: CallSite) -> Phase | None:

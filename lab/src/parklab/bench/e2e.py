@@ -32,8 +32,7 @@ from parkattn.hosts.diffusers import enable, summary
 from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
-from parkattn.reuse import History, Schedule
-from parkattn.site import CallSite
+from parkattn.reuse import Schedule, count_phases
 from parklab.bench.timing import Watched, bench_device, free_memory, gpu_environment, watched
 from parklab.metrics.budget import solve_budget
 from parklab.record import append_records
@@ -177,12 +176,7 @@ def find_top_k(transformer: Any, inputs: dict[str, Any], model: WholeModel, dens
 
 
 def phases_of_run(config: ParkConfig, steps: int = RUN_STEPS) -> Counter[str]:
-    schedule, refreshed, found = Schedule(config), None, Counter[str]()
-    for step in range(steps):
-        phase = schedule.phase(CallSite(step=step, total_steps=steps), History(refreshed)).name
-        refreshed = step if phase in ("anchor", "refresh") else refreshed
-        found[phase] += 1
-    return found
+    return count_phases(Schedule(config), steps)
 
 
 def composed(dense_s: float, cold_s: float, warm_s: float, reuse_s: float, phases: Counter[str]) -> dict[str, Any]:

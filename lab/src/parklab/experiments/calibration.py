@@ -15,9 +15,9 @@ from parkattn.methods import make_method, method_entry
 from parkattn.models import MODELS
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
-from parkattn.reuse import History, dense_prefix
+from parkattn.reuse import count_phases, dense_prefix
 from parkattn.settings import MethodConfig
-from parkattn.site import AttentionMethod, CallSite
+from parkattn.site import AttentionMethod
 from parklab.experiments.captures import Captured
 from parklab.experiments.evaluation import named_cell
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
@@ -102,16 +102,8 @@ def dense_share(method: AttentionMethod, steps: int, layers: int) -> float:
 
 
 def scheduled_phases(method: AttentionMethod, steps: int, layers: int) -> list[Counter[str]]:
-    """How many calls of a run the schedule of a method makes dense, anchor, refresh and reuse, by layer."""
-    schedule, by_layer = _planned(method).schedule, []
-    for layer in range(layers):
-        refreshed, found = None, Counter[str]()
-        for step in range(steps):
-            phase = schedule.phase(CallSite(layer=layer, step=step, total_steps=steps), History(refreshed)).name
-            refreshed = step if phase in ("anchor", "refresh") else refreshed
-            found[phase] += 1
-        by_layer.append(found)
-    return by_layer
+    """By layer."""
+    return [count_phases(_planned(method).schedule, steps, layer) for layer in range(layers)]
 
 
 def layers_in(folder: Path) -> int:

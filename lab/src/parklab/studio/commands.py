@@ -291,16 +291,23 @@ def ablation(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     model: Annotated[str, typer.Option(help="Model of the estimate.")] = ESTIMATED_MODEL,
-    frames: Annotated[int, typer.Option(min=1, help="Frames of its video.")] = 81,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of its video; the model's when not given.")] = None,
     height: Annotated[int, typer.Option(min=16, help="Pixels.")] = 720,
     width: Annotated[int, typer.Option(min=16, help="Pixels.")] = 1280,
-    gpu: Annotated[str | None, typer.Option(help="GPU of the estimate; this machine's when not given.")] = None,
-    density: Annotated[float, typer.Option(min=0, max=1, help="Density of the sparse steps in the estimate.")] = 0.25,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 50,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; 1 is one forward per step.")] = None,
+    profile: Annotated[str | None, typer.Option(help="paper, quality or fast; all of them when not given.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of the estimate, such as H200 or 4090; this machine's when not given.")] = None,
+    density: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of the sparse steps, by arithmetic; each profile's when not given.")
+    ] = None,
 ) -> None:
     """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is broken."""
     from parklab.studio.doctor import examine, shown_examination
 
-    found = examine(model=model, frames=frames, height=height, width=width, gpu=gpu, density=density)
+    found = examine(
+        model=model, frames=frames, height=height, width=width, gpu=gpu, steps=steps, guidance=guidance, profile=profile, density=density
+    )
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

@@ -6,6 +6,7 @@ import importlib.util
 import platform
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from parkattn.backend import resolve
+from parkattn.checks import expect_choice
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import ParkConfig, park_attention
 from parklab.extras import install_command
@@ -21,7 +23,7 @@ from parklab.record import environment
 from parklab.scene import clustered_scene
 from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints
-from parklab.studio.gain import GPUS, estimate, gpu_peak, model_size
+from parklab.studio.gain import UTILISATION, estimate, expect_gpu, forwards_per_step, measured_forwards, model_size
 from parklab.studio.memory import memory
 from parklab.studio.video import CODEC
 
@@ -46,10 +48,25 @@ OPTIONAL = {
 }
 
 
-def examine(*, model: str, frames: int, height: int, width: int, gpu: str | None, density: float) -> dict[str, Any]:
-    """Everything `park doctor` shows; "healthy" decides the exit code."""
-    if gpu is not None and gpu_peak(gpu) is None:
-        raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; leave it out for this machine's.")
+def examine(
+    *,
+    model: str,
+    frames: int | None = None,
+    height: int = 720,
+    width: int = 1280,
+    gpu: str | None = None,
+    steps: int = 50,
+    guidance: float | None = None,
+    profile: str | None = None,
+    density: float | None = None,
+) -> dict[str, Any]:
+    """Everything `park doctor` shows; "healthy" decides the exit code. frames: the model's own when not given; profile: all of them."""
+    if gpu is not None:
+        expect_gpu(gpu)
+    if profile is not None:
+        expect_choice("profile", profile, ParkConfig.PROFILES)
+    size = model_size(model)
+    video = {"frames": frames or size.video[0], "height": height, "width": width}
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     test = self_test()
     problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if _version(name) is None]
@@ -67,9 +84,15 @@ def examine(*, model: str, frames: int, height: int, width: int, gpu: str | None
         "shipped_model": shipped_facts(),
         "stages": stages,
         "self_test": test,
-        "estimate": estimate(model, frames=frames, height=height, width=width, gpu=gpu or here, density=density),
-        "memory": memory(model, model_size(model), frames=frames, height=height, width=width),
+        "estimate": asked_for(estimate(model, **video, gpu=gpu or here, steps=steps, guidance=guidance, density=density), profile),
+        "memory": memory(
+            model, replace(size, passes=forwards_per_step(size, guidance)), **video, profile=profile or ParkConfig.DEFAULT_PROFILE
+        ),
     }
+
+
+def asked_for(guess: dict[str, Any], profile: str | None) -> dict[str, Any]:
+    return guess if profile is None else guess | {"profiles": {profile: guess["profiles"][profile]}}
 
 
 def stage_choices() -> list[dict[str, str]]:
@@ -170,19 +193,31 @@ def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Tab
         yield _cards(found["memory"])
 
 
+WAYS = {"stock": "stock", "compiled": "compiled blocks", "own kernel": "our kernel", "dense": "dense"}
+
+
 def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "attention", f"{guess['attention_share']:.0%} of the work"
-    profiles = ", ".join(f"{gain:.2f}x with {name}" for name, gain in guess["by_arithmetic_of_profiles"].items())
-    yield (
-        "gain",
-        f"about {profiles}, at density {guess['density_of_sparse_steps']:.2f} of the sparse steps "
-        f"if every FLOP takes the same time; with paper {guess['by_arithmetic_without_any_attention_in_sparse_steps']:.2f}x "
-        f"as density goes to 0, and never more than {guess['bound']:.1f}x, since {guess['dense_steps']:.0%} of its steps are dense; "
-        f"{guess['compared']}",
-    )
-    if (seconds := guess["dense_seconds_per_step_about"]) is not None:
-        work = f"{guess['tflop_per_step']:,.0f} TFLOP"
-        yield "time", f"about {seconds:.1f} s per dense step on {guess['gpu']} at half its peak ({work})"
+    each, source, measured_on = guess["forwards_per_step"], guess["source"], measured_forwards()["gpu"]
+    sources = {
+        "measured": f"composed of forwards that were measured on an {measured_on}, as in README's table",
+        "scaled": f"estimated: seconds composed of forwards on an {measured_on}, times the ratio of the peaks",
+        "arithmetic": f"not measured: estimated by arithmetic, at {UTILISATION:.0%} of the GPU's peak",
+    }
+    where = f" on {guess['gpu']}" if guess["gpu"] else ""
+    yield "run", f"{guess['steps']} steps of {each} forward{'s' * (each > 1)}{where}; {sources[source]}"
+    if guess["dense_s"]:
+        yield "dense", ", ".join(f"{WAYS[way]} {_duration(seconds)}" for way, seconds in guess["dense_s"].items())
+    for name, park in guess["profiles"].items():
+        seconds = [_duration(park["seconds"])] if "seconds" in park else []
+        gains = [f"{park['speedup'][way]:.2f}x against {WAYS[way]}" for way in ("compiled", "stock", "dense") if way in park["speedup"]]
+        rough = " (estimated)" if park["estimated"] and source != "arithmetic" else ""
+        phases = ", ".join(f"{count} {phase}" for phase, count in park["phases"].items())
+        yield name, f"{', '.join(seconds + gains)}{rough}; steps: {phases}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -200,16 +235,16 @@ def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     )
     yield (
         "of these",
-        f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone, which README's table has; "
-        "the table below has whole videos: every part (activations and decoding take turns), with the state of quality",
+        f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone; "
+        f"the table below has whole videos: every part (activations and decoding take turns), with the state of {memory['profile']}",
     )
 
 
 def _cards(memory: dict[str, Any]) -> Table:
     """Ways to run the model, and the cards that hold each."""
-    table = Table("weights, offload", Column("peak GB", justify="right"), *(f"{card} GB" for card in memory["fits"]))
+    table = Table("weights, offload", Column("peak GB", justify="right"), "fits a card of, in GB")
     for way, peak in memory["peaks_gb"].items():
-        table.add_row(way, f"{peak:.0f}", *("fits" if way in ways else "" for ways in memory["fits"].values()))
+        table.add_row(way, f"{peak:.0f}", ", ".join(card for card, ways in memory["fits"].items() if way in ways) or "none of these")
     return table
 
 

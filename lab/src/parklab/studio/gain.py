@@ -1,25 +1,38 @@
-"""What sparse attention can gain: attention's share of the work, what arithmetic makes of it, and a bound.
+"""What PARK gains: seconds of whole runs, composed of measured forwards where a video was measured, by arithmetic elsewhere.
 
-No measurement, but for `why_no_gain`, which reads a record. Compared are two runs of one model whose blocks are
-alike, both compiled or both stock. The arithmetic gives every FLOP the same speed, so it is an estimate: a dense
-kernel that is slow for its FLOPs, as with HunyuanVideo's mask, makes the real gain larger. Dense steps cost the same
-on both sides whatever the kernels do: that is the bound. Compiled blocks, which `enable` may bring along on a GPU,
-are a gain of their own on top of both.
+forwards.json has the measured forwards of one GPU; tools/tables.py writes it from records, and makes README's table by
+the same `composed_run`. Another GPU's seconds are scaled by its peak. The arithmetic gives every FLOP the same speed, so
+it compares runs whose blocks are alike. `why_no_gain` reads the record of a run.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import Counter
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, shown
 from parkattn.models import SIZES, ModelSize
 from parkattn.park import ParkConfig
+from parkattn.reuse import Schedule, count_phases
 from parklab.sprites import CHECKPOINT
 
 # dense bf16 tensor peak in TFLOP/s from the vendors' data sheets; a name is matched inside torch's device name
-GPUS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 5090": 209.0, "RTX 4090": 165.0, "RTX 3090": 71.0}
+GPUS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "RTX 5090": 209.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
 UTILISATION = 0.5  # of the peak, for a rough time per step
 LITTLE = 0.05  # of the time of denoising: less than this is said to be little
 
@@ -43,51 +56,122 @@ def model_size(name: str) -> ModelSize:
     return known[name]
 
 
-def estimate(model: str, *, frames: int, height: int, width: int, gpu: str | None = None, density: float = 0.25) -> dict[str, Any]:
-    """density: of the sparse steps. by_arithmetic: the speed-up of denoising if sparse attention cost exactly its density (Amdahl)."""
+@functools.cache
+def measured_forwards() -> dict[str, Any]:
+    """By model: its video, and the seconds of a forward of each kind on `gpu`, with one sample."""
+    found: dict[str, Any] = json.loads(resources.files("parklab.studio").joinpath("forwards.json").read_text())
+    return found
+
+
+def phases_of(profile: str, model: str, steps: int) -> Counter[str]:
+    preset = model if model in ParkConfig.PRESETS else None  # the model in the box has none
+    return count_phases(Schedule(ParkConfig.profile(profile, model=preset)), steps)
+
+
+def composed_run(forwards: Mapping[str, Any], model: str, *, steps: int, forwards_per_step: int, factor: float = 1.0) -> dict[str, Any]:
+    """Seconds of a whole run, dense and with each profile. forwards: of a model, as in forwards.json; factor: of another GPU's seconds."""
+    each = factor * forwards_per_step
+    dense = {way: each * steps * seconds for way, seconds in forwards["dense"].items()}
+    profiles = {}
+    for name, own in forwards["profiles"].items():
+        phases, seconds = phases_of(name, model, steps), own["seconds"]
+        first = "anchor" if phases["anchor"] else "refresh"  # the first plan starts cold
+        cold = seconds[f"{first}_cold"] - seconds[first] if phases[first] else 0.0
+        park = each * (cold + sum(count * seconds[phase] for phase, count in phases.items()))
+        profiles[name] = {
+            "seconds": park,
+            "phases": dict(phases),
+            "estimated": bool(phases.keys() & own["estimated"]),
+            "speedup": {way: whole / park for way, whole in dense.items()},
+        }
+    return {"dense_s": dense, "profiles": profiles}
+
+
+def estimate(
+    model: str,
+    *,
+    frames: int,
+    height: int,
+    width: int,
+    gpu: str | None = None,
+    steps: int = 50,
+    guidance: float | None = None,
+    density: float | None = None,
+) -> dict[str, Any]:
+    """source: "measured" forwards of this video, "scaled" by the peak of another GPU, or "arithmetic". gpu, unless known: that of the forwards.
+
+    guidance: 1 or less is one forward per step; None: what the model is run with. density: of the sparse steps; None: each profile's.
+    """
     size = model_size(model)
     n = size.tokens(frames, height, width)
     if n < 1:
         raise ValueError(f"height, width: expected at least {size.pixels} pixels each, got {height} x {width}; raise them.")
-    d = size.width
-    in_attention = n if size.cross_attention else n + size.text
-    attention = 4 * in_attention**2 * d
-    cross = 4 * n * d**2 + 4 * size.text * d**2 + 4 * n * size.text * d if size.cross_attention else 0
-    rest = 8 * in_attention * d**2 + cross + 4 * in_attention * d * size.ffn
-    share = attention / (attention + rest)
-    preset = model if model in ParkConfig.PRESETS else None  # the model in the box has none
-    dense_steps = ParkConfig.for_model(preset).dense_fraction
-    computed = dense_steps + (1 - dense_steps) * density
-    flops = size.layers * size.passes * (attention + rest)
-    peak = gpu_peak(gpu)
+    attention, rest = flops(size, n)
+    share, each = attention / (attention + rest), forwards_per_step(size, guidance)
+    known = measured_forwards()
+    # two models may have transformers of one size
+    same = [own for name, own in known["models"].items() if SIZES[name] == size and own["video"] == [frames, height, width]]
+    card = known_gpu(gpu)
+    if same and density is None:
+        card = card or known["gpu"]
+        run = composed_run(same[0], model, steps=steps, forwards_per_step=each, factor=GPUS[known["gpu"]] / GPUS[card])
+        source = "measured" if card == known["gpu"] else "scaled"
+    else:
+        run, source = _run_by_arithmetic(model, share, steps, density), "arithmetic"
+        if card:
+            whole = steps * each * (attention + rest) / (GPUS[card] * 1e12 * UTILISATION)
+            run["dense_s"] = {"dense": whole}
+            for park in run["profiles"].values():
+                park["seconds"] = whole / park["speedup"]["dense"]
     return {
         "model": model,
         "video": [frames, height, width],
         "tokens": n,
         "attention_share": share,
-        "density_of_sparse_steps": density,
-        "dense_steps": dense_steps,
-        "compared": "attention alone replaced; compiled blocks gain more, and so does fast, whose density is lower",
-        "by_arithmetic": 1 / (1 - share * (1 - computed)),
-        "by_arithmetic_of_profiles": {
-            name: 1 / (1 - share * (1 - density) * (1 - _dense_steps(ParkConfig.profile(name, model=preset))))
-            for name in ParkConfig.PROFILES
-        },
-        "by_arithmetic_without_any_attention_in_sparse_steps": 1 / (1 - share * (1 - dense_steps)),
-        "bound": 1 / dense_steps,
-        "tflop_per_step": flops / 1e12,
-        "gpu": gpu,
-        "dense_seconds_per_step_about": None if peak is None else flops / (peak * 1e12 * UTILISATION),
+        "steps": steps,
+        "forwards_per_step": each,
+        "gpu": card,
+        "source": source,
+        "tflop_per_forward": (attention + rest) / 1e12,
+        **run,
     }
 
 
-def _dense_steps(config: ParkConfig) -> float:
-    """Share of a run of the usual length; an anchor is a dense step that costs little more."""
-    return config.dense_fraction if config.anchors is None else config.anchors / config.reference_steps
+def flops(size: ModelSize, tokens: int) -> tuple[float, float]:
+    """Of one forward: attention, and everything else."""
+    n, d = tokens, size.width
+    in_attention = n if size.cross_attention else n + size.text
+    cross = 4 * n * d**2 + 4 * size.text * d**2 + 4 * n * size.text * d if size.cross_attention else 0
+    rest = 8 * in_attention * d**2 + cross + 4 * in_attention * d * size.ffn
+    return size.layers * 4 * in_attention**2 * d, size.layers * rest
 
 
-def gpu_peak(name: str | None) -> float | None:
-    return next((peak for known, peak in GPUS.items() if name and known.lower() in name.lower()), None)
+def forwards_per_step(size: ModelSize, guidance: float | None) -> int:
+    return size.passes if guidance is None or guidance > 1 else 1
+
+
+def _run_by_arithmetic(model: str, share: float, steps: int, density: float | None) -> dict[str, Any]:
+    """Gains if sparse attention cost exactly its density (Amdahl); an anchor is a dense step that costs little more."""
+    profiles = {}
+    for name, own in next(iter(measured_forwards()["models"].values()))["profiles"].items():
+        phases = phases_of(name, model, steps)
+        saved = sum(phases[sparse] * (1 - (kept if density is None else density)) for sparse, kept in own["density"].items())
+        profiles[name] = {"phases": dict(phases), "estimated": True, "speedup": {"dense": 1 / (1 - share * saved / steps)}}
+    return {"dense_s": {}, "profiles": profiles}
+
+
+def known_gpu(name: str | None) -> str | None:
+    """A key of GPUS: what torch calls the GPU contains it, or a part of it was given that no other has, such as 4090."""
+    if not name:
+        return None
+    inside = [known for known in GPUS if known.lower() in name.lower()]
+    parts = [known for known in GPUS if name.lower() in known.lower()]
+    return inside[0] if inside else parts[0] if len(parts) == 1 else None
+
+
+def expect_gpu(name: str) -> None:
+    if known_gpu(name) is None:
+        raise ValueError(f"gpu: expected one of {', '.join(GPUS)}, got {shown(name)}; leave it out for this machine's.")
 
 
 def what_was_saved(found: dict[str, Any]) -> str:

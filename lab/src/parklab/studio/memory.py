@@ -11,7 +11,7 @@ from typing import Any
 from parkattn.models import ModelSize
 from parkattn.park import ParkConfig
 
-CARDS = (24, 48, 80)  # GB as they are sold; that these are GiB leaves 7 % for the driver and for gaps between tensors
+CARDS = (12, 16, 24, 32, 48, 80, 141)  # GB as they are sold; that these are GiB leaves 7 % for the driver and for gaps between tensors
 # parameters in billions: of one transformer, of the text encoders, of the autoencoder; how many transformers there are
 PARAMETERS: dict[str, tuple[float, float, float, int]] = {
     "wan2.1-1.3b": (1.419, 5.68, 0.127, 1),
@@ -29,8 +29,13 @@ COMPILED = {"attention": 8.8, "feed_forward": 3.7, "joint": 7.4, "ffn": 1.0}
 DECODER_BYTES, VIDEO_BYTES = 11_600, 12
 
 
-def memory(model: str, size: ModelSize, *, frames: int, height: int, width: int) -> dict[str, Any] | None:
-    """Of one video of this size, in GB of 1e9 bytes; None for a model whose parameters are not in the table."""
+def memory(
+    model: str, size: ModelSize, *, frames: int, height: int, width: int, profile: str = ParkConfig.DEFAULT_PROFILE
+) -> dict[str, Any] | None:
+    """Of one video of this size, in GB of 1e9 bytes; None for a model whose parameters are not in the table.
+
+    profile: whose state the peaks of whole videos hold.
+    """
     if model not in PARAMETERS:
         return None
     billions, encoders, autoencoder, transformers = PARAMETERS[model]
@@ -48,6 +53,7 @@ def memory(model: str, size: ModelSize, *, frames: int, height: int, width: int)
     }
     # what `park bench e2e` measures, with random weights: nothing else is on the GPU there
     found["transformer_forward_gb"] = weights["bfloat16"] + found["activations_gb"]["stock"]
+    found["profile"] = profile
     found["peaks_gb"] = peaks_gb(size, found)
     found["fits"] = {str(card): [way for way, peak in found["peaks_gb"].items() if peak <= card] for card in CARDS}
     return found
@@ -85,8 +91,8 @@ def decode_gb(size: ModelSize, frames: int, height: int, width: int) -> float | 
 
 
 def peaks_gb(size: ModelSize, parts: dict[str, Any]) -> dict[str, float]:
-    """Largest use over a whole video with the default profile. Offloaded: one model, or two blocks, at a time on the GPU."""
-    run = max(parts["activations_gb"].values()) + parts["plans_gb"][ParkConfig.DEFAULT_PROFILE]
+    """Largest use over a whole video. Offloaded: one model, or two blocks, at a time on the GPU."""
+    run = max(parts["activations_gb"].values()) + parts["plans_gb"][parts["profile"]]
     decoding = parts["decode_gb"] or 0.0
     found = {}
     for kind, weights in parts["weights_gb"].items():
