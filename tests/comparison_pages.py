@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 from parkattn.park import ParkConfig
+from parklab.studio.compare import main_variant
 from parklab.studio.page import render_page
 from parklab.studio.scores import variant_label
 from parklab.studio.video import still, write_mp4
@@ -79,6 +80,7 @@ def write_page(folder, methods: dict[str, int], *, prompts=("a </script> sentenc
     report = {
         "settings": settings, "command": "park compare --methods dense,park", "tokens": 5400, "lpips": "no", "protocol": "as written",
         "environment": {"cpu": "a CPU", "threads": 1}, "timing_warning": warning, "methods": cases[0]["methods"], "cases": cases,
+        "main": main_variant(cases[0]["methods"]),
     }  # fmt: skip
     page = folder / "index.html"
     page.write_text(render_page(report, clips, stills), encoding="utf-8")

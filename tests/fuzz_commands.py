@@ -225,7 +225,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "demo": {"out": "path", "seed": "number", "overwrite": "flag"},
     "scene": {"out": "path", "seed": "number"},
     "methods": {"json": "flag"},
-    "presets": {},
+    "presets": {"json": "flag"},
     "bench cpu": {"record": "path", "repeats": "number", "threads": "number"},
     "bench sanitize": {"record": "path", "only": "word", "limit": "number"},
     "bench scaling": {"record": "path", "plot": "path", "from": "path", "repeats": "number", "rehearse": "flag"},

@@ -51,9 +51,11 @@ def test_an_unwritable_folder_is_one_line_and_exit_code_2(park, tmp_path):
     assert failed.stderr.startswith("park: ") and "Traceback" not in failed.stderr
 
 
-def test_presets_are_printed_as_json(park):
-    presets = json.loads(park("presets").stdout)
+def test_presets_are_printed_by_their_differences_and_whole_as_json(park):
+    presets = json.loads(park("presets", "--json").stdout)
     assert presets["hunyuanvideo"]["key_clusters"] == 1024 and presets["wan2.1-14b"]["key_clusters"] == 512
+    text = park("presets").stdout
+    assert len(text.splitlines()) <= 40 and "key_clusters=1024" in text and "anchors=12" in text and "alpha=" not in text
 
 
 def test_version_is_the_packages_in_a_process_of_its_own():

@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
+import parkattn
 from fuzz_calls import ONE_LINE
 from parkattn.methods import configured_method
 from parklab import cli
 from parklab.sprites.grammar import EXAMPLE
-from parklab.studio import checkpoints, commands, compare
+from parklab.studio import checkpoints, commands, compare, generate
 
 CASES = {
     "a seed no generator takes": (["generate", EXAMPLE, "--seed", str(2**64)], "seed: expected", str(2**64)),
@@ -117,14 +118,27 @@ def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp
     asked = {}
 
     def run(request, names, out, **options):
-        asked.update(request=request, names=names, out=out)
+        asked.update(request=request, names=names, out=out, profiles=options["profiles"])
         return {"tokens": 7128, "timing_warning": None, "methods": [{"label": "dense", "psnr": {"mean": 100.0}, "ssim": {"mean": 1.0}, "density": 1.0,
                 "recall": None, "seconds": {"denoise": 2.0, "attention": 1.0}, "speedup": 1.0}]}  # fmt: skip
 
     monkeypatch.setattr(compare, "compare", run)
     commands.demo(out=tmp_path / "demo")
-    assert asked["names"] == ["dense", "park"] and asked["request"].model is None
+    assert asked["names"] == ["dense", "park"] and asked["profiles"] == ["quality"] and asked["request"].model is None
     assert (asked["request"].height, asked["request"].width) == commands.DEMO_SIZE
+
+
+def test_every_way_in_takes_the_same_profile_where_none_is_named(monkeypatch):
+    def generate_video(request, out, **options):
+        raise LookupError(request.preset)
+
+    monkeypatch.setattr(generate, "generate_video", generate_video)
+    for method, profile in (("park", "quality"), ("svg2", None)):
+        with pytest.raises(LookupError) as asked:
+            commands.generate(EXAMPLE, method=method)
+        assert asked.value.args == (profile,)
+    assert compare.default_profiles(compare.DEFAULT_METHODS) == compare.default_profiles(["dense", "park"]) == ["quality"]
+    assert compare.default_profiles(["dense", "svg2"]) == [] and parkattn.ParkConfig.DEFAULT_PROFILE == "quality"
 
 
 def test_the_command_in_a_record_names_the_profile_that_was_meant(tmp_path):

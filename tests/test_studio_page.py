@@ -392,9 +392,13 @@ def test_axe_has_no_serious_finding(browser, gallery_page, wide_page, axe, size,
 def test_profiles_of_one_method_are_told_apart(browser, tmp_path, size):
     tab = opened(browser, write_page(tmp_path, {"dense": 0, "park-paper": 20, "park-quality": 30, "park-fast": 40})[0], **size)
     assert tab.locator("#b option").all_inner_texts() == ["dense", "PARK, paper", "PARK, quality", "PARK, fast"]
-    assert tab.locator("#b").input_value() == "park-paper" and tab.title() == "PARK against dense attention"
+    assert tab.locator("#b").input_value() == "park-quality" and tab.title() == "PARK, quality against dense attention"
     tab.locator("#b").select_option("park-fast")
     until(tab, "document.getElementById('tag-b').textContent === 'PARK, fast'")
     assert tab.locator("#verdict").inner_text().startswith("PARK, fast: ")
+    tab.locator("#a").select_option("park-paper")
+    tab.locator("[data-mode=heat]").click()
+    until(tab, "document.getElementById('canvas').getAttribute('aria-label') === 'luma difference of PARK, paper and PARK, fast'")
+    assert tab.locator("#title").inner_text() == tab.title() == "PARK, fast against PARK, paper"
     assert tab.evaluate("document.documentElement.scrollWidth") <= size["viewport"]["width"] and not tab.failures
     picture(tab, f"profiles-{size['viewport']['width']}")

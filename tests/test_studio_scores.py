@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parklab.metrics.fidelity import CAP, psnr_per_frame
-from parklab.studio.scores import over_cases, variant_label, verdict, worst_frame
+from parklab.studio.scores import over_cases, variant_label, verdict, why_not_comparable, worst_frame
 
 
 def row(frames, wanted, **changes) -> dict:
@@ -46,7 +46,18 @@ def test_the_verdict_names_speed_worst_frame_and_place(clip):
     assert text.endswith("with 9 equal frames (no 8-bit value differs) at 100 dB.")
     assert "about 1.27×" in verdict(row(frames, clip), 10, rough=True)
     assert "(slower)" in verdict(row(frames, clip, speedup=0.8), 10, rough=False)
-    assert "speed not comparable" in verdict(row(frames, clip, speedup=None), 10, rough=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [({}, None), ({"threads": 2}, "made with 2 threads, dense with 1"), ({"cpu": "B", "threads": 2}, "made on another machine")],
+)
+def test_a_speed_that_cannot_be_compared_says_why(clip, other, why):
+    here = {"cpu": "A", "threads": 1, "gpu": None}
+    assert why_not_comparable(here | other, here) == why
+    if why is not None:
+        text = verdict(row(clip + 1, clip, speedup=None) | {"not_comparable": why}, 10, rough=False)
+        assert f"speed not comparable ({why})" in text
 
 
 def test_equal_means_that_no_value_differs_not_that_psnr_reached_its_cap():

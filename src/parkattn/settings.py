@@ -162,7 +162,7 @@ class Clusters(MethodConfig):
     warm_iterations: int = 3
     """Lloyd iterations of a warm start."""
     seed: int = 0
-    """Of the tokens that the first centroids are."""
+    """Random seed for choosing the initial centroids."""
     query_multiple: int | None = None
     """Query blocks begin at multiples of this. 1: where clusters end. None: 64 in a long video, else 1 (borders.py)."""
     key_multiple: int | None = None

@@ -203,9 +203,19 @@ def metrics(
 
 
 @app.command()
-def presets() -> None:
-    """The paper's settings by name, with round block borders."""
-    console.print_json(json.dumps({name: parkattn.ParkConfig.preset(name).to_dict() for name in sorted(parkattn.ParkConfig.PRESETS)}))
+def presets(as_json: Annotated[bool, typer.Option("--json", help="All settings, for programs.")] = False) -> None:
+    """Models and profiles by name, and where their settings differ from the defaults."""
+    config = parkattn.ParkConfig
+    known = {name: config.preset(name).to_dict() for name in sorted(config.PRESETS)}
+    known |= {name: config.profile(name).to_dict() for name in config.PROFILES}
+    if as_json:
+        console.print_json(json.dumps(known))
+        return
+    usual = config().to_dict()
+    table = Table("name", "differs from the defaults in")
+    for name, settings in known.items():
+        table.add_row(name, ", ".join(f"{field}={value}" for field, value in settings.items() if value != usual[field]) or "nothing")
+    console.print(table)
 
 
 def _version(asked: bool) -> None:

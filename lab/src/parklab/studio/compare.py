@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from parkattn.checks import did_you_mean, expect_count
 from parkattn.methods import METHODS
+from parkattn.park import ParkConfig
 from parkattn.settings import LARGEST_SEED, MethodConfig, When
 from parklab.metrics import fidelity
 from parklab.record import environment
@@ -93,6 +94,12 @@ def choose_profiles(asked: str | None) -> list[str]:
     if asked is not None and not names:
         raise ValueError(f"profile: expected names separated by commas, got {asked!r}; write for example quality,fast.")
     return names
+
+
+def default_profiles(methods: Sequence[str]) -> list[str]:
+    """Where none are asked for: what hosts take, unless no method has profiles."""
+    default = ParkConfig.DEFAULT_PROFILE
+    return [default] if any(default in METHODS[name].config.PROFILES for name in methods) else []
 
 
 def choose_variants(request: Request, methods: Sequence[str], profiles: Sequence[str]) -> dict[str, Request]:
@@ -258,6 +265,7 @@ def write_report(
         "protocol": (fidelity.__doc__ or "").strip(),
         "timing_warning": next((case["timing_warning"] for case in cases if case["timing_warning"]), None),
         "methods": over_cases([case["methods"] for case in cases]),
+        "main": main_variant(cases[0]["methods"]),
         "cases": cases,
         "environment": environment(),
     }
@@ -265,7 +273,7 @@ def write_report(
         {name: store.load(record, case.file(f"{name}.mp4")) for name, record in records.items()}
         for case, records in found.items()
     ]  # fmt: skip
-    shown = {case: _main_record(records) for case, records in found.items()}
+    shown = {case: records[report["main"]] for case, records in found.items()}
     stills = [still(_load_raw(store, record, case)) for case, record in shown.items()]
     named = [{"case": case["name"]} for case in cases]
     facts = [{"prompt": case["prompt"], "seed": case["seed"]} for case in cases]
@@ -335,6 +343,8 @@ def _label_of(record: Record) -> str:
     return variant_label(record["resolved"]["method"], record["resolved"]["preset"])
 
 
-def _main_record(records: Mapping[str, Record]) -> Record:
-    """The one that a gallery shows: PARK's first, else the last."""
-    return next((record for record in records.values() if record["resolved"]["method"] == MAIN), [*records.values()][-1])
+def main_variant(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The one that a page opens on: PARK with the default profile, else PARK's first, else the last."""
+    ours = [row["name"] for row in rows if row["method"] == MAIN]
+    default = variant_name(MAIN, ParkConfig.DEFAULT_PROFILE)
+    return str(default if default in ours else ours[0] if ours else rows[-1]["name"])

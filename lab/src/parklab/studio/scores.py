@@ -51,11 +51,19 @@ def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames
     row["lpips"] = None if lpips is None else {"mean": float(np.mean(lpips)), "worst": max(lpips), "per_frame": lpips}
     row["equal_frames"] = sum(np.array_equal(*pair) for pair in zip(frames, wanted, strict=True))
     row["worst_frame"] = worst_frame(row["psnr"]["per_frame"], frames, wanted)
-    # a method that was kept from an earlier run may have been timed on another machine
-    here, there = ({n: each["environment"].get(n) for n in ("cpu", "threads", "gpu")} for each in (record, reference))
-    row["speedup"] = base["seconds"]["denoise"] / found["seconds"]["denoise"] if here == there else None
-    row["steadiness"] = steadiness(found["steps"], base["steps"] if here == there else None)
+    row["not_comparable"] = why_not_comparable(record["environment"], reference["environment"])
+    alike = row["not_comparable"] is None
+    row["speedup"] = base["seconds"]["denoise"] / found["seconds"]["denoise"] if alike else None
+    row["steadiness"] = steadiness(found["steps"], base["steps"] if alike else None)
     return row | {name: value for name, value in found.items() if name != "summary"}
+
+
+def why_not_comparable(here: dict[str, Any], there: dict[str, Any]) -> str | None:
+    """A method that was kept from an earlier run may have been timed elsewhere, or on the same machine with other threads."""
+    if any(here.get(name) != there.get(name) for name in ("cpu", "gpu")):
+        return "made on another machine"
+    threads = [each.get("threads") for each in (here, there)]
+    return None if threads[0] == threads[1] else f"made with {threads[0]} threads, dense with {threads[1]}"
 
 
 def worst_frame(psnr: list[float], frames: Frames, wanted: Frames) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def verdict(row: dict[str, Any], fps: int, rough: bool) -> str:
     """Speed and the worst frame in one line. rough: the times cannot be trusted."""
     name, count = row["label"], len(row["psnr"]["per_frame"])
     if row["speedup"] is None:
-        speed = "speed not comparable (made on another machine)"
+        speed = f"speed not comparable ({row['not_comparable']})"
     else:
         speed = f"{'about ' if rough else ''}{row['speedup']:.2f}× the speed of dense"
         speed += " (slower)" if row["speedup"] < 1 else ""

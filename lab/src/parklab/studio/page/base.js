@@ -63,7 +63,7 @@ $("theme").onclick = () => {
 };
 
 /* one setting each: its first value, and how a word of the address becomes one (undefined: not one of its values) */
-const main = (cases[0].methods.find((m) => m.method === "park") || cases[0].methods[names.length - 1]).name;
+const main = data.main;
 const choice = (values) => (word) => values.find((value) => String(value) === word);
 const number = (low, high) => (word) => (word !== "" && isFinite(word) ? clamp(+word, low, high) : undefined);
 const SETTINGS = {

@@ -1,10 +1,11 @@
 /* words and figures of the case in view, the gallery, copying and downloads; then everything starts */
-const profilesOfPark = cases[0].methods.filter((m) => m.method === "park").length;
-$("title").textContent =
-  main === "dense" ? "Dense attention" : (profilesOfPark > 1 ? "PARK" : titled(main)) + " against dense attention";
-document.title = $("title").textContent;
+const called = (name) => (name === "dense" ? "dense attention" : titled(name)),
+  capital = (text) => text[0].toUpperCase() + text.slice(1);
 function showWords() {
   const row = rowOf(compared());
+  /* the pair that the stage shows */
+  document.title = $("title").textContent =
+    state.a === state.b ? capital(called(state.b)) : `${capital(called(state.b))} against ${called(state.a)}`;
   $("verdict").textContent =
     row.verdict || "Dense attention is the reference of every figure: choose another method to compare.";
   $("prompt").textContent = current().prompt;
