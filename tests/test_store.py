@@ -372,7 +372,7 @@ def test_the_package_has_one_atomic_write():
     assert found <= {"train.py", "sanitize.py"}, "train.py renames a folder; sanitize.py writes in a folder of tempfile"
 
 
-@pytest.mark.parametrize(("name", "record"), [("generate", "a.json"), ("compare", "park.json")])
+@pytest.mark.parametrize(("name", "record"), [("generate", "a.json"), ("compare", "park-quality.json")])
 def test_a_video_without_its_record_is_made_again_and_no_other(tmp_path, quiet, name, record):
     disturb.COMMANDS[name](tmp_path, 0)
     whole = disturb.contents(tmp_path)

@@ -266,7 +266,16 @@ def compared(model, tmp_path_factory):
 
 def test_compare_writes_everything_and_measures_against_dense(compared):
     out, report = compared
-    names = {"dense.mp4", "park.mp4", "centroid.mp4", "side_by_side.mp4", "metrics.json", "metrics.csv", "heads.csv", "index.html"}
+    names = {
+        "dense.mp4",
+        "park-quality.mp4",
+        "centroid-quality.mp4",
+        "side_by_side.mp4",
+        "metrics.json",
+        "metrics.csv",
+        "heads.csv",
+        "index.html",
+    }
     assert names <= {p.name for p in out.iterdir()}
     rows = {row["method"]: row for row in report["methods"]}
     assert rows["dense"]["psnr"]["mean"] == 100 and rows["dense"]["density"] == 1 and rows["dense"]["recall"] is None
@@ -281,10 +290,10 @@ def test_compare_writes_everything_and_measures_against_dense(compared):
 
 def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
     out, _ = compared
-    before = {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in ("dense", "park")}
+    before = {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in ("dense", "park-quality")}
     events = []
     report = compare.compare(asked(model), ["dense", "park", "park-no-pama"], out, announce=lambda *event: events.append(event))
-    assert events == [("dense", "kept"), ("park", "kept"), ("park-no-pama", "start"), ("park-no-pama", "done")]
+    assert events == [("dense", "kept"), ("park-quality", "kept"), ("park-no-pama-quality", "start"), ("park-no-pama-quality", "done")]
     assert before == {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in before}
     assert [row["method"] for row in report["methods"]] == ["dense", "park", "park-no-pama"]
     with pytest.raises(ValueError, match="steps = 4, asked 3"):
@@ -303,10 +312,10 @@ def test_disturbed_steps_are_in_the_metrics_and_a_sentence_in_the_terminal(compa
         for row in record["measured"]["steps"]:
             row["seconds"], row["attention_seconds"] = 2.0, 1.0
         record["measured"]["steps"][2]["seconds"] += hung
-        park = json.loads((out / "park.json").read_text())
+        park = json.loads((out / "park-quality.json").read_text())
         for row in park["measured"]["steps"]:
             row["seconds"], row["attention_seconds"] = 2.0, 1.0
-        report = compare.write_report({CASE: {"dense": sealed(record), "park": sealed(park)}}, tmp_path / "out")
+        report = compare.write_report({CASE: {"dense": sealed(record), "park-quality": sealed(park)}}, tmp_path / "out")
         monkeypatch.setattr(compare, "compare", lambda *arguments, report=report, **options: report)
         commands.compare(prompt="a red circle", out=tmp_path / "out")
         shown = " ".join(capsys.readouterr().out.split())

@@ -118,13 +118,13 @@ def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp
     asked = {}
 
     def run(request, names, out, **options):
-        asked.update(request=request, names=names, out=out, profiles=options["profiles"])
+        asked.update(request=request, names=names, out=out)
         return {"tokens": 7128, "timing_warning": None, "methods": [{"label": "dense", "psnr": {"mean": 100.0}, "ssim": {"mean": 1.0}, "density": 1.0,
                 "recall": None, "seconds": {"denoise": 2.0, "attention": 1.0}, "speedup": 1.0}]}  # fmt: skip
 
     monkeypatch.setattr(compare, "compare", run)
     commands.demo(out=tmp_path / "demo")
-    assert asked["names"] == ["dense", "park"] and asked["profiles"] == ["quality"] and asked["request"].model is None
+    assert asked["names"] == ["dense", "park"] and asked["request"].model is None
     assert (asked["request"].height, asked["request"].width) == commands.DEMO_SIZE
 
 

@@ -144,7 +144,7 @@ def test_layers_by_step_are_in_the_record(gallery):
 def test_a_record_of_before_the_map_still_makes_a_page(model, tmp_path):  # noqa: F811
     _, _, report = run(asked(model, steps=2), tmp_path)
     records = {}
-    for method in ("dense", "park"):
+    for method in ("dense", "park-quality"):
         record = json.loads((tmp_path / f"{method}.json").read_text())
         del record["measured"]["map"]
         records[method] = sealed(record)
@@ -155,12 +155,12 @@ def test_a_record_of_before_the_map_still_makes_a_page(model, tmp_path):  # noqa
 
 def test_a_record_of_before_pictures_and_loras_is_kept(model, tmp_path):  # noqa: F811
     run(asked(model, steps=2), tmp_path)
-    for method in ("dense", "park"):
+    for method in ("dense", "park-quality"):
         record = json.loads((tmp_path / f"{method}.json").read_text())
         for name in ("image", "image_hash", "lora", "lora_hash"):
             del record["request"][name]
         (tmp_path / f"{method}.json").write_text(json.dumps(sealed(record)))
-    assert run(asked(model, steps=2), tmp_path)[:2] == ([], ["dense", "park"])
+    assert run(asked(model, steps=2), tmp_path)[:2] == ([], ["dense", "park-quality"])
 
 
 def test_the_printed_command_asks_for_the_same_cells(gallery, monkeypatch):
@@ -222,7 +222,7 @@ def image_request(folder, **changes) -> Request:
 def test_an_image_to_video_model_begins_with_the_picture(image_model, picture, tmp_path):
     request = image_request(image_model, image=str(picture))
     made, _, report = run(request, tmp_path / "a")
-    assert made == ["dense", "park"] and report["settings"]["image_hash"] and "--image" in report["command"]
+    assert made == ["dense", "park-quality"] and report["settings"]["image_hash"] and "--image" in report["command"]
     darker = tmp_path / "b.png"
     from PIL import Image
 
@@ -260,7 +260,7 @@ def test_a_lora_is_in_every_method_and_another_file_is_another_request(tmp_path)
     request = image_request(tmp_path / "model")
     run(request, tmp_path / "plain")
     made, _, report = run(dataclasses.replace(request, lora=str(file)), tmp_path / "adapted")
-    assert made == ["dense", "park"] and "--lora" in report["command"] and report["settings"]["lora_hash"]
+    assert made == ["dense", "park-quality"] and "--lora" in report["command"] and report["settings"]["lora_hash"]
     for method in made:
         assert not np.array_equal(*(video.read_mp4(tmp_path / folder / f"{method}.mp4") for folder in ("plain", "adapted")))
 

@@ -180,13 +180,12 @@ def compare(
 ) -> None:
     """Methods and profiles side by side on the same prompts and seeds: videos, metrics and a page to look at. What is finished is kept."""
     with waiting(IMPORTING):
-        from parklab.studio.compare import DEFAULT_PROMPT, SHORT_METHODS, choose_methods, choose_profiles, default_profiles
+        from parklab.studio.compare import DEFAULT_PROMPT, SHORT_METHODS, choose_methods, choose_profiles
         from parklab.studio.compare import compare as run
         from parklab.studio.generate import Request
 
     wanted = choose_profiles(profiles)
     names = choose_methods(SHORT_METHODS if methods is None and len(wanted) > 1 else methods)
-    wanted = wanted or default_profiles(names)
     if prompt is not None and prompts is not None:
         raise ValueError("prompt: expected either a prompt or --prompts FILE, got both; pass one.")
     if seeds is not None and seed != 0:

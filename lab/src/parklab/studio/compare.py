@@ -150,11 +150,11 @@ def compare(
 ) -> dict[str, Any]:
     """Everything under `out`; what is finished there is kept, a report whose videos did not change among it.
 
-    profiles: each in a video of its own, for every method that has it; the request's where none are given.
+    profiles: each in a video of its own, for every method that has it; the request's where none are given, or else the default.
     """
     video_library()
     expect_settings_used(request, methods)
-    profiles = profiles or ([] if request.preset is None else [request.preset])
+    profiles = profiles or (default_profiles(methods) if request.preset is None else [request.preset])
     variants = choose_variants(request, methods, profiles)
     stage(READING)
     cases = choose_cases(request, prompts, seeds)
