@@ -301,7 +301,11 @@ def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path)
 def run_apart(code: str) -> str:
     """In a process of its own: modules are exchanged there."""
     here = pathlib.Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [here, here.parent / "src", here.parent / "lab/src"])), "TRITON_INTERPRET": "0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [here, here.parent / "src", here.parent / "lab/src"])),
+        "TRITON_INTERPRET": "0",
+    }
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
 
 

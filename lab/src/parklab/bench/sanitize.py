@@ -101,7 +101,11 @@ ROUNDS = {
     "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
     "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
     "racecheck, PAMA without a meeting": _watch(
-        "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control", finds=r"Race reported between .* at full_key_hopper\S* in hopper\.py"
+        "racecheck",
+        "--kernel-name",
+        WARP_SPECIALISED,
+        section="race-control",
+        finds=r"Race reported between .* at full_key_hopper\S* in hopper\.py",
     ),
     "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
     "ConSan, attention": Round("consan-attend", variables=CONSAN),
