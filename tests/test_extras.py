@@ -25,7 +25,7 @@ def test_a_missing_package_is_refused_with_the_command_of_its_extra():
 
 
 def test_sources_name_the_one_command_and_extras_that_exist():
-    sources = "".join(path.read_text() for path in sorted(ROOT.glob("*/**/*.py")) if "src" in path.parts).replace("\\", "")
+    sources = "".join(path.read_text() for room in ("src", "lab/src") for path in sorted((ROOT / room).rglob("*.py"))).replace("\\", "")
     named = re.findall(r"(pip install \S*(parkattn|parklab)\[(\w+)\]\S?)", sources)
     assert len(named) >= 6
     for command, distribution, extra in named:

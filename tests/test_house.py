@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import parkattn
+import parklab
 from parklab import record
 
 ROOT = Path(__file__).parents[1]
@@ -65,15 +66,15 @@ def test_a_copy_inside_another_repository_does_not_record_that_ones_commit(tmp_p
     monkeypatch.delenv("PARKATTN_COMMIT", raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
-    for place in ("src/parkattn", "vendored/parkattn"):
-        shutil.copytree(Path(parkattn.__file__).parent, tmp_path / place, ignore=shutil.ignore_patterns("*.safetensors", "*.pyc"))
+    for place in ("lab/src/parklab", "vendored/parklab"):
+        shutil.copytree(Path(parklab.__file__).parent, tmp_path / place, ignore=shutil.ignore_patterns("*.safetensors", "*.pyc"))
     for words in (["init", "-q"], ["add", "pyproject.toml", "lab/src/parklab/record.py"], ["commit", "-qm", "theirs"]):
         subprocess.run([*git, *words], check=True)
     ask = "from parklab import record; print(record.__file__, record._commit())"
-    for place in ("src", "vendored"):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path / place)}
+    for place in ("lab/src", "vendored"):
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path / place), str(ROOT / "src")))}
         said = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout.split()
-        assert said == [str(tmp_path / place / "parkattn" / "record.py"), "None"]
+        assert said == [str(tmp_path / place / "parklab" / "record.py"), "None"]
     own = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     assert record._commit() == (own or None)

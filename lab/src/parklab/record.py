@@ -61,7 +61,7 @@ def _commit() -> str | None:
     told = os.environ.get("PARKATTN_COMMIT")
     if told:
         return told
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
 
     def ask(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, env=plain, capture_output=True, text=True, check=True).stdout.strip()

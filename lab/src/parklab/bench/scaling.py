@@ -61,12 +61,9 @@ def draw(record: Path, plot: Path) -> None:
     expect_choice("plot", plot.suffix.removeprefix("."), ("svg", "png", "pdf"))
     wanted = "results of 'park bench scaling'"
     points = [p for p in read_records(record) if p.get("benchmark") == "scaling"]
-    whole = all(
-        isinstance(p.get(name), (int, float))
-        for p in points
-        for name in (("exponent",) if "exponent" in p else ("density", "length", "ms"))
-    )
-    if not points or not whole or not all(isinstance(p.get(name), str) for p in points for name in ("over", "part")):
+    named = [p for p in points if isinstance(p.get("over"), str) and isinstance(p.get("part"), str)]
+    numbers = (p.get(name) for p in named for name in (("exponent",) if "exponent" in p else (p["over"], "ms")))
+    if not points or len(named) < len(points) or not all(isinstance(number, (int, float)) for number in numbers):
         raise ValueError(f"record: expected {wanted} in {record}, got {'broken ones' if points else 'none'}; measure first.")
     figure, axes = pyplot("the plot").subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, over in zip(axes, ("density", "length"), strict=True):
