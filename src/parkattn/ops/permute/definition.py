@@ -1,4 +1,4 @@
-"""Tokens in block order, and back: X_perm = P X (eq. permutation), by index instead of a product."""
+"""Tokens in block order, and back: a permutation of rows, by index."""
 
 from __future__ import annotations
 
