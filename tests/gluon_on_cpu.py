@@ -25,6 +25,11 @@ import torch
 PATIENCE_S = 20
 
 
+def poison(dtype: torch.dtype) -> float:
+    """What stands where nothing was written yet; whole numbers have no NaN, but no step is -128 of them."""
+    return torch.nan if dtype.is_floating_point else -128
+
+
 class Memory:
     """A pointer: the elements of a tensor's storage, and where in them it points (an int or a tensor of them)."""
 
@@ -67,18 +72,19 @@ class Shared:
         self.view.copy_(value)
 
     def reinterpret(self, dtype, shape, layout) -> Slabs | Shared:
-        return Slabs(self.view, shape[1]) if len(shape) == 3 else Shared(self.view.view(dtype).view(shape))
+        return Slabs(self.view, *shape[1:]) if len(shape) == 3 else Shared(self.view.view(dtype).view(shape))
 
 
 class Slabs:
-    """A tile [rows, d] with 128-byte swizzle is kept as d / 64 column slabs: granules of its rows, slab by slab."""
+    """A tile [rows, d] with 128-byte swizzle is kept as column slabs of 128 bytes: granules of its rows, slab by slab."""
 
-    def __init__(self, view: torch.Tensor, height: int):
-        self.view, self.height = view, height
+    def __init__(self, view: torch.Tensor, height: int, width: int):
+        self.view, self.height, self.width = view, height, width
 
     def index(self, i) -> Shared:
         column, row = divmod(int(i), self.view.shape[0] // self.height)
-        return Shared(self.view[row * self.height : (row + 1) * self.height, column * 64 : (column + 1) * 64])
+        rows, columns = (slice(i * size, (i + 1) * size) for i, size in ((row, self.height), (column, self.width)))
+        return Shared(self.view[rows, columns])
 
 
 class Descriptor:
@@ -142,7 +148,7 @@ class Machine:
     def copy(self, desc: Descriptor, coordinates, bar: Barrier, target: Shared) -> None:
         assert list(target.view.shape) == list(desc.box)
         with self.changed:
-            target.view.fill_(torch.nan)
+            target.view.fill_(poison(target.dtype))
             self.copies.append((desc, [int(c) for c in coordinates], bar, target))
             self.changed.notify_all()
 
@@ -250,7 +256,7 @@ class Language:
 
     def allocate_shared_memory(self, dtype, shape, layout):
         if layout != "mbarrier":
-            return Shared(torch.full(shape, torch.nan, dtype=dtype))
+            return Shared(torch.full(shape, poison(dtype), dtype=dtype))
         bars = [Barrier() for _ in range(shape[0])]
         return bars[0] if len(shape) == 1 else types.SimpleNamespace(index=lambda i: bars[int(i)])
 
@@ -302,7 +308,13 @@ class Language:
     def join(self, a, b):
         return torch.stack([a, b], -1)
 
-    def convert_layout(self, x, layout):
+    def reshape(self, x, shape):
+        return x.reshape(shape)
+
+    def split(self, x):
+        return x.unbind(-1)
+
+    def convert_layout(self, x, layout, assert_trivial=False):
         return x
 
     def inline_asm_elementwise(self, text, constraints, values, dtype, is_pure, pack):
@@ -311,8 +323,11 @@ class Language:
             return self.machine.cross_barrier(barrier[2], waits=barrier[1] == "sync")
         if "mul.f32" in text:
             return operator.mul(*values)
-        if text.startswith("cvt.rn."):
-            return values[0].to(dtype)
+        if text.startswith("cvt.rn."):  # two to a register where both are given
+            kind = torch.bfloat16 if ".bf16x2" in text else torch.float16
+            return values[0].to(dtype) if len(values) == 1 else torch.stack(values, -1).to(kind).view(dtype)[..., 0]
+        if text == "mov.b32 $0, $1;":  # and out of it
+            return values[0][..., :1].contiguous().view(dtype)
         assert "nanosleep" in text, f"an instruction unknown here: {text}"
         return values[0]
 

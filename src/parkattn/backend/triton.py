@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import shape_of
+from parkattn.ops.attend.definition import Precision
 from parkattn.ops.cluster.definition import Clustering, initial_tokens, metric_root, stabilise, uniform
 from parkattn.ops.residual.definition import LowRank, iterate_directions, quantise
 from parkattn.plan import Blocks, Plan
@@ -20,6 +21,7 @@ from parkattn.settings import KeyMetric
 
 HEAD_DIMS = (64, 128, 256)
 GLUON_HEAD_DIMS = (64, 128)
+INT8_HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # from this shrinkage on the metric is positive definite by a margin that float32 rounding cannot reach, so its Cholesky
 # factor needs no check, and no synchronisation for one
@@ -40,17 +42,22 @@ def on_its_gpu(verb: Callable[Concatenate[Owner, Given], Found]) -> Callable[Con
     return there
 
 
-def triton_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> TritonBackend:
-    """Refuses what the kernels cannot run; `reason` says which attention kernel runs and why."""
+def triton_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "bf16") -> TritonBackend:
+    """Refuses what the kernels cannot run; `reason` says which attention kernel runs and why, and in what precision."""
     gluon, because = _attention_kernel(device, dtype, head_dim)
     kernel = "Gluon" if gluon else "Triton"
-    return TritonBackend(f"{why}: Triton kernels, attention in {kernel} because {because}", gluon)
+    reason = f"{why}: Triton kernels, attention in {kernel} because {because}"
+    if precision == "int8" and head_dim not in INT8_HEAD_DIMS:
+        reason += f"; Q K^T in {str(dtype)[6:]} and not in INT8, whose kernels have head dims 64 and 128, not {head_dim}"
+        return TritonBackend(reason, gluon)
+    return TritonBackend(reason + ("; Q K^T in INT8" if precision == "int8" else ""), gluon, precision)
 
 
 @dataclass(frozen=True)
 class TritonBackend:
     reason: str
     gluon: bool  # attention by the Hopper kernel
+    precision: Precision = "bf16"
     name: str = "triton"
     differentiable = False
 
@@ -186,11 +193,13 @@ class TritonBackend:
     def attend_dense_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """softmax(Q K^T scale) V as one block that keeps one block, and its log-sum-exp [b h n]; key_valid bool [b m].
+        """softmax(Q K^T scale) V and its log-sum-exp [b h n]; key_valid bool [b m].
 
-        q, k and v are read in place; in Gluon they are copied first unless they are contiguous. With key_valid keys and values are
-        gathered, those that count first: which do is known on the GPU alone.
+        In Triton as one block that keeps one block, read in place; in Gluon q, k and v are copied first unless they are contiguous. With
+        key_valid keys and values are gathered, those that count first: which do is known on the GPU alone.
         """
+        if self.gluon:
+            return self._dense_hopper(q, k, v, scale, key_valid)
         (b, h, n, _), m = q.shape, k.shape[2]
         both = torch.arange(2, dtype=torch.int32, device=q.device).expand(b, h, 2)  # not copied from the host, which would wait
         order, ends = None, both * m
@@ -238,26 +247,49 @@ class TritonBackend:
 
         return add_low_rank(out, residual.a, residual.step, residual.b)
 
+    def _dense_hopper(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, key_valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        from parkattn.ops.attend.hopper_dense import attend_dense_hopper
+        from parkattn.ops.permute import triton as permute
+
+        self._expect_attendable(q, k, v, scale)
+        (b, h, n, d), m = q.shape, k.shape[2]
+        order = counts = steps = None
+        if key_valid is not None:
+            order = (~key_valid).to(torch.uint8).argsort(stable=True).int()[:, None].expand(b, h, m).contiguous()
+            counts = key_valid.sum(-1, dtype=torch.int32)[:, None].expand(b, h).reshape(-1)
+        if self.precision == "int8":
+            rounding = permute.key_rounding(k)
+            (rows, row_steps), (keys, step) = permute.round_rows(q, None), permute.round_rows(k, order, rounding)
+            steps = row_steps, step / d
+        else:
+            rows, keys = permute.gather_rows(q, None), permute.gather_rows(k, order)
+        values = permute.gather_rows(v, order)
+        out, lse = attend_dense_hopper(rows, keys, values, counts, scale=scale, out=torch.empty_like(q), with_lse=True, steps=steps)
+        assert lse is not None
+        return out, lse.view(b, h, n)
+
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, compensate: bool
     ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
         """Attention over any mask of the plan's blocks, (out [b h n d] in token order, lse [b*h n]), and what it is told about stand-ins."""
         from parkattn.ops.permute import triton as permute
 
-        self._expect_dense_rows(q=q, k=k, v=v)
-        if v.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"v: expected q's head dim {q.shape[-1]} with backend={self.name!r}, got {shape_of(v)}; use backend='reference'."
-            )
-        if scale is not None and not scale > 0:
-            raise ValueError(f"scale: expected a positive number with backend={self.name!r}, got {scale}; use backend='reference'.")
+        self._expect_attendable(q, k, v, scale)
         b, h, m, d = k.shape
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
         offsets = [x.reshape(b * h, -1).contiguous() for x in (plan.queries.offsets, plan.keys.offsets)]
         order, key_order = (None if x is None else x.contiguous() for x in (plan.queries.order, plan.keys.order))
         token_of_row = None if order is None else order.view(b * h, -1)
         keys, values, means = k, v, []
-        if key_order is not None and compensate:
+        int8 = self.precision == "int8"
+        rounding = permute.key_rounding(k) if int8 else None
+        if int8 and (key_order is not None or compensate):
+            sorted_already = torch.arange(m, dtype=torch.int32, device=k.device).expand(b, h, m)
+            key_order = sorted_already.contiguous() if key_order is None else key_order
+            keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous(), rounding)
+        elif rounding is not None:
+            keys = permute.round_rows(k, None, rounding)[0]
+        elif key_order is not None and compensate:
             keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous())
         elif key_order is not None:
             keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)
@@ -273,8 +305,13 @@ class TritonBackend:
             from parkattn.ops.attend.hopper import attend_hopper
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
-            flat = [permute.gather_rows(q, order), *(x if x.ndim == 3 else permute.gather_rows(x, None) for x in (keys, values))]
-            attend = functools.partial(attend_hopper, *flat, *offsets, out_order=token_of_row)
+            flat = [x if x.ndim == 3 else permute.gather_rows(x, None) for x in (keys, values)]
+            if rounding is None:
+                rows, steps = permute.gather_rows(q, order), None
+            else:
+                rows, row_steps = permute.round_rows(q, order)
+                steps = row_steps, rounding[1] / d
+            attend = functools.partial(attend_hopper, rows, *flat, *offsets, out_order=token_of_row, steps=steps)
         else:
             from parkattn.ops.attend.triton import attend_ragged
 
@@ -286,6 +323,15 @@ class TritonBackend:
             return found
 
         return over, stand_ins
+
+    def _expect_attendable(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+        self._expect_dense_rows(q=q, k=k, v=v)
+        if v.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"v: expected q's head dim {q.shape[-1]} with backend={self.name!r}, got {shape_of(v)}; use backend='reference'."
+            )
+        if scale is not None and not scale > 0:
+            raise ValueError(f"scale: expected a positive number with backend={self.name!r}, got {scale}; use backend='reference'.")
 
     def _expect_dense_rows(self, **tensors: Tensor) -> None:
         for name, x in tensors.items():

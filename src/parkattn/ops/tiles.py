@@ -35,6 +35,11 @@ def permute_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
     return {"ROWS": 4096 // head_dim, "num_warps": 4, "num_stages": 1}
 
 
+def rounding_tile(head_dim: int) -> dict:
+    """Rounding to INT8; the matrix of signs is made once for TURNS * ROWS rows.  Not timed."""
+    return {"ROWS": 8192 // head_dim, "TURNS": 8, "num_warps": 4, "num_stages": 2}
+
+
 def residual_tile(head_dim: int) -> dict:
     """Merging parts: 16 elements a thread.  Not timed."""
     return {"ROWS": 4096 // head_dim, "num_warps": 8, "num_stages": 1}

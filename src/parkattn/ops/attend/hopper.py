@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..barriers import barrier_arrive, barrier_sync
 from ..records import LOST, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_PLAIN, TILE_ROW, TILE_ROWS
 from ..triton_versions import ALWAYS_SHARE, FP_FUSION, reinterpret, thread_barrier
 from .hopper_producer import produce
-from .hopper_softmax import add_bias, after, first_weights, is_lost, join_sums, next_weights, rescale, rounded
-from .tiles import GluonTile, gluon_tile
+from .hopper_softmax import join_sums, steps_of_rows, whole_sums
+from .hopper_step import any_lost, first_tile, make_barriers, pass_on, step, store_rows, weigh_values
+from .tiles import GluonTile, gluon_tile, int8_tile
 from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 
-SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+LOG2E = 1.4426950408889634
+LEAN = False
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 WARPGROUP_ROWS = 64
 UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile is not shared
@@ -38,74 +40,15 @@ UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile
 FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
 
 
-@gluon.jit
-def _pass_on(at, full, empty, STAGES: gl.constexpr):
-    """Free a ring slot that the other warpgroup uses."""
-    mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-    mbarrier.arrive(empty.index(at % STAGES), count=1)
-
-
-@gluon.jit
-def _step(at, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
-          A: gl.constexpr, P: gl.constexpr, QUICK: gl.constexpr):  # fmt: skip
-    """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does.
-
-    begin, biased: where the tiles of this query tile begin, and those of them that have a bias.
-    """
-    _q_ring, k_ring, v_ring, bias_ring = rings
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
-    slot = at % STAGES
-    earlier = at - stride
-    before = earlier % STAGES
-    if stride == 2:  # the tiles between are the other warpgroup's
-        _pass_on(at - 1, k_full, k_empty, STAGES)
-        if at - 3 >= begin:
-            _pass_on(at - 3, v_full, v_empty, STAGES)
-    mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)
-    zero = gl.zeros([64, KEYS], gl.float32, layout=S)
-    s = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)
-    acc = warpgroup_mma(p16, v_ring.index(before), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    if at >= biased:
-        s = add_bias(s, bias_ring.index(slot), KEYS, S)
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    p, m, z, decay = next_weights(s, m, z, factor, QUICK)
-    p16 = gl.convert_layout(rounded(p, p16.dtype), P)
-    z = after(z)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(before), count=1)
-    if not QUICK:
-        acc = rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None], acc.shape[1])
-    return acc, p16, m, z
-
-
-@gluon.jit
-def _store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
-                A: gl.constexpr):  # fmt: skip
-    out_b, out_h, out_n = out_strides
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, A))
-    live = i < rows
-    token = row + i
-    if SCATTER:
-        token = gl.load(order + head.to(gl.int64) * n + token, mask=live, other=0)
-    inverse = gl.where(z > 0, 1.0 / z, 0.0)
-    base = out + (head // heads).to(gl.int64) * out_b + (head % heads).to(gl.int64) * out_h
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, A))
-    gl.store(
-        base + token.to(gl.int64)[:, None] * out_n + column[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=live[:, None]
-    )
-    if LSE:
-        value = gl.where(z == 0, -float("inf"), (m + gl.log2(z)) * 0.6931471805599453)
-        gl.store(lse + head.to(gl.int64) * n + token, value, mask=live)
+def swizzled(dtype: torch.dtype, d: int) -> gl.NVMMASharedLayout:
+    """How rows of d elements lie in shared memory: in slabs of 128 bytes, or of all they have."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(d * dtype.itemsize, 128), element_bitwidth=8 * dtype.itemsize, rank=2)
 
 
 @gluon.jit
 def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexpr):
     """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; the counter LOST tells how many there are."""
-    overflown = gl.sum(acc * 0.0, 1)  # NaN where an element is not finite
-    lost = is_lost(z + overflown) & (gl.arange(0, 64, layout=gl.SliceLayout(1, A)) < rows)
-    if gl.max(lost.to(gl.int32), 0) > 0:
+    if any_lost(acc, z, rows, A):
         tile = lost_tiles + gl.atomic_add(count + LOST, 1, sem="relaxed") * TILE_FIELDS
         for f in gl.static_range(TILE_FIELDS):
             gl.store(tile + f, gl.load(record + f))
@@ -114,16 +57,16 @@ def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexp
 
 
 @gluon.jit
-def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
               W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
-              QUICK: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+              QUICK: gl.constexpr, SHARE: gl.constexpr, INT8: gl.constexpr, LEAN: gl.constexpr):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     _wide_lists, _tail_lists, _tiles, count, record_buffers, lost_tiles = lists
     n, _m, _kb, _wide_width, _tails_width, _bias_row, bias_tiles = shape
     out, out_strides, heads, order, lse = result
-    q_ring, k_ring, v_ring, bias_ring = rings
+    unit, q_steps, k_steps = scales
+    q_ring, _k_ring, v_ring, _bias_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     x_acc, x_rows = exchange
     copies = record_buffers + gl.program_id(0) * (2 * TILE_FIELDS)
@@ -150,50 +93,48 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
             else:
                 stride: gl.constexpr = 1
                 first: gl.constexpr = 0
-            q = q_ring.index(W)
-            if W == 1:  # noqa: SIM102 (the outer one is decided at compile time)
-                if shared:
-                    _pass_on(begin, k_full, k_empty, STAGES)
-            at = begin + first
-            mbarrier.wait(k_full.index(at % STAGES), (at // STAGES) & 1)
-            s = warpgroup_mma(
-                q, k_ring.index(at % STAGES).permute((1, 0)), gl.zeros([64, KEYS], gl.float32, layout=S), use_acc=False, is_async=True
-            )
-            s = warpgroup_mma_wait(0, deps=(s,))
-            biased = begin + gl.load(record + TILE_PLAIN)
-            if at >= biased:
-                s = add_bias(s, bias_ring.index(at % STAGES), KEYS, S)
-            mbarrier.arrive(k_empty.index(at % STAGES), count=1)
-            p, m, z = first_weights(s, factor, QUICK)
-            p16 = gl.convert_layout(rounded(p, q_ring.dtype), P)
-            acc = gl.zeros([64, D], gl.float32, layout=A)
-            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
-            odd = at + stride + (end - at - 1) // (2 * stride) * (2 * stride)
-            for j in range(at + stride, odd, 2 * stride):
-                acc, p16, m, z = _step(j, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK)
-                acc, p16, m, z = _step(
-                    j + stride, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK
-                )
-            for j in range(odd, end, stride):
-                acc, p16, m, z = _step(j, begin, biased, stride, acc, p16, m, z, q, rings, bars, factor, KEYS, STAGES, S, A, P, QUICK)
             head = gl.load(record + TILE_HEAD)
             row = gl.load(record + TILE_ROW) + gl.where(shared, 0, W * 64)
+            if W == 1:  # noqa: SIM102 (the outer one is decided at compile time)
+                if shared:
+                    pass_on(begin, k_full, k_empty, STAGES)
+            at = begin + first
+            biased = begin + gl.load(record + TILE_PLAIN)
+            factor = unit
+            if INT8:
+                factor = unit * gl.load(k_steps + head) * steps_of_rows(q_steps, head, row, n, S)
+            given = (q_ring.index(W), factor, unit, rings, bars)
+            acc, p16, m, z = first_tile(at, biased, given, KEYS, STAGES, D, QUICK, INT8, LEAN, True)
+            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
+            if LEAN:
+                # tiles with a bias come last and one by one, which keeps their code out of the long loop
+                odd = at + stride + gl.maximum(biased - at - 1, 0) // (2 * stride) * (2 * stride)
+            else:
+                odd = at + stride + (end - at - 1) // (2 * stride) * (2 * stride)
+            where = (begin, biased, n >> 31)
+            for j in range(at + stride, odd, 2 * stride):
+                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, LEAN, not LEAN, False)
+                acc, p16, m, z = step(
+                    j + stride, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, LEAN, not LEAN, False
+                )
+            for j in range(odd, end, stride):
+                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, LEAN, True, True)
             if not shared:
                 mbarrier.arrive(q_empty.index(W), count=1)
             elif W == 0:
                 barrier_arrive(FREE)
             last = begin + first + (total - 1 - first) // stride * stride
             if (stride == 2) & (last - 1 >= begin):
-                _pass_on(last - 1, v_full, v_empty, STAGES)
+                pass_on(last - 1, v_full, v_empty, STAGES)
             mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-            acc = warpgroup_mma(p16, v_ring.index(last % STAGES), acc, is_async=True)
+            acc = weigh_values(p16, v_ring.index(last % STAGES), acc, D, LEAN)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(last % STAGES), count=1)
             if (stride == 2) & (last + 1 < end):
-                _pass_on(last + 1, k_full, k_empty, STAGES)
-                _pass_on(last + 1, v_full, v_empty, STAGES)
+                pass_on(last + 1, k_full, k_empty, STAGES)
+                pass_on(last + 1, v_full, v_empty, STAGES)
             m = gl.convert_layout(m, gl.SliceLayout(1, A))
-            z = gl.convert_layout(z, gl.SliceLayout(1, A))
+            z = gl.convert_layout(whole_sums(z, QUICK), gl.SliceLayout(1, A))
             if shared:
                 if W == 1:
                     barrier_sync(FREE)
@@ -208,31 +149,23 @@ def _consumer(lists, shape, result, factor, rings, bars, exchange, KEYS: gl.cons
                     z_other = x_rows.index(1).load(gl.SliceLayout(1, A))
                     mine, other, m, z = join_sums(m, z, m_other, z_other, QUICK)
                     acc = acc * mine[:, None] + x_acc.load(A) * other[:, None]
-            own_rows = gl.minimum(rows, 64)
+            own_rows = gl.minimum(rows - W * 64, 64)
             if W == 1:
-                own_rows = gl.where(shared, 0, rows - 64)
-            _store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
+                own_rows = gl.where(shared, 0, own_rows)
+            store_rows(acc, m, z, head, row, own_rows, out, out_strides, heads, n, order, lse, D, SCATTER, LSE, A)
             if QUICK:
                 _list_lost_rows(acc, z, record, row, own_rows, count, lost_tiles, A)
             if shared:  # not before the store, which uses what was loaded from that buffer: no barrier waits for loads
                 mbarrier.arrive(q_empty.index(W), count=1)
-        else:  # one key tile for at most 64 rows: nothing to share
+        else:  # no rows for this warpgroup, and nothing to share
             mbarrier.arrive(q_empty.index(W), count=1)
             for j in range(begin, end):
-                _pass_on(j, k_full, k_empty, STAGES)
-                _pass_on(j, v_full, v_empty, STAGES)
+                pass_on(j, k_full, k_empty, STAGES)
+                pass_on(j, v_full, v_empty, STAGES)
         begin = end
         r += 1
         mbarrier.wait(q_full.index(W), r & 1)
         rows = gl.load(copies + (r & 1) * TILE_FIELDS + TILE_ROWS)
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit(
@@ -240,30 +173,38 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     do_not_specialize_on_alignment=["count"],
 )
 def attend_hopper_kernel(
-    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, record_buffers, lost_tiles, out, order, lse, factor,
-    heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
-    D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, record_buffers, lost_tiles, out, order, lse,
+    unit, q_steps, k_steps, heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
+    D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, SHARE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
-    Grid: one program per multiprocessor. Traffic per query tile of 128 rows: its rows once, and 4 d bytes per listed key from L2.
+    GROUPS warpgroups of 64 rows each. INT8: q and k are whole numbers of steps, one step per query row and one per head of keys.
+    Grid: one program per multiprocessor. Traffic per query tile: its rows once, and 4 d (INT8: 3 d) bytes per listed key from L2.
     """
+    BITS: gl.constexpr = 8 if INT8 else 16
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [2, 64, D], SHARED)
-    k_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
-    v_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED)
-    # sums are exchanged in the place of the queries: shared memory is full
-    x_acc = reinterpret(q_ring, gl.float32, [64, D], gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0]))
+    SHARED_QK: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64 if INT8 and D == 64 else 128, element_bitwidth=BITS, rank=2)
+    EXCHANGED: gl.constexpr = gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0])
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 64, D], SHARED_QK)
+    k_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED_QK)
+    v_ring = gl.allocate_shared_memory(v_wide.dtype, [STAGES, KEYS, D], SHARED)
+    if INT8 and SHARE:
+        x_acc = gl.allocate_shared_memory(gl.float32, [64, D], EXCHANGED)
+    elif INT8:
+        x_acc = q_ring
+    else:  # sums are exchanged in the place of the queries: shared memory is full
+        x_acc = reinterpret(q_ring, gl.float32, [64, D], EXCHANGED)
     x_rows = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
     bars = (
-        _barriers(2, 1),  # q_full: of each warpgroup; the producer arrives
-        _barriers(2, 1),  # q_empty: its warpgroup arrives
-        _barriers(STAGES, 1),  # k_full
-        _barriers(STAGES, 2),  # k_empty: both warpgroups arrive
-        _barriers(STAGES, 1),  # v_full
-        _barriers(STAGES, 2),  # v_empty
+        make_barriers(GROUPS, 1),  # q_full: of each warpgroup; the producer arrives
+        make_barriers(GROUPS, 1),  # q_empty: its warpgroup arrives
+        make_barriers(STAGES, 1),  # k_full
+        make_barriers(STAGES, GROUPS),  # k_empty: every warpgroup arrives
+        make_barriers(STAGES, 1),  # v_full
+        make_barriers(STAGES, GROUPS),  # v_empty
     )
     bias_ring = gl.allocate_shared_memory(
         gl.float32, [STAGES, 1, KEYS], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -275,19 +216,28 @@ def attend_hopper_kernel(
     lists = (wide_lists, tail_lists, tiles, count, record_buffers, lost_tiles)
     shape = (n, m, kb, wide_width, tails_width, bias_row, bias_tiles)
     result = (out, (out_b, out_h, out_n), heads, order, lse)
+    scales = (unit, q_steps, k_steps)
     rings = (q_ring, k_ring, v_ring, bias_ring)
-    gl.warp_specialize([
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE)),
-        (_consumer, (lists, shape, result, factor, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE)),
-        (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, GROUPS, BITS // 8)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 2, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, GROUPS, BITS // 8)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def attend_hopper(
     q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
     compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
     pair_bias: Tensor | None = None, out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
-    quick: bool | None = None, tile: GluonTile | None = None,
+    quick: bool | None = None, tile: GluonTile | None = None, steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks, on block-ordered contiguous q [bh n d], k, v [bh m d]; bf16 or fp16, d 64 or 128.
 
@@ -297,72 +247,76 @@ def attend_hopper(
     follows the same order. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
     scale must be positive. Rows of k and v beside a kept block, and the first ones of their head, are read and weighted 0: they and their
     scores must be finite. quick: how exponentials are taken first (`hopper_softmax`), for bf16 alone; None takes it there, which
-    counts values below 2^-46 as 0.
+    counts values below 2^-46 as 0. steps, fp32 [bh n] and [bh]: q, k and centroids are int8, and what 1 stands for in a row of q and in k.
     """
     bh, n, d = q.shape
     m = k.shape[1]
     scale = d**-0.5 if scale is None else scale
-    tile = tile or gluon_tile(d)
-    if quick and q.dtype != torch.bfloat16:
+    if quick and v.dtype != torch.bfloat16:
         raise ValueError(
-            f"attend_hopper: expected bf16 for quick exponentials, got {q.dtype}, whose exponents are too few; leave quick out."
+            f"attend_hopper: expected bf16 for quick exponentials, got {v.dtype}, whose exponents are too few; leave quick out."
         )
-    quick = q.dtype == torch.bfloat16 if quick is None else quick
-    out = torch.empty_like(q) if out is None else out
+    quick = v.dtype == torch.bfloat16 if quick is None else quick
+    tile = tile or (gluon_tile(d) if steps is None else int8_tile(d, n / max(mask.shape[1], 1), quick))
+    out = torch.empty(bh, n, d, dtype=v.dtype, device=q.device) if out is None else out
     rows = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
     if n == 0 or bh == 0:
         return out, lse
     if m == 0:
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
-    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=2 * WARPGROUP_ROWS, key_tile=tile.keys,
+    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys,
                             tail=tile.tail, compensated=compensate is not None, tail_bias=True)  # fmt: skip
-    by_head = (q, k, v, query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, out_order, lse)
+    q_steps, k_steps = (None, None) if steps is None else steps
+    by_head = (q, k, v, q_steps, k_steps, query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, out_order, lse)
     for elements, heads, group in head_groups(*rows.shape[:2], at_once):
         _attend_heads(rows[elements, heads], *(x if x is None else x[group] for x in by_head), scale=scale, quick=quick, tile=tile)
     return out, lse
 
 
 def _attend_heads(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, compensate: Tensor | None,
-    centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *,
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_steps: Tensor | None, k_steps: Tensor | None, query_offsets: Tensor, key_offsets: Tensor,
+    mask: Tensor, compensate: Tensor | None, centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *,
     scale: float, quick: bool, tile: GluonTile,
 ) -> None:  # fmt: skip
     """`attend_hopper` of heads whose lists fit: fills out [b h n d] and lse."""
     n, d = q.shape[1:]
     m, kb = k.shape[1], mask.shape[2]
-    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=2 * WARPGROUP_ROWS, key_tile=tile.keys,
+    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys,
                           compensate=compensate, pair_bias=pair_bias, scale=scale, tail=tile.tail, tail_bias=True)  # fmt: skip
 
     def box(x: Tensor, height: int, width: int) -> TensorDescriptor:
         flat = x.reshape(-1, d)
-        return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [height, width], SWIZZLED)
+        return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [height, width], swizzled(x.dtype, d))
 
+    int8 = q_steps is not None
+    slab = d if int8 else 64  # columns of a box of keys: 128 bytes, or all there are
     bias = work.bias.view(-1, tile.keys)
-    stand_ins = [k, v] if compensate is None else [centroids.to(q.dtype).contiguous(), mean_values.to(q.dtype).contiguous()]
+    stand_ins = [k, v] if compensate is None else [centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
     # double-buffered: a slow consumer may still read the record before this one
     record_buffers = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
     boxes = (
-        box(q, WARPGROUP_ROWS, d), box(k, WIDE, 64), box(k, tile.tail, 64), box(v, WIDE, 64), box(v, tile.tail, 64),
-        box(stand_ins[0], tile.keys, 64), box(stand_ins[1], tile.keys, 64),
+        box(q, WARPGROUP_ROWS, d), box(k, WIDE, slab), box(k, tile.tail, slab), box(v, WIDE, 64), box(v, tile.tail, 64),
+        box(stand_ins[0], tile.keys, slab), box(stand_ins[1], tile.keys, 64),
         TensorDescriptor(bias, list(bias.shape), list(bias.stride()), [1, tile.keys], LINEAR),
     )  # fmt: skip
     # each warpgroup of a query tile may lose its rows
-    lost_tiles = torch.empty(2 * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
+    lost_tiles = torch.empty(tile.groups * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
 
     # of a long block one tile at most has few rows: shorter loops, without the code that shares it, gain more than sharing it
-    share = ALWAYS_SHARE or n < UNSHARED_ROWS * mask.shape[1]
+    share = tile.groups == 2 and (ALWAYS_SHARE or n < UNSHARED_ROWS * mask.shape[1])
 
-    def launch(tiles: Tensor, count: Tensor, *, quick: bool) -> None:
+    def launch(tiles: Tensor, count: Tensor, tile: GluonTile, *, quick: int, share: bool) -> None:
         attend_hopper_kernel[(programs,)](
             *boxes, work.wide, work.tails, tiles, count, record_buffers, lost_tiles, out,
-            q if out_order is None else out_order, q if lse is None else lse, float(scale * 1.4426950408889634), out.shape[1], n, m, kb,
+            work.count if out_order is None else out_order, bias if lse is None else lse, float(scale * LOG2E), q_steps if int8 else bias,
+            k_steps if int8 else bias, out.shape[1], n, m, kb,
             work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
-            QUICK=quick, SHARE=share or not quick, **tile.constants(d), num_warps=4, maxnreg=168, **FP_FUSION,
+            QUICK=quick, SHARE=share, INT8=int8, LEAN=LEAN or int8, **tile.constants(d), num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
         )  # fmt: skip
 
-    launch(work.tiles, work.count, quick=quick)
+    launch(work.tiles, work.count, tile, quick=tile.quick if quick else 0, share=share or not quick)
     if quick:  # almost always nothing is left: without a host copy that is not known here
-        launch(lost_tiles, work.count[LOST.value :], quick=False)
+        launch(lost_tiles, work.count[LOST.value :], tile.for_lost_rows(), quick=0, share=True)

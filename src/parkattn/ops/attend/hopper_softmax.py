@@ -49,11 +49,16 @@ def rescale(acc, decay, D: gl.constexpr):
 
 
 @gluon.jit
-def after(value):
+def after(value, BOTH: gl.constexpr):
     """value, behind a scheduling fence: the assembler would move the wait for P V above the exponentials, and the two would no longer
-    overlap. It moves nothing above this sleep, whose condition (a NaN payload that no arithmetic makes) never holds."""
-    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
-                                     "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
+    overlap. It moves nothing above this sleep, whose condition (a NaN payload that no arithmetic makes) never holds. BOTH: which looks at
+    the sums of both rows of a thread, where registers leave no room for the exponentials of one beside the next product."""
+    if BOTH:
+        return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; setp.eq.and.s32 never, $3, 0x7fabcdef, never; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+                                         "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
+    else:  # noqa: RET505 (decided at compile time: one branch exists)
+        return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+                                         "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
 
 
 @gluon.jit
@@ -68,7 +73,56 @@ def rounded(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_weights(s, factor, QUICK: gl.constexpr):
+def packed(p, dtype: gl.constexpr):
+    """Weights [64 keys] rounded to 16 bits, two to a register [64 keys/2]. int32 and not pure: they stay where they are made, under a
+    product, and a loop that carries them does not take them apart."""
+    low, high = gl.split(gl.reshape(p, [64, p.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=False, pack=1)
+    else:  # noqa: RET505 (decided at compile time: one branch exists)
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def unpacked(pairs, dtype: gl.constexpr, P: gl.constexpr):
+    """The same registers as the left operand of a product."""
+    twice = gl.join(pairs, pairs)
+    if dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], gl.bfloat16, is_pure=False, pack=2)
+    else:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], gl.float16, is_pure=False, pack=2)
+    return gl.convert_layout(gl.reshape(p, [64, pairs.shape[1] * 2]), P, assert_trivial=True)
+
+
+@gluon.jit
+def _times(s, factor, INT8: gl.constexpr):
+    """Scores times their factor: one for all, or with INT8 one for each row."""
+    if INT8:
+        return s * factor[:, None]
+    else:  # noqa: RET505 (decided at compile time: one branch exists)
+        return s * factor
+
+
+@gluon.jit
+def _sums(p, QUICK: gl.constexpr):
+    """Of each row; QUICK == 2: of what each of the four threads that hold a row holds of it [64 4], which needs no exchange."""
+    if QUICK == 2:
+        return gl.sum(gl.sum(gl.reshape(p, [64, p.shape[1] // 8, 4, 2]), 1), 2)
+    else:  # noqa: RET505
+        return gl.sum(p, 1)
+
+
+@gluon.jit
+def whole_sums(z, QUICK: gl.constexpr):
+    """[64], of what `first_weights` and `next_weights` keep as sums"""
+    if QUICK == 2:
+        return gl.sum(z, 1)
+    else:  # noqa: RET505
+        return z
+
+
+@gluon.jit
+def first_weights(s, factor, QUICK: gl.constexpr, INT8: gl.constexpr):
     """Scores [64 keys] of a row's first tile -> weights, what they are relative to, their sum."""
     top = gl.max(s, 1) * factor
     if QUICK:
@@ -77,21 +131,21 @@ def first_weights(s, factor, QUICK: gl.constexpr):
     else:
         m = top
         shift = gl.where(top == -float("inf"), 0.0, top)  # a row that has seen no valid key yet
-    p = gl.exp2(s * factor - shift[:, None])
-    return p, m, gl.sum(p, 1)
+    p = gl.exp2(_times(s, factor, INT8) - shift[:, None])
+    return p, m, _sums(p, QUICK)
 
 
 @gluon.jit
-def next_weights(s, m, z, factor, QUICK: gl.constexpr):
+def next_weights(s, m, z, factor, QUICK: gl.constexpr, INT8: gl.constexpr):
     """The same for a later tile, and by how much the sums before it shrink (QUICK: not at all)."""
     if QUICK:
-        p = gl.exp2(s * factor - m[:, None])
-        return p, m, z + gl.sum(p, 1), m
+        p = gl.exp2(_times(s, factor, INT8) - m[:, None])
+        return p, m, z + _sums(p, QUICK), m
     else:  # noqa: RET505
         top = gl.max(s, 1) * factor
         top = gl.where(top - m > LAG, top, m)
         shift = gl.where(top == -float("inf"), 0.0, top)
-        p = gl.exp2(s * factor - shift[:, None])
+        p = gl.exp2(_times(s, factor, INT8) - shift[:, None])
         decay = gl.exp2(m - shift)
         return p, top, z * decay + gl.sum(p, 1), decay
 
@@ -121,7 +175,17 @@ def join_sums(m, z, m_other, z_other, QUICK: gl.constexpr):
 
 
 @gluon.jit
-def add_bias(s, slot, KEYS: gl.constexpr, S: gl.constexpr):
+def add_bias(s, slot, factor, unit, KEYS: gl.constexpr, INT8: gl.constexpr, S: gl.constexpr):
     """Scores [64 keys] plus the bias that came with the keys [1 keys]: -inf beyond the valid rows of tails, log(n) of stand-ins."""
     bias = reinterpret(slot, gl.float32, [KEYS], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
-    return s + bias.load(gl.SliceLayout(0, S))[None, :]
+    bias = bias.load(gl.SliceLayout(0, S))[None, :]
+    if INT8:  # whole numbers are multiplied by `factor` next, a bias was made for `unit`
+        bias = bias * (unit / factor)[:, None]
+    return s + bias
+
+
+@gluon.jit
+def steps_of_rows(q_steps, head, row, n, S: gl.constexpr):
+    """What 1 in each of the 64 rows of a warpgroup stands for [64]; rows past the head's end are not stored, so they take its last."""
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    return gl.load(q_steps + head.to(gl.int64) * n + gl.minimum(row + i, n - 1))

@@ -17,24 +17,37 @@ class TritonTile(NamedTuple):
 
 
 class GluonTile(NamedTuple):
-    """keys per step, rows of the small granules, key/value ring slots, registers of the producer warp"""
+    """keys per step, rows of the small granules, key/value ring slots, registers of the producer warp, consumer warpgroups, how quick
+    exponentials sum (`hopper_softmax`)"""
 
     keys: int = 128
     tail: int = 8
     stages: int = 3
     producer_registers: int = 24
+    groups: int = 2
+    quick: int = 1
+
+    @property
+    def launch_registers(self) -> int:
+        """What every warpgroup starts with: a share of 512 in steps of 8."""
+        return 512 // (self.groups + 1) // 8 * 8
 
     def constants(self, d: int) -> dict[str, int]:
-        """The kernel's constants. Three register shares of 168 are split between two consumers and the producer."""
+        """The kernel's constants. The register shares of all warpgroups are split between the consumers and the producer."""
         return {
             "D": d,
             "KEYS": self.keys,
             "WIDE": 32,
             "TAIL": self.tail,
             "STAGES": self.stages,
-            "CONSUMER_REGISTERS": (504 - self.producer_registers) // 2,
+            "GROUPS": self.groups,
+            "CONSUMER_REGISTERS": (self.launch_registers * (self.groups + 1) - self.producer_registers) // self.groups,
             "PRODUCER_REGISTERS": self.producer_registers,
         }
+
+    def for_lost_rows(self) -> GluonTile:
+        """Careful exponentials need the registers of two warpgroups; lists of tiles are the same."""
+        return self if self.groups == 2 else self._replace(groups=2, stages=6, producer_registers=24, quick=1)
 
 
 def arch_or_hopper(device: torch.device) -> int:
@@ -51,6 +64,18 @@ def gluon_tile(d: int) -> GluonTile:
     docs/diary.md, "What was tried", has the times of other choices.
     """
     return GluonTile()
+
+
+def int8_tile(d: int, block_rows: float, quick: bool) -> GluonTile:
+    """For INT8 keys, whose tiles are half as large: three warpgroups of 64 rows where query blocks fill them; sm_90 only."""
+    if quick and block_rows > 160:
+        return GluonTile(keys=64, stages=8, producer_registers=32, groups=3, quick=2)
+    return GluonTile()
+
+
+def dense_tile(int8: bool, quick: bool) -> GluonTile:
+    """The same without lists; sm_90 only."""
+    return GluonTile(keys=64, stages=8, producer_registers=32, groups=3, quick=2) if int8 and quick else GluonTile()
 
 
 def triton_tile(d: int, arch: int) -> TritonTile:

@@ -1,10 +1,15 @@
-"""Rows into block order and back: one read and one write of each row, no index tensor wider than int32."""
+"""Rows into block order and back: one read and one write of each row, no index tensor wider than int32.
+
+On the way q and k can be rounded to INT8 (`attend.Rounding` is the definition): turned by the Hadamard matrix of signs, keys without their
+mean, then divided by a step.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import tiles
+from ..products import dot
 from ..triton_versions import FP_FUSION
 
 # formatted by hand: one argument per line would double the length of every kernel
@@ -43,9 +48,78 @@ def _scatter_rows(x, order, out, heads, n, ob, oh, on, D: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, heads, n, count, kb, kh, kn, vb, vh, vn, D: tl.constexpr,
-                       ROWS: tl.constexpr):
-    """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second read.
+def _signs(D: tl.constexpr, dtype: tl.constexpr):
+    """The Hadamard matrix [D D]: -1 where i and j have an odd number of bits in common."""
+    i = tl.arange(0, D)
+    common = i[:, None] & i[None, :]
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    return (1 - 2 * (common & 1)).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _nearest(x, step):
+    """Whole numbers of steps."""
+    return tl.floor(x / step + 0.5).to(tl.int8)
+
+
+@triton.jit
+def _key_range(k, partial, heads, n, kb, kh, kn, D: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr):
+    """Sum, largest and least of each column of turned rows.  Grid (parts, b*h), TURNS * ROWS rows each.  Traffic: n d elements per head."""
+    bh = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, D)
+    signs = _signs(D, k.dtype.element_ty)
+    k += (bh // heads) * kb + (bh % heads) * kh
+    total = tl.zeros([D], tl.float32)
+    most = tl.full([D], -float("inf"), tl.float32)
+    least = tl.full([D], float("inf"), tl.float32)
+    for turn in range(TURNS):
+        i = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        live = (i < n)[:, None]
+        row = dot(tl.load(k + i.to(tl.int64)[:, None] * kn + column[None, :], mask=live, other=0.0), signs)
+        total += tl.sum(row, 0)
+        most = tl.maximum(most, tl.max(tl.where(live, row, -float("inf")), 0))
+        least = tl.minimum(least, tl.min(tl.where(live, row, float("inf")), 0))
+    part = partial + (bh * tl.num_programs(0) + tl.program_id(0)) * 3 * D + column
+    tl.store(part, total)
+    tl.store(part + D, most)
+    tl.store(part + 2 * D, least)
+
+
+@triton.jit
+def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+                ROWS: tl.constexpr, TURNS: tl.constexpr):
+    """`_gather_rows` in INT8: KEYS without their mean by the step of their head, queries by a step for each row, which is stored.
+
+    Grid (parts, b*h), TURNS * ROWS rows each.  Traffic: 1.5 n d elements + 8 n bytes per head.
+    """
+    bh = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, D)
+    signs = _signs(D, x.dtype.element_ty)
+    x += (bh // heads) * xb + (bh % heads) * xh
+    for turn in range(TURNS):
+        i = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        live = i < n
+        token = i.to(tl.int64)
+        if ORDERED:
+            token = tl.load(order + bh * n + i, mask=live, other=0).to(tl.int64)
+        row = dot(tl.load(x + token[:, None] * xn + column[None, :], mask=live[:, None], other=0.0), signs)
+        if KEYS:
+            rounded = _nearest(row - tl.load(mean + bh * D + column)[None, :], tl.load(steps + bh))
+        else:
+            # what is not finite makes its row's step NaN
+            step = tl.maximum(tl.max(tl.abs(row), 1), 1e-12) / 127.0 + tl.sum(row * 0.0, 1)
+            tl.store(steps + bh * n + i, step, mask=live)
+            rounded = _nearest(row, step[:, None])
+        tl.store(out + (bh * n + i.to(tl.int64))[:, None] * D + column[None, :], rounded, mask=live[:, None])
+
+
+@triton.jit
+def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, mean, steps, heads, n, count, kb, kh, kn, vb, vh, vn, D: tl.constexpr,
+                       ROWS: tl.constexpr, INT8: tl.constexpr):
+    """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second read. INT8: keys and their
+    means as `_round_rows` has them.
 
     Grid (b*h * blocks).  Traffic: 4 n d elements + 4 n bytes per head.
     """
@@ -59,6 +133,10 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
     k += (bh // heads) * kb + (bh % heads) * kh
     v += (bh // heads) * vb + (bh % heads) * vh
     order += bh * n
+    if INT8:
+        signs = _signs(D, k.dtype.element_ty)
+        centre = tl.load(mean + bh * D + column)[None, :]
+        step = tl.load(steps + bh)
     key_sum = tl.zeros([ROWS, D], tl.float32)
     value_sum = tl.zeros([ROWS, D], tl.float32)
     # tokens are fetched one step early: the row loads depend on them
@@ -69,13 +147,21 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
         key = tl.load(k + token.to(tl.int64)[:, None] * kn + column[None, :], mask=live, other=0.0)
         value = tl.load(v + token.to(tl.int64)[:, None] * vn + column[None, :], mask=live, other=0.0)
         target = (bh * n + first + r)[:, None] * D + column[None, :]
-        tl.store(keys + target, key, mask=live)
+        if INT8:
+            key = tl.where(live, dot(key, signs) - centre, 0.0)
+            tl.store(keys + target, _nearest(key, step), mask=live)
+        else:
+            tl.store(keys + target, key, mask=live)
         tl.store(values + target, value, mask=live)
         key_sum += key.to(tl.float32)
         value_sum += value.to(tl.float32)
         token = coming
     size = tl.maximum(end - begin, 1).to(tl.float32)
-    tl.store(key_means + block * D + column, tl.sum(key_sum, 0) / size)
+    key_mean = tl.sum(key_sum, 0) / size
+    if INT8:
+        tl.store(key_means + block * D + column, _nearest(key_mean, step))
+    else:
+        tl.store(key_means + block * D + column, key_mean)
     tl.store(value_means + block * D + column, tl.sum(value_sum, 0) / size)
 
 
@@ -126,18 +212,49 @@ def gather_rows(x: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor |
     return out
 
 
-def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def key_rounding(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """k [b h n d] -> the mean of its turned rows [b*h d], and the step [b*h] by which the largest entry beside it is 127; NaN where k is not
+    finite."""
+    b, h, n, d = k.shape
+    tiles.check_rows(k, "k")
+    tile = tiles.rounding_tile(d)
+    parts = triton.cdiv(n, tile["ROWS"] * tile["TURNS"])
+    partial = torch.empty(b * h, parts, 3, d, device=k.device, dtype=torch.float32)
+    _key_range[(parts, b * h)](k, partial, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, **tile, **FP_FUSION)
+    mean = partial[:, :, 0].sum(1) / n
+    reach = torch.maximum(partial[:, :, 1].amax(1) - mean, mean - partial[:, :, 2].amin(1))
+    return mean, reach.amax(1).clamp_(min=1e-12) / 127
+
+
+def round_rows(x: torch.Tensor, order: torch.Tensor | None, keys: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [b h n d], order int32 [b h n] or None -> int8 [b*h n d] in that order and its steps: [b*h n], or with `keys`, what `key_rounding`
+    gave, the [b*h] of these."""
+    b, h, n, d = x.shape
+    tiles.check_rows(x, "x")
+    out = torch.empty(b * h, n, d, device=x.device, dtype=torch.int8)
+    mean, steps = (out, torch.empty(b * h, n, device=x.device, dtype=torch.float32)) if keys is None else keys
+    tile = tiles.rounding_tile(d)
+    _round_rows[(triton.cdiv(n, tile["ROWS"] * tile["TURNS"]), b * h)](
+        x, steps if order is None else order, out, steps, mean, h, n, x.stride(0), x.stride(1), x.stride(2), ORDERED=order is not None,
+        KEYS=keys is not None, D=d, **tile, **FP_FUSION)
+    return out, steps
+
+
+def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor,
+                      rounding: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, ...]:
     """k, v [b h n d], order int32 [b h n], offsets int32 [b h c+1] from 0 to n -> keys, values [b*h n d] in block order and the means of
-    their blocks [b*h c d], 0 where empty; all in k's dtype."""
+    their blocks [b*h c d], 0 where empty; all in k's dtype, keys and their means in INT8 with `rounding`, what `key_rounding` gave."""
     b, h, n, d = k.shape
     count = offsets.shape[-1] - 1
     tiles.check_rows(k, "k")
     tiles.check_rows(v, "v")
-    keys, values = (torch.empty(b * h, n, d, device=k.device, dtype=k.dtype) for _ in range(2))
-    means = tuple(torch.empty(b * h, count, d, device=k.device, dtype=k.dtype) for _ in range(2))
+    kinds = (k.dtype if rounding is None else torch.int8, k.dtype)
+    keys, values = (torch.empty(b * h, n, d, device=k.device, dtype=kind) for kind in kinds)
+    means = tuple(torch.empty(b * h, count, d, device=k.device, dtype=kind) for kind in kinds)
     tile = tiles.segment_tile(d, k.dtype, tiles.arch_of(k))
-    _gather_with_means[(b * h * count,)](k, v, order, offsets, keys, values, *means, h, n, count, k.stride(0), k.stride(1), k.stride(2),
-                                         v.stride(0), v.stride(1), v.stride(2), D=d, **tile, **FP_FUSION)
+    _gather_with_means[(b * h * count,)](k, v, order, offsets, keys, values, *means, *(rounding or (order, order)), h, n, count, k.stride(0),
+                                         k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), INT8=rounding is not None, D=d,
+                                         **tile, **FP_FUSION)
     return keys, values, *means
 
 
