@@ -256,7 +256,7 @@ class TritonBackend:
         order = counts = steps = None
         if key_valid is not None:
             order = (~key_valid).to(torch.uint8).argsort(stable=True).int()[:, None].expand(b, h, m).contiguous()
-            counts = key_valid.sum(-1, dtype=torch.int32)[:, None].expand(b, h).reshape(-1)
+            counts = key_valid.sum(-1, dtype=torch.int32)[:, None].expand(b, h).flatten().contiguous()
         if self.precision == "int8":
             rounding = permute.key_rounding(k)
             (rows, row_steps), (keys, step) = permute.round_rows(q, None), permute.round_rows(k, order, rounding)

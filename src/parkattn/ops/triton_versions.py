@@ -38,7 +38,5 @@ if why_no_gluon() is None:
     _memory = gl.shared_memory_descriptor
     reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
     copy_to_shared = tma.async_copy_global_to_shared if NUMBER < (3, 9) else tma.async_load
-    # this compiler would round weights one by one, and run out of registers
-    ROUND_PAIRS = gl.constexpr(NUMBER == (3, 8))
     # attention without shared query tiles, the shorter loop, spills there
     ALWAYS_SHARE = NUMBER == (3, 8)

@@ -31,7 +31,6 @@ from .tiles import GluonTile, gluon_tile, int8_tile
 from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
 
 LOG2E = 1.4426950408889634
-LEAN = False
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 WARPGROUP_ROWS = 64
 UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile is not shared
@@ -59,7 +58,7 @@ def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexp
 @gluon.jit
 def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
               W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
-              QUICK: gl.constexpr, SHARE: gl.constexpr, INT8: gl.constexpr, LEAN: gl.constexpr):  # fmt: skip
+              QUICK: gl.constexpr, SHARE: gl.constexpr, INT8: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     _wide_lists, _tail_lists, _tiles, count, record_buffers, lost_tiles = lists
@@ -104,21 +103,16 @@ def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.cons
             if INT8:
                 factor = unit * gl.load(k_steps + head) * steps_of_rows(q_steps, head, row, n, S)
             given = (q_ring.index(W), factor, unit, rings, bars)
-            acc, p16, m, z = first_tile(at, biased, given, KEYS, STAGES, D, QUICK, INT8, LEAN, True)
-            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
-            if LEAN:
-                # tiles with a bias come last and one by one, which keeps their code out of the long loop
-                odd = at + stride + gl.maximum(biased - at - 1, 0) // (2 * stride) * (2 * stride)
-            else:
-                odd = at + stride + (end - at - 1) // (2 * stride) * (2 * stride)
+            acc, p16, m, z = first_tile(at, biased, given, KEYS, STAGES, D, QUICK, INT8, True)
+            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers;
+            # tiles with a bias come last and one by one, which keeps their code out of the long loop
+            odd = at + stride + gl.maximum(biased - at - 1, 0) // (2 * stride) * (2 * stride)
             where = (begin, biased, n >> 31)
             for j in range(at + stride, odd, 2 * stride):
-                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, LEAN, not LEAN, False)
-                acc, p16, m, z = step(
-                    j + stride, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, LEAN, not LEAN, False
-                )
+                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False)
+                acc, p16, m, z = step(j + stride, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False)
             for j in range(odd, end, stride):
-                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, LEAN, True, True)
+                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, True, True)
             if not shared:
                 mbarrier.arrive(q_empty.index(W), count=1)
             elif W == 0:
@@ -127,7 +121,7 @@ def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.cons
             if (stride == 2) & (last - 1 >= begin):
                 pass_on(last - 1, v_full, v_empty, STAGES)
             mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-            acc = weigh_values(p16, v_ring.index(last % STAGES), acc, D, LEAN)
+            acc = weigh_values(p16, v_ring.index(last % STAGES), acc, D)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(last % STAGES), count=1)
             if (stride == 2) & (last + 1 < end):
@@ -177,7 +171,7 @@ def attend_hopper_kernel(
     unit, q_steps, k_steps, heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
     D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, SHARE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr, LEAN: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
@@ -220,15 +214,15 @@ def attend_hopper_kernel(
     rings = (q_ring, k_ring, v_ring, bias_ring)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
             (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, GROUPS, BITS // 8)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 2, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8, LEAN)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 2, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
             (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, GROUPS, BITS // 8)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -314,7 +308,7 @@ def _attend_heads(
             k_steps if int8 else bias, out.shape[1], n, m, kb,
             work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
-            QUICK=quick, SHARE=share, INT8=int8, LEAN=LEAN or int8, **tile.constants(d), num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
+            QUICK=quick, SHARE=share, INT8=int8, **tile.constants(d), num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
         )  # fmt: skip
 
     launch(work.tiles, work.count, tile, quick=tile.quick if quick else 0, share=share or not quick)

@@ -59,19 +59,19 @@ def _consumer(work, shape, result, scales, rings, bars, KEYS: gl.constexpr, STAG
             factor = unit * gl.load(k_steps + head) * steps_of_rows(q_steps, head, row, n, S)
         mbarrier.wait(q_full.index(W), r & 1)
         given = (q_ring.index(W), factor, unit, rings, bars)
-        acc, p, m, z = first_tile(begin, keys - (k_tiles - 1) * KEYS, given, KEYS, STAGES, D, QUICK, INT8, True, False)
+        acc, p, m, z = first_tile(begin, keys - (k_tiles - 1) * KEYS, given, KEYS, STAGES, D, QUICK, INT8, False)
         where = (begin, end, n >> 31)
         # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers
         odd = begin + 1 + (k_tiles - 1) // 2 * 2
         for j in range(begin + 1, odd, 2):
-            acc, p, m, z = step(j, 1, where, (acc, p, m, z), given, KEYS, STAGES, D, QUICK, INT8, True, False, False)
-            acc, p, m, z = step(j + 1, 1, where, (acc, p, m, z), given, KEYS, STAGES, D, QUICK, INT8, True, False, False)
+            acc, p, m, z = step(j, 1, where, (acc, p, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False)
+            acc, p, m, z = step(j + 1, 1, where, (acc, p, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False)
         for j in range(odd, end):
-            acc, p, m, z = step(j, 1, where, (acc, p, m, z), given, KEYS, STAGES, D, QUICK, INT8, True, False, True)
+            acc, p, m, z = step(j, 1, where, (acc, p, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, True)
         mbarrier.arrive(q_empty.index(W), count=1)
         last = end - 1
         mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = weigh_values(p, v_ring.index(last % STAGES), acc, D, True)
+        acc = weigh_values(p, v_ring.index(last % STAGES), acc, D)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
         m = gl.convert_layout(m, gl.SliceLayout(1, A))

@@ -13,7 +13,7 @@ key at all. Steeper scores give the same results and take up to twice as long or
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton_versions import ROUND_PAIRS, reinterpret
+from ..triton_versions import reinterpret
 
 # careful: the maximum may lag behind by 2^8, far from where bf16, fp16 or float32 sums would lose anything
 LAG = gl.constexpr(8.0)
@@ -49,27 +49,11 @@ def rescale(acc, decay, D: gl.constexpr):
 
 
 @gluon.jit
-def after(value, BOTH: gl.constexpr):
-    """value, behind a scheduling fence: the assembler would move the wait for P V above the exponentials, and the two would no longer
-    overlap. It moves nothing above this sleep, whose condition (a NaN payload that no arithmetic makes) never holds. BOTH: which looks at
-    the sums of both rows of a thread, where registers leave no room for the exponentials of one beside the next product."""
-    if BOTH:
-        return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; setp.eq.and.s32 never, $3, 0x7fabcdef, never; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
-                                         "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
-    else:  # noqa: RET505 (decided at compile time: one branch exists)
-        return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
-                                         "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
-
-
-@gluon.jit
-def rounded(p, dtype: gl.constexpr):
-    """p.to(dtype)"""
-    if not ROUND_PAIRS:
-        return p.to(dtype)
-    elif dtype == gl.bfloat16:  # noqa: RET505 (decided at compile time: one branch exists)
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [p], gl.bfloat16, is_pure=True, pack=2)
-    else:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], gl.float16, is_pure=True, pack=2)
+def after(value):
+    """value, behind a scheduling fence: the assembler would move the wait for P V above the exponentials of either row of a thread, and the
+    two would no longer overlap. It moves nothing above this sleep, whose condition (a NaN payload that no arithmetic makes) never holds."""
+    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; setp.eq.and.s32 never, $3, 0x7fabcdef, never; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+                                     "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_softmax import add_bias, after, first_weights, is_lost, next_weights, packed, rescale, rounded, unpacked
+from .hopper_softmax import add_bias, after, first_weights, is_lost, next_weights, packed, rescale, unpacked
 
 
 @gluon.jit
@@ -26,12 +26,11 @@ def scores(q, k_tile, KEYS: gl.constexpr, INT8: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def first_tile(at, edge, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr, INT8: gl.constexpr,
-               PACKED: gl.constexpr, LISTED: gl.constexpr):  # fmt: skip
+               LISTED: gl.constexpr):  # fmt: skip
     """The sums of a row after its first tile: nothing to overlap with yet. edge: the first tile with a bias (LISTED), or how many keys of
     this one count."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     q, factor, unit, rings, bars = given
     _q_ring, k_ring, v_ring, bias_ring = rings
     _q_full, _q_empty, k_full, k_empty, _v_full, _v_empty = bars
@@ -48,34 +47,30 @@ def first_tile(at, edge, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.
     mbarrier.arrive(k_empty.index(at % STAGES), count=1)
     p, m, z = first_weights(s, factor, QUICK, INT8)
     acc = gl.zeros([64, D], gl.float32, layout=A)
-    if PACKED:
-        return acc, packed(p, v_ring.dtype), m, z
-    else:  # noqa: RET505 (decided at compile time: one branch exists)
-        return acc, gl.convert_layout(rounded(p, v_ring.dtype), P), m, z
+    return acc, packed(p, v_ring.dtype), m, z
 
 
 @gluon.jit
-def weigh_values(p, v_tile, acc, D: gl.constexpr, PACKED: gl.constexpr):
+def weigh_values(p, v_tile, acc, D: gl.constexpr):
     """acc + P V, not waited for"""
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    if PACKED:
-        p = unpacked(p, v_tile.dtype, gl.DotOperandLayout(operand_index=0, parent=A, k_width=2))
-    return warpgroup_mma(p, v_tile, acc, is_async=True)
+    weights = unpacked(p, v_tile.dtype, gl.DotOperandLayout(operand_index=0, parent=A, k_width=2))
+    return warpgroup_mma(weights, v_tile, acc, is_async=True)
 
 
 @gluon.jit
 def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr, INT8: gl.constexpr,
-         PACKED: gl.constexpr, BIASED: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
+         BIASED: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
     """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does.
 
-    where: where the tiles of this query tile begin, and those of them that have a bias, which only BIASED looks for. PACKED: weights are kept as
-    pairs. ALONE: a loop of one step, where the weights in use need registers of their own: a copy that the assembler does not see through.
+    where: where the tiles of this query tile begin, and those of them that have a bias, which only BIASED looks for. ALONE: a loop of one
+    step, where the weights in use need registers of their own: a copy that the assembler does not see through.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     begin, biased, zero = where
-    acc, p16, m, z = sums
+    acc, pairs, m, z = sums
     q, factor, unit, rings, bars = given
     _q_ring, k_ring, v_ring, bias_ring = rings
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -86,12 +81,9 @@ def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexp
         pass_on(at - 1, k_full, k_empty, STAGES)
         if at - 3 >= begin:
             pass_on(at - 3, v_full, v_empty, STAGES)
-    weights = p16
-    if PACKED:
-        if ALONE:
-            weights = weights ^ zero
-        # before the first product: nothing may write its registers between the two
-        weights = unpacked(weights, v_ring.dtype, P)
+    if ALONE:
+        pairs = pairs ^ zero
+    weights = unpacked(pairs, v_ring.dtype, P)  # before the first product: nothing may write its registers between the two
     mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)
     s = scores(q, k_ring.index(slot), KEYS, INT8, S)
     mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)
@@ -104,16 +96,13 @@ def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexp
             s = add_bias(s, bias_ring.index(slot), factor, unit, KEYS, INT8, S)
     mbarrier.arrive(k_empty.index(slot), count=1)
     p, m, z, decay = next_weights(s, m, z, factor, QUICK, INT8)
-    if PACKED:
-        p16 = packed(p, v_ring.dtype)
-    else:
-        p16 = gl.convert_layout(rounded(p, p16.dtype), P)
-    z = after(z, PACKED)
+    pairs = packed(p, v_ring.dtype)
+    z = after(z)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(before), count=1)
     if not QUICK:
         acc = rescale(acc, gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None], acc.shape[1])
-    return acc, p16, m, z
+    return acc, pairs, m, z
 
 
 @gluon.jit

@@ -200,8 +200,6 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
     start = tl.load(offsets + u, mask=u < qb, other=0)
     end = tl.load(offsets + u + 1, mask=u < qb, other=0)
     needs = (end - start + QUERY_TILE - 1) // QUERY_TILE
-    # tiles of three warpgroups: a block of four has two tiles of two, since one by itself takes as long as two
-    units = (end - start + 63) // 64
     mine = summary + (head * qb + u) * SUMMARY_FIELDS
     plain = tl.load(mine + SUMMARY_PLAIN, mask=u < qb, other=0)
     wide = tl.load(mine + SUMMARY_WIDE, mask=u < qb, other=0)
@@ -220,15 +218,10 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
     for i in range(tl.max(needs, 0)):
         here = i < needs
         record = tiles + (at + i).to(tl.int64) * TILE_FIELDS
-        first = i * QUERY_TILE + 0 * u
-        last = first + QUERY_TILE
-        if QUERY_TILE == 192:
-            first = i * units // tl.maximum(needs, 1) * 64
-            last = (i + 1) * units // tl.maximum(needs, 1) * 64
         tl.store(record + TILE_HEAD, head + 0 * u, mask=here)
         tl.store(record + TILE_LIST, head * qb + u, mask=here)
-        tl.store(record + TILE_ROW, start + first, mask=here)
-        tl.store(record + TILE_ROWS, tl.minimum(end - start, last) - first, mask=here)
+        tl.store(record + TILE_ROW, start + i * QUERY_TILE, mask=here)
+        tl.store(record + TILE_ROWS, tl.minimum(end - start - i * QUERY_TILE, QUERY_TILE), mask=here)
         tl.store(record + TILE_WIDE, wide, mask=here)
         tl.store(record + TILE_PLAIN, plain, mask=here)
         tl.store(record + TILE_KEYS, work, mask=here)

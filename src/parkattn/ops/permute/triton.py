@@ -59,9 +59,9 @@ def _signs(D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _nearest(x, step):
-    """Whole numbers of steps."""
-    return tl.floor(x / step + 0.5).to(tl.int8)
+def _nearest(x, inverse):
+    """Whole numbers of steps; inverse: of a step."""
+    return tl.floor(x * inverse + 0.5).to(tl.int8)
 
 
 @triton.jit
@@ -71,20 +71,20 @@ def _key_range(k, partial, heads, n, kb, kh, kn, D: tl.constexpr, ROWS: tl.const
     column = tl.arange(0, D)
     signs = _signs(D, k.dtype.element_ty)
     k += (bh // heads) * kb + (bh % heads) * kh
-    total = tl.zeros([D], tl.float32)
-    most = tl.full([D], -float("inf"), tl.float32)
-    least = tl.full([D], float("inf"), tl.float32)
+    total = tl.zeros([ROWS, D], tl.float32)
+    most = tl.full([ROWS, D], -float("inf"), tl.float32)
+    least = tl.full([ROWS, D], float("inf"), tl.float32)
     for turn in range(TURNS):
         i = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
         live = (i < n)[:, None]
         row = dot(tl.load(k + i.to(tl.int64)[:, None] * kn + column[None, :], mask=live, other=0.0), signs)
-        total += tl.sum(row, 0)
-        most = tl.maximum(most, tl.max(tl.where(live, row, -float("inf")), 0))
-        least = tl.minimum(least, tl.min(tl.where(live, row, float("inf")), 0))
+        total += row
+        most = tl.maximum(most, tl.where(live, row, -float("inf")))
+        least = tl.minimum(least, tl.where(live, row, float("inf")))
     part = partial + (bh * tl.num_programs(0) + tl.program_id(0)) * 3 * D + column
-    tl.store(part, total)
-    tl.store(part + D, most)
-    tl.store(part + 2 * D, least)
+    tl.store(part, tl.sum(total, 0))
+    tl.store(part + D, tl.max(most, 0))
+    tl.store(part + 2 * D, tl.min(least, 0))
 
 
 @triton.jit
@@ -106,12 +106,12 @@ def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.co
             token = tl.load(order + bh * n + i, mask=live, other=0).to(tl.int64)
         row = dot(tl.load(x + token[:, None] * xn + column[None, :], mask=live[:, None], other=0.0), signs)
         if KEYS:
-            rounded = _nearest(row - tl.load(mean + bh * D + column)[None, :], tl.load(steps + bh))
+            rounded = _nearest(row - tl.load(mean + bh * D + column)[None, :], 1.0 / tl.load(steps + bh))
         else:
             # what is not finite makes its row's step NaN
             step = tl.maximum(tl.max(tl.abs(row), 1), 1e-12) / 127.0 + tl.sum(row * 0.0, 1)
             tl.store(steps + bh * n + i, step, mask=live)
-            rounded = _nearest(row, step[:, None])
+            rounded = _nearest(row, (1.0 / step)[:, None])
         tl.store(out + (bh * n + i.to(tl.int64))[:, None] * D + column[None, :], rounded, mask=live[:, None])
 
 
@@ -136,7 +136,7 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
     if INT8:
         signs = _signs(D, k.dtype.element_ty)
         centre = tl.load(mean + bh * D + column)[None, :]
-        step = tl.load(steps + bh)
+        inverse = 1.0 / tl.load(steps + bh)
     key_sum = tl.zeros([ROWS, D], tl.float32)
     value_sum = tl.zeros([ROWS, D], tl.float32)
     # tokens are fetched one step early: the row loads depend on them
@@ -149,7 +149,7 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
         target = (bh * n + first + r)[:, None] * D + column[None, :]
         if INT8:
             key = tl.where(live, dot(key, signs) - centre, 0.0)
-            tl.store(keys + target, _nearest(key, step), mask=live)
+            tl.store(keys + target, _nearest(key, inverse), mask=live)
         else:
             tl.store(keys + target, key, mask=live)
         tl.store(values + target, value, mask=live)
@@ -159,7 +159,7 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
     size = tl.maximum(end - begin, 1).to(tl.float32)
     key_mean = tl.sum(key_sum, 0) / size
     if INT8:
-        tl.store(key_means + block * D + column, _nearest(key_mean, step))
+        tl.store(key_means + block * D + column, _nearest(key_mean, inverse))
     else:
         tl.store(key_means + block * D + column, key_mean)
     tl.store(value_means + block * D + column, tl.sum(value_sum, 0) / size)
@@ -217,7 +217,7 @@ def key_rounding(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     finite."""
     b, h, n, d = k.shape
     tiles.check_rows(k, "k")
-    tile = tiles.rounding_tile(d)
+    tile = tiles.key_range_tile(d)
     parts = triton.cdiv(n, tile["ROWS"] * tile["TURNS"])
     partial = torch.empty(b * h, parts, 3, d, device=k.device, dtype=torch.float32)
     _key_range[(parts, b * h)](k, partial, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, **tile, **FP_FUSION)
