@@ -88,6 +88,28 @@ def _key_range(k, partial, heads, n, kb, kh, kn, D: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
+def _key_step(partial, means, steps, n, parts, D: tl.constexpr, LANES: tl.constexpr):
+    """The parts of `_key_range` -> the mean of the turned keys of a head and their step.  Grid (b*h)."""
+    bh = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, D)
+    total = tl.zeros([LANES, D], tl.float32)
+    most = tl.full([LANES, D], -float("inf"), tl.float32)
+    least = tl.full([LANES, D], float("inf"), tl.float32)
+    for i in range(0, parts, LANES):
+        part = i + tl.arange(0, LANES)
+        live = (part < parts)[:, None]
+        at = partial + (bh * parts + part)[:, None] * (3 * D) + column[None, :]
+        total += tl.load(at, mask=live, other=0.0)
+        most = tl.maximum(most, tl.load(at + D, mask=live, other=-float("inf")))
+        least = tl.minimum(least, tl.load(at + 2 * D, mask=live, other=float("inf")))
+    mean = tl.sum(total, 0) / n
+    reach = tl.max(tl.maximum(tl.max(most, 0) - mean, mean - tl.min(least, 0)), 0)
+    tl.store(means + bh * D + column, mean)
+    # what is not finite shows in the mean, which maxima pass over
+    tl.store(steps + bh, tl.maximum(reach, 1e-12) / 127.0 + tl.sum(mean * 0.0, 0))
+
+
+@triton.jit
 def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
                 ROWS: tl.constexpr, TURNS: tl.constexpr):
     """`_gather_rows` in INT8: KEYS without their mean by the step of their head, queries by a step for each row, which is stored.
@@ -116,53 +138,56 @@ def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.co
 
 
 @triton.jit
-def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, mean, steps, heads, n, count, kb, kh, kn, vb, vh, vn, D: tl.constexpr,
-                       ROWS: tl.constexpr, INT8: tl.constexpr):
+def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, mean, steps, heads, n, count, all_blocks, kb, kh, kn, vb, vh, vn,
+                       D: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr, BLOCKS: tl.constexpr):
     """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second read. INT8: keys and their
     means as `_round_rows` has them.
 
-    Grid (b*h * blocks).  Traffic: 4 n d elements + 4 n bytes per head.
+    Grid (b*h * blocks / BLOCKS).  Traffic: 4 n d elements + 4 n bytes per head.
     """
-    block = tl.program_id(0).to(tl.int64)
-    bh = block // count
-    at = offsets + bh * (count + 1) + block % count
-    begin = tl.load(at)
-    end = tl.load(at + 1)
     column = tl.arange(0, D)
     r = tl.arange(0, ROWS)
-    k += (bh // heads) * kb + (bh % heads) * kh
-    v += (bh // heads) * vb + (bh % heads) * vh
-    order += bh * n
     if INT8:
         signs = _signs(D, k.dtype.element_ty)
-        centre = tl.load(mean + bh * D + column)[None, :]
-        inverse = 1.0 / tl.load(steps + bh)
-    key_sum = tl.zeros([ROWS, D], tl.float32)
-    value_sum = tl.zeros([ROWS, D], tl.float32)
-    # tokens are fetched one step early: the row loads depend on them
-    token = tl.load(order + begin + r, mask=begin + r < end, other=0)
-    for first in range(begin, end, ROWS):
-        coming = tl.load(order + first + ROWS + r, mask=first + ROWS + r < end, other=0)
-        live = (first + r < end)[:, None]
-        key = tl.load(k + token.to(tl.int64)[:, None] * kn + column[None, :], mask=live, other=0.0)
-        value = tl.load(v + token.to(tl.int64)[:, None] * vn + column[None, :], mask=live, other=0.0)
-        target = (bh * n + first + r)[:, None] * D + column[None, :]
+    for i in range(tl.minimum(BLOCKS, all_blocks - tl.program_id(0) * BLOCKS)):
+        block = tl.program_id(0) * BLOCKS + i
+        bh = (block // count).to(tl.int64)
+        at = offsets + bh * (count + 1) + block % count
+        begin = tl.load(at)
+        end = tl.load(at + 1)
+        k_head = k + (bh // heads) * kb + (bh % heads) * kh
+        v_head = v + (bh // heads) * vb + (bh % heads) * vh
+        tokens = order + bh * n
         if INT8:
-            key = tl.where(live, dot(key, signs) - centre, 0.0)
-            tl.store(keys + target, _nearest(key, inverse), mask=live)
+            centre = tl.load(mean + bh * D + column)[None, :]
+            inverse = 1.0 / tl.load(steps + bh)
+        key_sum = tl.zeros([ROWS, D], tl.float32)
+        value_sum = tl.zeros([ROWS, D], tl.float32)
+        # tokens are fetched one step early: the row loads depend on them
+        token = tl.load(tokens + begin + r, mask=begin + r < end, other=0)
+        for first in range(begin, end, ROWS):
+            coming = tl.load(tokens + first + ROWS + r, mask=first + ROWS + r < end, other=0)
+            live = (first + r < end)[:, None]
+            key = tl.load(k_head + token.to(tl.int64)[:, None] * kn + column[None, :], mask=live, other=0.0)
+            value = tl.load(v_head + token.to(tl.int64)[:, None] * vn + column[None, :], mask=live, other=0.0)
+            target = (bh * n + first + r)[:, None] * D + column[None, :]
+            if INT8:
+                key = tl.where(live, dot(key, signs) - centre, 0.0)
+                tl.store(keys + target, _nearest(key, inverse), mask=live)
+            else:
+                tl.store(keys + target, key, mask=live)
+            tl.store(values + target, value, mask=live)
+            key_sum += key.to(tl.float32)
+            value_sum += value.to(tl.float32)
+            token = coming
+        size = tl.maximum(end - begin, 1).to(tl.float32)
+        key_mean = tl.sum(key_sum, 0) / size
+        place = block.to(tl.int64) * D + column
+        if INT8:
+            tl.store(key_means + place, _nearest(key_mean, inverse))
         else:
-            tl.store(keys + target, key, mask=live)
-        tl.store(values + target, value, mask=live)
-        key_sum += key.to(tl.float32)
-        value_sum += value.to(tl.float32)
-        token = coming
-    size = tl.maximum(end - begin, 1).to(tl.float32)
-    key_mean = tl.sum(key_sum, 0) / size
-    if INT8:
-        tl.store(key_means + block * D + column, _nearest(key_mean, inverse))
-    else:
-        tl.store(key_means + block * D + column, key_mean)
-    tl.store(value_means + block * D + column, tl.sum(value_sum, 0) / size)
+            tl.store(key_means + place, key_mean)
+        tl.store(value_means + place, tl.sum(value_sum, 0) / size)
 
 
 @triton.jit
@@ -221,9 +246,9 @@ def key_rounding(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts = triton.cdiv(n, tile["ROWS"] * tile["TURNS"])
     partial = torch.empty(b * h, parts, 3, d, device=k.device, dtype=torch.float32)
     _key_range[(parts, b * h)](k, partial, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, **tile, **FP_FUSION)
-    mean = partial[:, :, 0].sum(1) / n
-    reach = torch.maximum(partial[:, :, 1].amax(1) - mean, mean - partial[:, :, 2].amin(1))
-    return mean, reach.amax(1).clamp_(min=1e-12) / 127
+    mean, step = (torch.empty(b * h, *width, device=k.device, dtype=torch.float32) for width in ((d,), ()))
+    _key_step[(b * h,)](partial, mean, step, n, parts, D=d, LANES=16, num_warps=4, **FP_FUSION)
+    return mean, step
 
 
 def round_rows(x: torch.Tensor, order: torch.Tensor | None, keys: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,9 +277,10 @@ def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, off
     keys, values = (torch.empty(b * h, n, d, device=k.device, dtype=kind) for kind in kinds)
     means = tuple(torch.empty(b * h, count, d, device=k.device, dtype=kind) for kind in kinds)
     tile = tiles.segment_tile(d, k.dtype, tiles.arch_of(k))
-    _gather_with_means[(b * h * count,)](k, v, order, offsets, keys, values, *means, *(rounding or (order, order)), h, n, count, k.stride(0),
-                                         k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), INT8=rounding is not None, D=d,
-                                         **tile, **FP_FUSION)
+    blocks = 1 if rounding is None else 4  # the matrix of signs is made once for so many
+    _gather_with_means[(triton.cdiv(b * h * count, blocks),)](
+        k, v, order, offsets, keys, values, *means, *(rounding or (order, order)), h, n, count, b * h * count, k.stride(0), k.stride(1),
+        k.stride(2), v.stride(0), v.stride(1), v.stride(2), INT8=rounding is not None, BLOCKS=blocks, D=d, **tile, **FP_FUSION)
     return keys, values, *means
 
 
