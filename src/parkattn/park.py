@@ -249,7 +249,7 @@ def park_attention(
     """
     config = _expect_config(config)
     expect_attention_inputs(q, k, v)
-    backend = resolve_for(q, config.backend)
+    backend = resolve_for(q, config.backend, config.precision)
     if plan is None:
         plan = build_plan(q, k, config, text=text, key_valid=key_valid, scale=scale)
     else:

@@ -81,7 +81,7 @@ class PlannedMethod:
         expect_call_site(site)
         site = dataclasses.replace(site, values=v)
         # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
-        backend = resolve_for(q, self.config.backend)
+        backend = resolve_for(q, self.config.backend, self.config.precision)
         key = plan_key(site, q.shape[0])
         phase = self.schedule.phase(site, History(self.plans.refreshed_at(key)))
         if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:

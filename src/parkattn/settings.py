@@ -25,11 +25,14 @@ from parkattn.checks import (
 
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
 """Who computes."""
+Precision = Literal["bf16", "int8"]
+"""What Q K^T is taken in: the model's own dtype, or 8 bits."""
 KeyMetricName = Literal["query-response", "euclidean"]
 """What the distance of two keys is."""
 MetricRoot = Literal["cholesky", "sqrt"]
 """How a root of the metric is found."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 KEY_METRICS: tuple[KeyMetricName, ...] = get_args(KeyMetricName)
 METRIC_ROOTS: tuple[MetricRoot, ...] = get_args(MetricRoot)
 # from this many tokens on a video is long: blocks as the paper has them; below, as many tokens per block as the paper has
@@ -332,6 +335,9 @@ class Running(MethodConfig):
     """One device synchronisation per call buys an error instead of NaN output."""
     backend: BackendName = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
+    precision: Precision = "bf16"
+    """What the backend's attention takes Q K^T in: bf16 stands for the model's own dtype, int8 for q and k rounded to 8 bits
+    (`attend.Rounding`); plans are made in the model's dtype. Where no INT8 kernel exists the model's dtype stays, and `summary` says why."""
     own_dense: bool = False
     """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
     guard_rows: int = 0
@@ -343,6 +349,7 @@ class Running(MethodConfig):
         expect_flag("own_dense", self.own_dense)
         expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
+        expect_choice("precision", self.precision, PRECISIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from parkattn.ops.permute.definition import gather, scatter
 from parkattn.ops.residual.definition import LowRank, factor
 from parkattn.plan import Blocks, Plan, arrange
 from parkattn.segments import segment_mean
-from parkattn.settings import BACKENDS, KeyMetric
+from parkattn.settings import BACKENDS, KeyMetric, Precision
 from parkattn.site import CallSite
 
 
@@ -111,6 +111,7 @@ class ReferenceBackend:
     """The definitions, on any device PyTorch knows and in any floating dtype."""
 
     reason: str
+    precision: Precision = "bf16"
     name: str = "reference"
     differentiable = True
 
@@ -185,16 +186,17 @@ class ReferenceBackend:
             scale=scale,
             compensate=plan.compensable() if compensate else None,
             bias=plan.bias,
+            precision=self.precision,
         )
         return scatter(out, plan.queries)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
-        return dense_attention(q, k, v, scale=scale, key_valid=key_valid)
+        return dense_attention(q, k, v, scale=scale, key_valid=key_valid, precision=self.precision)
 
     def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
         # padding keys are the last block of every head
         valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None
-        dense = dense_attention(q, k, v, scale=scale, key_valid=valid)
+        dense = dense_attention(q, k, v, scale=scale, key_valid=valid, precision=self.precision)
         return dense, dense - self.attend(q, k, v, plan, scale=scale, compensate=compensate)
 
     def factor(self, residual: Tensor, rank: int) -> LowRank:
@@ -232,28 +234,38 @@ def outside_autocast(q: Tensor) -> Iterator[None]:
         yield
 
 
-def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
-    """The backend for q, k, v of this kind, or an error that names the one that would run."""
+def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "bf16") -> Backend:
+    """The backend for q, k, v of this kind, or an error that names the one that would run.
+
+    Where it cannot take Q K^T in INT8 it takes it in the tensors' own dtype, and its reason says why.
+    """
     expect_choice("backend", name, BACKENDS)
     chosen = name
     if name == "auto":
         chosen = "triton" if device.type == "cuda" else "reference"
     why = f"chosen by name (backend={name!r})" if name != "auto" else f"backend='auto' takes {chosen} on {device.type}"
     if chosen == "reference":
-        return ReferenceBackend(f"{why}: PyTorch definitions")
+        return _reference(f"{why}: PyTorch definitions", head_dim, precision)
     # imported here: only a backend that is used may load Triton or FlashInfer
     if chosen == "triton":
         from parkattn.backend.triton import triton_backend
 
-        return triton_backend(why, device, dtype, head_dim)
+        return triton_backend(why, device, dtype, head_dim, precision)
     from parkattn.backend.flashinfer import flashinfer_backend
 
-    return flashinfer_backend(why, device, dtype, head_dim)
+    return flashinfer_backend(why, device, dtype, head_dim, precision)
 
 
-def resolve_for(q: Tensor, name: str) -> Backend:
+def _reference(reason: str, head_dim: int, precision: Precision) -> ReferenceBackend:
+    if precision == "int8" and head_dim & (head_dim - 1):
+        own = "Q K^T in the tensors' own dtype and not in INT8, which is defined for head dims that are powers of two"
+        return ReferenceBackend(f"{reason}; {own}, not {head_dim}")
+    return ReferenceBackend(f"{reason}; Q K^T in INT8" if precision == "int8" else reason, precision)
+
+
+def resolve_for(q: Tensor, name: str, precision: Precision = "bf16") -> Backend:
     """The backend for q [b h n d] and what goes with it."""
-    return resolve(name, q.device, q.dtype, q.shape[-1])
+    return resolve(name, q.device, q.dtype, q.shape[-1], precision)
 
 
 @contextlib.contextmanager

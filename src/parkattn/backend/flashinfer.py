@@ -16,15 +16,19 @@ from torch import Tensor
 
 from parkattn.backend.triton import TritonBackend, on_its_gpu, triton_backend
 from parkattn.plan import Plan
+from parkattn.settings import Precision
 
 WORKSPACE_BYTES = 128 * 1024 * 1024  # what FlashInfer's documentation recommends
 
 
-def flashinfer_backend(why: str, device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto") -> FlashInferBackend:
+def flashinfer_backend(
+    why: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "bf16", kernel: str = "auto"
+) -> FlashInferBackend:
     """kernel: fa2, fa3, or auto for FlashInfer's own choice; the first use of one compiles it, for up to 90 s."""
     _flashinfer()
     triton_backend(why, device, dtype, head_dim)
-    return FlashInferBackend(f"{why}: Triton kernels, attention in FlashInfer ({kernel})", False, kernel=kernel)
+    own = f"; Q K^T in {str(dtype)[6:]}, since FlashInfer's kernel has no INT8" if precision == "int8" else ""
+    return FlashInferBackend(f"{why}: Triton kernels, attention in FlashInfer ({kernel}){own}", False, kernel=kernel)
 
 
 @dataclass(frozen=True)

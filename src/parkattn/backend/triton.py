@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import shape_of
-from parkattn.ops.attend.definition import Precision
 from parkattn.ops.cluster.definition import Clustering, initial_tokens, metric_root, stabilise, uniform
 from parkattn.ops.residual.definition import LowRank, iterate_directions, quantise
 from parkattn.plan import Blocks, Plan
-from parkattn.settings import KeyMetric
+from parkattn.settings import KeyMetric, Precision
 
 HEAD_DIMS = (64, 128, 256)
 GLUON_HEAD_DIMS = (64, 128)

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.backend import Backend, resolve
-from parkattn.backend.triton import TritonBackend
+from parkattn.backend import Backend, ReferenceBackend, resolve
+from parkattn.backend.triton import INT8_HEAD_DIMS, TritonBackend
 from parkattn.ops.attend.definition import attend_with_lse
 from parkattn.ops.permute.definition import gather
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore
-from parkattn.settings import KEY_GRANULE, QUERY_TILE
+from parkattn.settings import KEY_GRANULE, PRECISIONS, QUERY_TILE
 from parkattn.site import SiteKey
 from parklab.bench.problems import HUNYUAN, TINY, WAN_1_3B, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
 from parklab.bench.timing import Call, extra_mb, free_memory, steady_ms
@@ -70,6 +70,8 @@ def gate(
             # the Hopper kernel takes exponentials in another way for each dtype
             for dtype in dtypes or (_DTYPES if kernel == "gluon" else _DTYPES[compensate : compensate + 1]):
                 yield from _gate_kernel(kernel, shape, dtype, compensate, device, rehearse)
+                if dtype == torch.bfloat16 and dim in INT8_HEAD_DIMS:
+                    yield from _gate_int8(kernel, shape, compensate, device, rehearse)
                 if kernel == "gluon" and dtype == torch.bfloat16:
                     yield _gate_steep(shape, compensate, device)
                     if not compensate:
@@ -160,10 +162,13 @@ def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, everything: bo
 
     calls: dict[str, tuple[str, Call]] = {}
     kernels = kernels_for(q.device, q.shape[-1])
-    for kernel in kernels if everything else kernels[:1]:
-        ours = TritonBackend(f"{kernel} asked for", gluon=kernel == "gluon")
-        calls[kernel] = kernel, partial(reuse, ours, False)
-        calls[f"{kernel} compensated"] = kernel, partial(reuse, ours, True)
+    for kernel, precision in itertools.product(kernels if everything else kernels[:1], PRECISIONS):
+        if precision == "int8" and q.shape[-1] not in INT8_HEAD_DIMS:
+            continue
+        ours = TritonBackend(f"{kernel} asked for", kernel == "gluon", precision)
+        label = kernel if precision == "bf16" else f"{kernel} int8"
+        calls[label] = label, partial(reuse, ours, False)
+        calls[f"{label} compensated"] = label, partial(reuse, ours, True)
     try:
         other = resolve("flashinfer", q.device, q.dtype, q.shape[-1])
     except ModuleNotFoundError:
@@ -186,8 +191,9 @@ def _padding(plan: Plan, kernel: str) -> float:
 def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
     """Query rows and keys of a tile at head dim 128, and the rows that a part of it is rounded to."""
     tiles = importlib.import_module("parkattn.ops.attend.tiles")
-    if kernel == "gluon":
-        return 128, tiles.gluon_tile(128).keys, 64
+    if kernel.startswith("gluon"):
+        tile = tiles.gluon_tile(128) if kernel == "gluon" else tiles.int8_tile(128, 512, True)
+        return 64 * tile.groups, tile.keys, 64
     tile = tiles.triton_tile(128, tiles.arch_or_hopper(device))
     return tile.queries, tile.keys, tile.queries
 
@@ -219,6 +225,27 @@ def _gate_kernel(kernel: str, shape: Shape, dtype: torch.dtype, compensate: bool
     seen = exact_lse.isfinite()
     yield verdict(f"{name}: lse", (lse.double() - exact_lse)[seen].abs().max(), 2e-3 if not compensate else 2e-2)
     yield verdict(f"{name}: lse -inf where no key is kept", (lse.isinf() != ~seen).sum(), 0)
+
+
+def _gate_int8(kernel: str, shape: Shape, compensate: bool, device: torch.device, small: bool) -> Iterator[Case]:
+    """The whole call, rounding included, against the definition with float64 weights and values."""
+    plan = random_plan(shape, 0.35, device, seed=shape.dim, empty=True)
+    q, k, v = rows(shape, device)
+    ours = TritonBackend(f"{kernel} asked for", kernel == "gluon", "int8")
+    place = torch.device("cpu") if small else device
+
+    def definition(kind: torch.dtype) -> Tensor:
+        return ReferenceBackend("", "int8").attend(
+            *(x.to(place, kind) for x in (q, k, v)), plan.to(place), scale=None, compensate=compensate
+        )
+
+    exact, plain = definition(torch.float64).to(device), definition(torch.bfloat16).to(device).double()
+    call = partial(ours.attend, q, k, v, plan, scale=None, compensate=compensate)
+    name = f"{kernel} int8 d{shape.dim}{' compensated' if compensate else ''}"
+    # weights are rounded in the kernel alone
+    allowed = 2 * (plain - exact).abs().max() + 2 * torch.finfo(q.dtype).eps * exact.abs().max()
+    yield verdict(name, (call().double() - exact).abs().max(), allowed)
+    yield verdict(f"{name}: repeats bit-equal", 0 if repeats_equal(call, 2 if small else 10) else 1, 0)
 
 
 def _gate_problem(shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device) -> tuple[Plan, Tensor, Tensor, Tensor, Case]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parkattn.plan import Blocks
 from parkattn.segments import compute_dtype, segment_mean
+from parkattn.settings import Precision
 
-Precision = Literal["bf16", "int8"]
 LEVELS = 127  # of int8, either side of 0
 SMALLEST_REACH = 1e-12  # rows of zeros have a step too
 
