@@ -29,7 +29,7 @@ def gate(device: torch.device, *, rehearse: bool = False, kernels: tuple[str, ..
     plan = random_plan(shape, 0.35, device, empty=True)
     for kernel in kernels:
         for dtype in (torch.bfloat16, torch.float16):
-            backend = flashinfer_backend("asked for", device, dtype, shape.dim, kernel)
+            backend = flashinfer_backend("asked for", device, dtype, shape.dim, kernel=kernel)
             q, k, v = rows(shape, device, dtype)
             reference = partial(resolve("reference", device, dtype, shape.dim).attend, plan=plan, scale=None, compensate=False)
             exact, plain = reference(q.double(), k.double(), v.double()), reference(q, k, v).double()
@@ -47,7 +47,7 @@ def measure(
     calls = dict([next(iter(dense_calls(q, k, v).items()))])
     in_order = [x[0].contiguous() for x in (q, k, v)]
     for kernel in kernels:
-        backend = flashinfer_backend("asked for", device, q.dtype, shape.dim, kernel)
+        backend = flashinfer_backend("asked for", device, q.dtype, shape.dim, kernel=kernel)
         wrapper = backend.planned(q, k, plan)
         calls[f"flashinfer {kernel}: its plan"] = partial(backend.planned, q, k, plan)
         calls[f"flashinfer {kernel}: attention alone"] = partial(wrapper.run, *in_order)

@@ -20,17 +20,10 @@ def _copy(desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.con
 
 
 @gluon.jit
-def _pair(wide, j, wide_tiles):
-    """First rows of the two wide granules of tile j, where it is made of such."""
-    return gl.load(wide + j * 2, mask=j < wide_tiles, other=0), gl.load(wide + j * 2 + 1, mask=j < wide_tiles, other=0)
-
-
-@gluon.jit
-def _fill(j, at, wide_tiles, all_tiles, wide, pair, tails, row0, comp_row0, descs, slots, bias, bias_desc, bias_ring, KEYS: gl.constexpr,
+def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, descs, slots, bias, bias_desc, bias_ring, KEYS: gl.constexpr,
           WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr, BYTES: gl.constexpr,
           BIASED: gl.constexpr):  # fmt: skip
-    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency; where a tile has
-    two granules they come as `pair`.
+    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency.
 
     descs: of wide granules, of tails, of stand-ins, of BYTES per element; slots: the ring and its barriers. BIASED: with its bias, where it
     has one. bias: the tiles before the first that has one, row of the bias of stand-ins, of that of tails.
@@ -46,12 +39,9 @@ def _fill(j, at, wide_tiles, all_tiles, wide, pair, tails, row0, comp_row0, desc
     full = full_ring.index(slot)
     tile = ring.index(slot)
     if j < wide_tiles:
-        if PER == 2:
-            rows = (pair[0] + row0, pair[1] + row0)
-        else:
-            rows = (gl.load(wide + j * PER) + row0,)
-            for g in gl.static_range(1, PER):
-                rows = rows + (gl.load(wide + j * PER + g) + row0,)  # noqa: RUF005
+        rows = (gl.load(wide + j * PER) + row0,)
+        for g in gl.static_range(1, PER):
+            rows = rows + (gl.load(wide + j * PER + g) + row0,)  # noqa: RUF005
         mbarrier.wait(empty_ring.index(slot), phase)
         mbarrier.expect(full, KEYS * D * BYTES)
         for g in gl.static_range(PER):
@@ -91,7 +81,6 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
     n, m, kb, wide_width, tails_width, bias_row, bias_tiles = shape
     q_ring, k_ring, v_ring, bias_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    PAIRED: gl.constexpr = KEYS // WIDE == 2
     copies = record_buffers + gl.program_id(0) * (2 * TILE_FIELDS)
     last = gl.load(count + COUNT)
     done = 0
@@ -111,20 +100,9 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
         wide = wide_lists + list_id.to(gl.int64) * wide_width
         tails = tail_lists + list_id.to(gl.int64) * tails_width
         # keys run one tile ahead of values, the order in which the consumers free the slots, and the first ones ahead of the queries
-        if PAIRED:  # short tiles leave no time to read rows when they are needed: a tile earlier, and once for keys and values
-            first, second = _pair(wide, 0, wide_tiles)
-        else:
-            first = 0
-            second = 0
-        first_before = first
-        second_before = second
         for j in range(total + 1):
-            first_here = first
-            second_here = second
-            if PAIRED:
-                first, second = _pair(wide, j + 1, wide_tiles)
             if j < total:
-                _fill(j, done + j, wide_tiles, all_tiles, wide, (first_here, second_here), tails, head * m, head * kb, (k_wide, k_tail, c_desc), (k_ring, k_full, k_empty),
+                _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (k_wide, k_tail, c_desc), (k_ring, k_full, k_empty),
                       bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, BYTES, True)  # fmt: skip
             if j == 0:
                 for w in gl.static_range(GROUPS):
@@ -137,10 +115,8 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
                     q_from = head * n + gl.load(record + TILE_ROW) + gl.where(gl.load(record + TILE_ROWS) <= 64, 0, w * 64)
                     copy_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
             else:
-                _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, (first_before, second_before), tails, head * m, head * kb, (v_wide, v_tail, u_desc),
+                _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (v_wide, v_tail, u_desc),
                       (v_ring, v_full, v_empty), bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, 2, False)  # fmt: skip
-            first_before = first_here
-            second_before = second_here
         done += total
         r += 1
         tile = gl.atomic_add(count + NEXT, 1, sem="relaxed")
