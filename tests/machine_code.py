@@ -20,7 +20,7 @@ def key_loops(code: str) -> list[list[str]]:
     ]
     # a wait that failed is repeated past the program's end, and comes back from there
     within = [(a, b) for a, b in jumps if not any("EXIT" in text for text in instructions[a:b])]
-    with_products = [(a, b) for a, b in within if any("HGMMA" in text for text in instructions[a:b])]
+    with_products = [(a, b) for a, b in within if any("GMMA" in text for text in instructions[a:b])]
     innermost = [(a, b) for a, b in with_products if not any((a, b) != (c, d) and a <= c and d <= b for c, d in with_products)]
     return [instructions[a : b + 1] for a, b in innermost]
 

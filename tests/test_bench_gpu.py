@@ -330,10 +330,10 @@ def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
     out = run_apart(
         "from parklab.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
         "from parkattn.ops.importance import hopper as pama; from parkattn.ops.attend import hopper as attention;"
-        "import machine_code, test_kernels_attend, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
+        "import machine_code, test_kernels_attend_builds, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
         "print(attention.gluon_tile(64).constants(64)['CONSUMER_REGISTERS'], *('parkattn' in m.__file__ for m in (pama, attention)));"
         "builds = list(test_kernels_retrieval.gluon_builds(GPUTarget('cuda', 90, 32)));"
         "assert not any(machine_code.barriers(built.asm['ptx'])[0] for _, built in builds);"
-        "test_kernels_attend.build_gluon(64, 'fp16', True, False, numbers=set()); print('compiled')"
+        "test_kernels_attend_builds.build_gluon(64, 'fp16', True, False, numbers=set()); print('compiled')"
     )
     assert out.split() == ["168", "False", "False", "compiled"]

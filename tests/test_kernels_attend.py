@@ -1,4 +1,4 @@
-"""Attention kernels without a GPU: the Triton kernel under the interpreter against float64, and every kernel compiled ahead of time.
+"""Attention kernels without a GPU: the Triton kernel under the interpreter against float64. `test_kernels_attend_builds` compiles.
 
 The interpreter must be chosen before triton is imported, so those tests run in a pytest of their own.
 """
@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pathlib
-import re
-import subprocess
-import tempfile
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 from interpreted import run_interpreted
-from machine_code import barriers, before_arrivals, given_back_unread, key_loops
 
 pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -34,7 +29,7 @@ one_by_one = settings(deadline=None, suppress_health_check=list(HealthCheck), de
 
 @on_compiler
 def test_the_kernel_under_the_interpreter():
-    run_interpreted(__file__, at_least=7)
+    run_interpreted(__file__, at_least=13)
 
 
 # ---------------------------------------------------------------------------------------------- ragged problems
@@ -71,9 +66,10 @@ def problem(seed: int, n: int, m: int, d: int, qb: int, kb: int, density: float,
 
 
 def definition(
-    q, k, v, query_offsets, key_offsets, mask, dtype, compensate=None, centroids=None, mean_values=None, pair_bias=None
+    q, k, v, query_offsets, key_offsets, mask, dtype, compensate=None, centroids=None, mean_values=None, pair_bias=None, weigh_in=None
 ):  # fmt: skip
-    """softmax over the kept keys, and over the stand-ins of skipped flagged blocks, in `dtype` -> out, lse (float64)"""
+    """softmax over the kept keys, and over the stand-ins of skipped flagged blocks, in `dtype` -> out, lse (float64); weigh_in: a dtype for
+    the weights alone"""
     scale = q.shape[-1] ** -0.5
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scores = (q @ k.transpose(1, 2)).double() * scale
@@ -89,17 +85,87 @@ def definition(
         scores = torch.cat([scores, stand_in.masked_fill(~enters, -torch.inf)], 2)
         v = torch.cat([v, mean_values.to(dtype)], 1)
     weights = torch.softmax(scores, -1).nan_to_num(0)  # a row without keys
-    return (weights.to(dtype) @ v).double(), torch.logsumexp(scores, -1)
+    return (weights.to(weigh_in or dtype).to(dtype) @ v).double(), torch.logsumexp(scores, -1)
 
 
 def assert_close(out, q, k, v, query_offsets, key_offsets, mask, **stand_ins):
-    """Error at most twice that of the same-dtype PyTorch computation plus one rounding unit."""
+    """Error at most twice that of the same-dtype PyTorch computation plus one rounding unit; of whole numbers in float32, weights are rounded."""
     exact, lse = definition(q, k, v, query_offsets, key_offsets, mask, torch.float64, **stand_ins)
-    same, _ = definition(q, k, v, query_offsets, key_offsets, mask, q.dtype, **stand_ins)
-    unit = torch.finfo(q.dtype).eps * exact.abs().max()
+    how = {"dtype": q.dtype} if q.dtype == v.dtype else {"dtype": torch.float64, "weigh_in": v.dtype}
+    same, _ = definition(q, k, v, query_offsets, key_offsets, mask, **how, **stand_ins)
+    unit = torch.finfo(v.dtype).eps * exact.abs().max()
     assert not out.isnan().any()
     assert (out.double() - exact).abs().max() <= 2 * (same - exact).abs().max() + unit
     return lse
+
+
+def whole_numbers(q, k, stand_ins):
+    """INT8 q, k, stand-ins and their steps, as kernels take them; and the same in float32, as the definition does."""
+    q_steps, k_steps = q.float().abs().amax(-1) / 127, k.float().abs().amax((1, 2)) / 127
+    rows = (q.float() / q_steps[..., None]).round()
+    keys, *means = ((x.float() / k_steps[:, None, None]).round().clamp(-127, 127) for x in (k, stand_ins.get("centroids")) if x is not None)
+    given, shown = (
+        ({**stand_ins, **({"centroids": x} if means else {})} for x in (means[0].to(torch.int8), means[0] * k_steps[:, None, None]))
+        if means
+        else ({}, {})
+    )
+    as_floats = rows * q_steps[..., None], keys * k_steps[:, None, None]
+    return (rows.to(torch.int8), keys.to(torch.int8), given | {"steps": (q_steps, k_steps)}), (*as_floats, shown)
+
+
+@in_interpreter
+@settings(one_by_one, max_examples=6)
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 130), m=st.integers(1, 300), d=st.sampled_from([64, 128]), qb=st.integers(1, 6),
+    kb=st.integers(1, 20), density=st.floats(0, 1), half=st.booleans(), compensated=st.booleans(),
+)  # fmt: skip
+def test_ragged_int8_attention(seed, n, m, d, qb, kb, density, half, compensated):
+    from parkattn.ops.attend.tiles import TritonTile
+    from parkattn.ops.attend.triton import attend_ragged
+
+    q, k, v, *blocks = problem(seed, n, m, d, qb, kb, density, torch.float16 if half else torch.bfloat16)
+    stand_ins = {}
+    if compensated:
+        centroids, mean_values = torch.randn(2, 2, kb, d, generator=torch.Generator().manual_seed(seed)).to(q.dtype)
+        stand_ins = {"compensate": torch.rand(2, kb) < 0.7, "centroids": centroids, "mean_values": mean_values}
+    (q8, k8, given), (rows, keys, shown) = whole_numbers(q, k, stand_ins)
+    out, lse = attend_ragged(q8, k8, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, tile=TritonTile(64, 64, 4, 2), **given)
+    expected = assert_close(out, rows, keys, v, *blocks, **shown)
+    assert torch.equal(lse.isinf(), expected.isinf())
+    assert torch.allclose(lse.double(), expected, atol=1e-4)
+
+
+@in_interpreter
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rounding_is_that_of_the_definition(gathered, d):
+    """At most one step apart where float32 sums put an entry on the other side of a half."""
+    from parkattn.ops.attend.definition import Rounding
+    from parkattn.ops.permute import triton as permute
+
+    q, k, v = (torch.randn(1, 200, 2, d).half().transpose(1, 2) for _ in range(3))
+    k = k * torch.linspace(0.2, 3, d).half() + 4
+    order, ends = orders(200), torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32)
+    found, rounding = Rounding.of_keys(k.double()), permute.key_rounding(k)
+    torch.testing.assert_close(rounding[1].double() * d**-0.5, found.step.flatten(), rtol=1e-5, atol=0)
+    rows, row_steps = permute.round_rows(q, order if gathered else None)
+    keys = permute.gather_with_means(k, v, order, ends, rounding)[0] if gathered else permute.round_rows(k, None, rounding)[0]
+    steps = row_steps[..., None].double() * d**-0.5, found.step[0]
+    for x, whole, step, exact in ((q, rows, steps[0], found.queries(q.double())), (k, keys, steps[1], found.keys(k.double()))):
+        exact = exact[0].gather(1, order[0, :, :, None].long().expand_as(x[0])) if gathered else exact[0]
+        apart = (whole.double() * step - exact).abs() / step
+        assert apart.max() < 1.01 and (apart > 0.01).double().mean() < 0.01
+
+
+@in_interpreter
+def test_what_is_not_finite_makes_steps_nan():
+    from parkattn.ops.permute import triton as permute
+
+    q = torch.zeros(1, 2, 70, 64).half()
+    q[0, 0, 3, 5], q[0, 1, 6, 0] = torch.nan, torch.inf
+    steps = permute.round_rows(q, None)[1]
+    assert torch.equal(steps.isnan().nonzero(), torch.tensor([[0, 3], [1, 6]]))
+    assert permute.key_rounding(q)[1].isnan().all() and permute.key_rounding(torch.ones_like(q))[1].isfinite().all()
 
 
 @in_interpreter
@@ -227,154 +293,3 @@ def test_keys_and_values_in_block_order_with_the_means_of_their_blocks():
 
 def orders(tokens: int) -> torch.Tensor:
     return torch.stack([torch.randperm(tokens), torch.randperm(tokens)])[None].int()
-
-
-# ---------------------------------------------------------------------------------------------- ahead of time
-
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-
-
-def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon: bool = False, **options):
-    """The kernel for an absent GPU -> (shared memory, stack frame in bytes, PTX, machine code); a stack frame means spills."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from parkattn.ops.triton_versions import FP_FUSION
-
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    aligned = {
-        place[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*" or name.startswith(("stride", "out_"))
-    }
-    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, {place[name]: value for name, value in constants.items()}, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | FP_FUSION)
-    reader = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([str(reader), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        code = subprocess.run([str(reader.with_name("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return binary.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1]), binary.asm["ptx"], code
-
-
-TRITON_TYPES = {
-    **dict.fromkeys(("q", "k", "v", "centroids", "mean_values", "out"), "*bf16"),
-    **dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "query_order"), "*i32"),
-    "bias": "*fp32",
-    "lse": "*fp32",
-    "factor": "fp32",
-}
-
-
-@on_compiler
-@pytest.mark.parametrize(
-    ("arch", "d", "everything"),
-    [
-        (80, 128, False),
-        (89, 128, False),
-        (90, 128, False),
-        (90, 128, True),
-        (90, 256, False),
-        (100, 128, False),
-        (100, 256, True),
-        (120, 64, False),
-        (120, 128, True),
-        (120, 256, False),
-    ],
-)
-def test_triton_kernel_builds_and_fits(arch, d, everything):
-    from parkattn.ops.attend.tiles import triton_tile
-    from parkattn.ops.attend.triton import attend_kernel
-
-    tile = triton_tile(d, arch)
-    switches = dict.fromkeys(("GATHER_Q", "COMPENSATE", "LSE"), everything)
-    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, **switches}
-    shared, stack, ptx, _ = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
-    assert shared <= SHARED_MEMORY[arch]
-    assert stack <= (128 if everything else 0)
-    assert ("wgmma.mma_async" in ptx) == (arch == 90)
-
-
-@on_compiler
-@pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_work_list_kernels_build(arch):
-    from parkattn.ops.attend.worklist import list_keys_kernel, list_queries_kernel
-
-    types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
-    types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "pair_bias": "*fp32", "inverse_scale": "fp32"}
-    constants = {
-        "KEY_TILE": 128,
-        "WIDE": 32,
-        "TAIL": 8,
-        "LANES": 1024,
-        "CHUNK": 512,
-        "TAIL_BIAS": True,
-        "COMPENSATE": True,
-    }  # 512 key blocks
-    for paired in (False, True):
-        assert compiled(list_keys_kernel, types, constants | {"PAIR_BIAS": paired}, arch, num_warps=4)[1] == 0
-    assert compiled(list_queries_kernel, types, {"QUERY_TILE": 128, "LANES": 64, "CHUNK": 1024}, arch, num_warps=4)[1] == 0
-
-
-@on_compiler
-@pytest.mark.parametrize(
-    ("d", "element", "everything", "quick", "share"),
-    [
-        (64, "fp16", True, False, True),
-        (128, "bf16", False, True, True),
-        (128, "bf16", True, True, True),
-        (128, "bf16", False, False, True),
-        (128, "bf16", True, True, False),
-    ],
-)
-def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share):
-    from parkattn.ops.triton_versions import ALWAYS_SHARE
-
-    if ALWAYS_SHARE and not share:
-        pytest.skip("never launched with this Triton")
-    build_gluon(d, element, everything, quick, numbers={"8", "9"} if share else set(), share=share)
-
-
-def build_gluon(d: int, element: str, everything: bool, quick: bool, numbers: set[str], share: bool = True) -> None:
-    from parkattn.ops.attend.hopper import LINEAR, SWIZZLED, attend_hopper_kernel
-    from parkattn.ops.attend.tiles import gluon_tile
-    from parkattn.ops.triton_versions import NUMBER
-
-    tile = gluon_tile(d)
-    boxes = {
-        "q_desc": (64, d),
-        "k_tail": (tile.tail, 64),
-        "v_tail": (tile.tail, 64),
-        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)),
-        **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
-    }
-    types = {name: f"tensordesc<{element}[{height}, {width}],{SWIZZLED!r}>" for name, (height, width) in boxes.items()}
-    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "record_buffers", "order", "lost_tiles"), "*i32")
-    types |= {"bias_desc": f"tensordesc<fp32[1, {tile.keys}],{LINEAR!r}>", "lse": "*fp32", "out": f"*{element}", "factor": "fp32"}
-    constants = {**tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "QUICK": quick, "SHARE": share}
-    shared, stack, ptx, code = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=168)
-    assert shared <= SHARED_MEMORY[90]
-    # a few words are kept on the stack and read once per query tile, none of them in the loops over keys
-    assert stack <= 64
-    loops = key_loops(code)
-    assert len(loops) == 4  # of two warpgroups: two tiles per turn, and one
-    spills = [sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop) for loop in loops]
-    # Triton 3.8 keeps addresses in ordinary registers, and reloads one per key tile in one warpgroup
-    assert max(spills) <= (2 if NUMBER == (3, 8) else 0)
-    # where ptxas cannot keep products in flight it waits after every one, and says so only to who runs it by hand
-    assert all(0 < sum("WARPGROUP.DEPBAR" in i for i in loop) * 6 <= sum("HGMMA" in i for i in loop) for loop in loops)
-    # sums are exchanged in the place of the queries, and a bias comes with its keys
-    assert "LDS.64" in code and not given_back_unread(code)
-    # what the sums are written over is copied to next, by the engine that does not wait for ordinary stores
-    assert (
-        not numbers
-        or re.findall(r"st\.shared|fence\.proxy\.async|barrier\.arrive 9", ptx.partition("barrier.arrive 9")[0])[-1] == "fence.proxy.async"
-    )
-    # quick exponentials look for no maximum
-    assert all(any("FMNMX" in i for i in loop) != quick for loop in loops)
-    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
-    assert before_arrivals(ptx) == {"bar.sync", "bar.warp.sync"}
-    ours, tritons = barriers(ptx)
-    assert ours == numbers and tritons and not ours & tritons

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import gluon_on_cpu
 from gluon_on_cpu import Descriptor, on_cpu
 from interpreted import run_interpreted
-from test_kernels_attend import assert_close, in_interpreter, offsets, on_compiler, one_by_one, problem, pytestmark  # noqa: F401 (pytest reads it)
+from test_kernels_attend import assert_close, in_interpreter, offsets, on_compiler, one_by_one, problem, pytestmark, whole_numbers  # noqa: F401 (pytest reads it)
 
 
 @on_compiler
@@ -127,13 +127,16 @@ def test_heads_in_groups_have_the_bits_of_all_at_once(module, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(run(), (out, lse), strict=True))
 
 
-def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated, orders=ORDERS):
+def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated, orders=ORDERS, int8=False):
     q, k, v, *blocks = problem(n + m, n, m, d, qb, kb, density, dtype)
     generator = torch.Generator().manual_seed(n)
     stand_ins = {}
     if compensated:
         centroids, mean_values = (torch.randn(2, kb, d, generator=generator).to(dtype) for _ in range(2))
         stand_ins = {"compensate": torch.rand(2, kb, generator=generator) < 0.7, "centroids": centroids, "mean_values": mean_values}
+    given, shown = (q, k, stand_ins), (q, k, stand_ins)
+    if int8:
+        given, shown = whole_numbers(q, k, stand_ins)
     kernels, kept = module("attend.hopper", change), []
     plain, build = kernels.attend_hopper_kernel, kernels.build_worklist
 
@@ -146,10 +149,10 @@ def check_attention(module, change, n, m, d, qb, kb, density, dtype, compensated
     for order in orders:
         poisoned = torch.full_like(q, torch.nan)
         kernels.attend_hopper_kernel = on_cpu(plain, seed=n, **order)
-        found = kernels.attend_hopper(q, k, v, *blocks, out=poisoned, with_lse=True, **stand_ins)
+        found = kernels.attend_hopper(*given[:2], v, *blocks, out=poisoned, with_lse=True, **given[2])
         if order is orders[0]:
             out, lse = found
-            expected = assert_close(out, q, k, v, *blocks, **stand_ins)
+            expected = assert_close(out, *shown[:2], v, *blocks, **shown[2])
             assert torch.equal(lse.isinf(), expected.isinf())
             assert torch.allclose(lse.double(), expected, atol=1e-4)
             assert (out[expected.isinf()] == 0).all()

@@ -14,7 +14,8 @@ from interpreted import run_interpreted
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import LowRank, factor, merge
 from parkattn.plan import Blocks, Plan
-from test_kernels_attend import SHARED_MEMORY, compiled, in_interpreter, on_compiler, orders, problem, pytestmark  # noqa: F401 (pytest reads it)
+from test_kernels_attend import in_interpreter, on_compiler, orders, problem, pytestmark  # noqa: F401 (pytest reads it)
+from test_kernels_attend_builds import SHARED_MEMORY, compiled
 from test_kernels_gluon import ORDERS, module  # noqa: F401 (a fixture)
 
 HALF = torch.finfo(torch.float16).eps

@@ -80,12 +80,13 @@ def tests(*names: str, only: str = "") -> str:
 IMPORT = "python -c 'import parkattn; [getattr(parkattn, name) for name in parkattn.__all__]'"
 VIDEO = f"park generate '{PROMPT}' {SMALL} --out $OUT/video.mp4 && test -s $OUT/video.mp4"
 DOCTOR = "park presets && park doctor --json > $OUT/doctor.json"
-COMPILE = tests("test_kernels_attend", "test_kernels_retrieval", "test_borders", only="build or compile")
+COMPILE = tests("test_kernels_attend_builds", "test_kernels_retrieval", "test_borders", only="build or compile")
 INTERPRET = tests(
     "test_backend",
     "test_kernels_attend",
     "test_kernels_retrieval",
     "test_kernels_gluon",
+    "test_kernels_gluon_int8",
     only="interpreter or float64 or hopper",
 )
 # a GPU that is not here: with a Triton older than 3.6 the backend takes the plain kernels, and says why

@@ -300,22 +300,22 @@ class TritonBackend:
             if plan.bias is not None:
                 stand_ins["pair_bias"] = plan.bias.reshape(b * h, *plan.bias.shape[2:]).contiguous()
         attend: Callable[..., Any]
+        rows, steps = q, None
+        if rounding is not None:
+            rows, row_steps = permute.round_rows(q, order)
+            steps = row_steps, rounding[1] / d
         if self.gluon:
             from parkattn.ops.attend.hopper import attend_hopper
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine wants a head's rows together
             flat = [x if x.ndim == 3 else permute.gather_rows(x, None) for x in (keys, values)]
-            if rounding is None:
-                rows, steps = permute.gather_rows(q, order), None
-            else:
-                rows, row_steps = permute.round_rows(q, order)
-                steps = row_steps, rounding[1] / d
+            rows = permute.gather_rows(q, order) if rounding is None else rows
             attend = functools.partial(attend_hopper, rows, *flat, *offsets, out_order=token_of_row, steps=steps)
         else:
             from parkattn.ops.attend.triton import attend_ragged
 
-            by_head = (x.view(b, h, m, d) if x.ndim == 3 else x for x in (keys, values))
-            attend = functools.partial(attend_ragged, q, *by_head, *offsets, query_order=token_of_row)
+            by_head = (x.view(b, h, -1, d) if x.ndim == 3 else x for x in (rows, keys, values))
+            attend = functools.partial(attend_ragged, *by_head, *offsets, query_order=token_of_row, steps=steps)
 
         def over(mask: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
             found: Any = attend(mask.reshape(b * h, *mask.shape[2:]).contiguous(), scale=scale, out=torch.empty_like(q), **how)

@@ -61,7 +61,7 @@ FOR_CONSAN: dict[str, Changes] = {
         ),
     },
     ATTENTION: {
-        "exchange = (x_acc, x_rows)\n": ("exchange = (x_acc, x_rows, _barriers(1, 1), _barriers(1, 1))\n", 1),
+        "exchange = (x_acc, x_rows)\n": ("exchange = (x_acc, x_rows, make_barriers(1, 1), make_barriers(1, 1))\n", 1),
         "x_acc, x_rows = exchange\n": ("x_acc, x_rows, free, written = exchange\n    shared_tiles = 0\n", 1),
         "barrier_arrive(FREE)\n": ("mbarrier.arrive(free.index(0), count=1)\n", 1),
         "barrier_sync(FREE)\n": ("mbarrier.wait(free.index(0), shared_tiles & 1)\n", 1),
@@ -226,7 +226,8 @@ def _prepare_for_consan(*, forget_a_wait: bool) -> None:
     exchange(PAMA, FOR_CONSAN[PAMA] | (FORGET_A_WAIT if forget_a_wait else {}))
     exchange(ATTENTION, FOR_CONSAN[ATTENTION])
     tiles = importlib.import_module("parkattn.ops.attend.tiles")
-    sys.modules[ATTENTION].gluon_tile = lambda d: tiles.GluonTile(producer_registers=168)  # type: ignore[attr-defined]
+    for choice in ("gluon_tile", "int8_tile"):
+        setattr(sys.modules[ATTENTION], choice, lambda *_: tiles.GluonTile(producer_registers=168))
     # the fewest slots there are: each takes a quarter of a minute to compile
     tiles_of_pama: Any = importlib.import_module("parkattn.ops.tiles")
     tiles_of_pama.full_key_tile = lambda *_: {"GLUON": True, "stages": 2}

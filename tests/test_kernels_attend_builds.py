@@ -1,0 +1,255 @@
+"""Every attention kernel compiled ahead of time, for GPUs that are not there: memory, spills, instructions, barriers."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tempfile
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from machine_code import barriers, before_arrivals, given_back_unread, key_loops
+from test_kernels_attend import on_compiler
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+
+def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon: bool = False, **options):
+    """The kernel for an absent GPU -> (shared memory, stack frame in bytes, PTX, machine code); a stack frame means spills."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from parkattn.ops.triton_versions import FP_FUSION
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    aligned = {
+        place[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*" or name.startswith(("stride", "out_"))
+    }
+    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, {place[name]: value for name, value in constants.items()}, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | FP_FUSION)
+    reader = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([str(reader), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run([str(reader.with_name("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return binary.metadata.shared, int(re.search(r"STACK:(\d+)", usage)[1]), binary.asm["ptx"], code
+
+
+TRITON_TYPES = {
+    **dict.fromkeys(("q", "k", "v", "centroids", "mean_values", "out"), "*bf16"),
+    **dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "query_order"), "*i32"),
+    "bias": "*fp32",
+    "lse": "*fp32",
+    **dict.fromkeys(("q_steps", "k_steps"), "*fp32"),
+    "unit": "fp32",
+}
+INT8_TYPES = dict.fromkeys(("q", "k", "centroids"), "*i8")
+
+
+@on_compiler
+@pytest.mark.parametrize(("d", "everything"), [(64, True), (128, False), (128, True)])
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_triton_kernel_in_int8_builds_and_fits(arch, d, everything):
+    from parkattn.ops.attend.tiles import triton_tile
+    from parkattn.ops.attend.triton import attend_kernel
+
+    tile = triton_tile(d, arch, int8=True)
+    switches = dict.fromkeys(("GATHER_Q", "COMPENSATE", "LSE"), everything)
+    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "INT8": True, **switches}
+    shared, stack, ptx, _ = compiled(
+        attend_kernel, TRITON_TYPES | INT8_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages
+    )
+    assert shared <= min(SHARED_MEMORY[arch], 99 * 1024)
+    assert stack <= (128 if everything else 0)
+    # whole numbers meet in the matrix units; those of sm_100 are reached by the older instruction
+    assert re.search(r"wgmma\S*m64n64k32\.s32\.s8\.s8" if arch == 90 else r"mma\.sync\S*m16n8k32\S*s32\.s8\.s8\.s32", ptx)
+
+
+@on_compiler
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_rounding_kernels_build(arch, d):
+    from parkattn.ops import tiles as tiles_retrieval
+    from parkattn.ops.permute import triton as permute
+
+    types = dict.fromkeys(("k", "x", "v", "values", "value_means"), "*bf16") | dict.fromkeys(("out", "keys", "key_means"), "*i8")
+    types |= dict.fromkeys(("partial", "steps", "mean"), "*fp32") | dict.fromkeys(("order", "offsets"), "*i32")
+    blocks = tiles_retrieval.segment_tile(d, torch.bfloat16, arch) | {"INT8": True, "BLOCKS": 4}
+    builds = [
+        (permute._key_range, tiles_retrieval.key_range_tile(d)),
+        (permute._round_rows, tiles_retrieval.rounding_tile(d) | {"ORDERED": True, "KEYS": False}),
+        (permute._round_rows, tiles_retrieval.rounding_tile(d) | {"ORDERED": False, "KEYS": True}),
+        (permute._gather_with_means, blocks),
+    ]
+    for kernel, tile in builds:
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        shared, stack, _, _ = compiled(kernel, types, tile | {"D": d}, arch, **options)
+        assert shared <= 99 * 1024 and stack <= 16
+
+
+@on_compiler
+@pytest.mark.parametrize(
+    ("arch", "d", "everything"),
+    [
+        (80, 128, False),
+        (89, 128, False),
+        (90, 128, False),
+        (90, 128, True),
+        (90, 256, False),
+        (100, 128, False),
+        (100, 256, True),
+        (120, 64, False),
+        (120, 128, True),
+        (120, 256, False),
+    ],
+)
+def test_triton_kernel_builds_and_fits(arch, d, everything):
+    from parkattn.ops.attend.tiles import triton_tile
+    from parkattn.ops.attend.triton import attend_kernel
+
+    tile = triton_tile(d, arch)
+    switches = dict.fromkeys(("GATHER_Q", "COMPENSATE", "LSE"), everything)
+    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "INT8": False, **switches}
+    shared, stack, ptx, _ = compiled(attend_kernel, TRITON_TYPES, constants, arch, num_warps=tile.warps, num_stages=tile.stages)
+    assert shared <= SHARED_MEMORY[arch]
+    assert stack <= (128 if everything else 0)
+    assert ("wgmma.mma_async" in ptx) == (arch == 90)
+
+
+@on_compiler
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_work_list_kernels_build(arch):
+    from parkattn.ops.attend.worklist import list_keys_kernel, list_queries_kernel
+
+    types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
+    types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "pair_bias": "*fp32", "inverse_scale": "fp32"}
+    constants = {
+        "KEY_TILE": 128,
+        "WIDE": 32,
+        "TAIL": 8,
+        "LANES": 1024,
+        "CHUNK": 512,
+        "TAIL_BIAS": True,
+        "COMPENSATE": True,
+    }  # 512 key blocks
+    for paired in (False, True):
+        assert compiled(list_keys_kernel, types, constants | {"PAIR_BIAS": paired}, arch, num_warps=4)[1] == 0
+    assert compiled(list_queries_kernel, types, {"QUERY_TILE": 128, "LANES": 64, "CHUNK": 1024}, arch, num_warps=4)[1] == 0
+
+
+@on_compiler
+@pytest.mark.parametrize(
+    ("d", "element", "everything", "quick", "share", "rows"),
+    [
+        (64, "fp16", True, False, True, None),
+        (128, "bf16", False, True, True, None),
+        (128, "bf16", True, True, True, None),
+        (128, "bf16", False, False, True, None),
+        (128, "bf16", True, True, False, None),
+        (64, "bf16", True, True, False, 500),
+        (128, "bf16", False, True, False, 500),
+        (128, "bf16", True, True, False, 500),
+        (128, "bf16", True, True, True, 128),
+        (128, "bf16", True, False, True, 500),
+    ],
+)
+def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share, rows):
+    from parkattn.ops.triton_versions import ALWAYS_SHARE
+
+    if ALWAYS_SHARE and not share:
+        pytest.skip("never launched with this Triton")
+    build_gluon(d, element, everything, quick, numbers={"8", "9"} if share else set(), share=share, rows=rows)
+
+
+def build_gluon(
+    d: int, element: str, everything: bool, quick: bool, numbers: set[str], share: bool = True, rows: int | None = None
+) -> None:
+    """rows: with INT8 keys, for query blocks of so many rows."""
+    from parkattn.ops.attend.hopper import LINEAR, attend_hopper_kernel, swizzled
+    from parkattn.ops.attend.tiles import gluon_tile, int8_tile
+
+    tile = gluon_tile(d) if rows is None else int8_tile(d, rows, True)
+    tile = tile if quick else tile.for_lost_rows()
+    boxes = {
+        "q_desc": (64, d),
+        "k_tail": (tile.tail, 64),
+        "v_tail": (tile.tail, 64),
+        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)),
+        **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
+    }
+    types = {name: f"tensordesc<{element}[{height}, {width}],{swizzled(torch.float16, d)!r}>" for name, (height, width) in boxes.items()}
+    if rows is not None:
+        int8 = {
+            name: f"tensordesc<i8[{boxes[name][0]}, {d}],{swizzled(torch.int8, d)!r}>" for name in ("q_desc", "k_tail", "k_wide", "c_desc")
+        }
+        types |= int8
+    types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "record_buffers", "order", "lost_tiles"), "*i32")
+    types |= {"bias_desc": f"tensordesc<fp32[1, {tile.keys}],{LINEAR!r}>", "out": f"*{element}", "unit": "fp32"}
+    types |= dict.fromkeys(("lse", "q_steps", "k_steps"), "*fp32")
+    constants = {
+        **tile.constants(d),
+        "COMPENSATE": everything,
+        "SCATTER": True,
+        "LSE": everything,
+        "SHARE": share,
+        "INT8": rows is not None,
+    }
+    constants["QUICK"] = tile.quick if quick else 0
+    built = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=tile.launch_registers)
+    ptx, code = built[2:]
+    check_consumers(*built, tile.groups, quick)
+    # sums are exchanged in shared memory, and a bias comes with its keys
+    assert ("LDS.64" in code or not share) and not given_back_unread(code)
+    # what the sums are written over is copied to next, by the engine that does not wait for ordinary stores
+    assert (
+        not numbers
+        or re.findall(r"st\.shared|fence\.proxy\.async|barrier\.arrive 9", ptx.partition("barrier.arrive 9")[0])[-1] == "fence.proxy.async"
+    )
+    ours, tritons = barriers(ptx)
+    assert ours == numbers and tritons and not ours & tritons
+
+
+@on_compiler
+@pytest.mark.parametrize(
+    ("d", "int8", "quick"), [(64, True, True), (128, False, True), (128, True, True), (128, False, False), (128, True, False)]
+)
+def test_dense_gluon_kernel_builds_and_fits(d, int8, quick):
+    from parkattn.ops.attend.hopper import swizzled
+    from parkattn.ops.attend.hopper_dense import attend_dense_kernel
+    from parkattn.ops.attend.tiles import dense_tile
+
+    tile, kind = dense_tile(int8, True), torch.int8 if int8 else torch.bfloat16
+    rows = {"q_desc": (64, kind), "k_desc": (tile.keys, kind), "v_desc": (tile.keys, torch.bfloat16)}
+    names = {torch.int8: "i8", torch.bfloat16: "bf16"}
+    types = {name: f"tensordesc<{names[dtype]}[{height}, {d}],{swizzled(dtype, d)!r}>" for name, (height, dtype) in rows.items()}
+    types |= dict.fromkeys(("lse", "q_steps", "k_steps"), "*fp32") | {"key_counts": "*i32", "lost": "*i32", "out": "*bf16", "unit": "fp32"}
+    constants = {name: value for name, value in tile.constants(d).items() if name not in ("WIDE", "TAIL")}
+    constants |= {"LSE": True, "QUICK": tile.quick if quick else 0, "AGAIN": not quick, "INT8": int8}
+    built = compiled(attend_dense_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=tile.launch_registers)
+    check_consumers(*built, tile.groups, quick)
+
+
+def check_consumers(shared: int, stack: int, ptx: str, code: str, groups: int, quick: bool) -> None:
+    from parkattn.ops.triton_versions import NUMBER
+
+    assert shared <= SHARED_MEMORY[90]
+    # a few words are kept on the stack and read once per query tile, none of them in the loops over keys
+    assert stack <= 64
+    loops = key_loops(code)
+    assert len(loops) == 2 * groups  # of each warpgroup: two tiles per turn, and one
+    spills = [sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop) for loop in loops]
+    # Triton 3.8 keeps addresses in ordinary registers, and reloads one per key tile in one warpgroup
+    assert max(spills) <= (2 if NUMBER == (3, 8) else 0)
+    # where ptxas cannot keep products in flight it waits after every one, and says so only to who runs it by hand
+    assert all(0 < sum("WARPGROUP.DEPBAR" in i for i in loop) * 3 <= sum("GMMA" in i for i in loop) for loop in loops)
+    # quick exponentials look for no maximum
+    assert all(any("FMNMX" in i for i in loop) != quick for loop in loops)
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert {"bar.sync"} <= before_arrivals(ptx) <= {"bar.sync", "bar.warp.sync"}

@@ -1,0 +1,110 @@
+"""The Hopper attention kernels in INT8, and the dense one in both precisions, without a GPU: as in `test_kernels_gluon`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gluon_on_cpu
+
+pytest.importorskip("triton")
+from gluon_on_cpu import on_cpu
+from interpreted import run_interpreted
+from test_kernels_attend import assert_close, in_interpreter, on_compiler, problem, pytestmark, whole_numbers  # noqa: F401 (pytest reads it)
+from test_kernels_gluon import FAULTS, ORDERS, check_attention, module  # noqa: F401 (a fixture)
+
+
+@on_compiler
+def test_the_int8_and_dense_kernels_on_the_cpu():
+    run_interpreted(__file__, at_least=30)
+
+
+# rows of query blocks decide how many warpgroups there are: three from 160 on
+INT8_CASES = [
+    pytest.param(700, 500, 64, 2, 8, 0.5, torch.bfloat16, False, id="three warpgroups"),
+    pytest.param(600, 400, 128, 2, 140, 0.3, torch.bfloat16, True, id="three warpgroups, three tiles of stand-ins, d128"),
+    pytest.param(260, 400, 64, 4, 9, 0.4, torch.bfloat16, True, id="two warpgroups, shared tiles"),
+    pytest.param(500, 300, 128, 2, 9, 0.5, torch.float16, True, id="fp16"),
+]
+THREE = [*ORDERS, {"late": True, "slow": 4}]
+
+
+@in_interpreter
+@pytest.mark.parametrize(("n", "m", "d", "qb", "kb", "density", "dtype", "compensated"), INT8_CASES)
+def test_int8_attention(module, n, m, d, qb, kb, density, dtype, compensated):
+    check_attention(module, None, n, m, d, qb, kb, density, dtype, compensated, orders=THREE, int8=True)
+
+
+INT8_FAULTS = {name: fault for name, fault in FAULTS.items() if not name.startswith("sums")} | {
+    "the step of another head": ("gl.load(k_steps + head)", "gl.load(k_steps + (head + 1) % 2)"),
+    "the steps of other rows": ("steps_of_rows(q_steps, head, row, n, S)", "steps_of_rows(q_steps, head, row + 1, n, S)"),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("fault", INT8_FAULTS)
+def test_a_broken_int8_kernel_is_noticed(module, fault, monkeypatch):
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE_S", 1)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check_attention(module, INT8_FAULTS[fault], 600, 700, 64, 2, 600, 0.4, torch.bfloat16, True, orders=THREE, int8=True)
+
+
+def check_dense(module, change, n, m, d, dtype, int8, counts, size=1.0):
+    """Two heads; size: of the queries of one of them, whose scores may leave the range of quick exponentials."""
+    q, k, v = problem(n, n, m, d, 1, 1, 1.0, dtype)[:3]
+    q[1] *= size
+    (rows, keys, steps), shown = whole_numbers(q, k, {}) if int8 else ((q, k, {}), (q, k, {}))
+    ends = [torch.tensor([[0, n], [0, n]]).int(), torch.tensor([[0, count, m] for count in counts]).int()]
+    mask = torch.tensor([[[True, False]]] * 2)
+    kernels = module("attend_gluon_dense", change)
+    plain, first = kernels.attend_dense_kernel, None
+    for order in THREE:
+        kernels.attend_dense_kernel = on_cpu(plain, seed=n, **order)
+        poisoned = torch.full_like(q, torch.nan)
+        found = kernels.attend_dense_hopper(rows, keys, v, torch.tensor(counts).int(), out=poisoned, with_lse=True, **steps)
+        if first is None:
+            first = found
+            expected = assert_close(found[0], *shown[:2], v, *ends, mask)
+            assert torch.equal(found[1].isinf(), expected.isinf())
+            assert torch.allclose(found[1].double(), expected, rtol=1e-6, atol=1e-4)
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@in_interpreter
+@pytest.mark.parametrize("size", [1.0, 200.0], ids=["", "steep"])
+@pytest.mark.parametrize(
+    ("n", "m", "d", "dtype", "int8", "counts"),
+    [
+        (300, 400, 64, torch.bfloat16, False, (400, 333)),
+        (200, 130, 128, torch.float16, False, (130, 1)),
+        (450, 300, 64, torch.bfloat16, True, (300, 65)),
+        (70, 200, 128, torch.bfloat16, True, (0, 200)),
+        (150, 300, 64, torch.float16, True, (128, 300)),
+    ],
+)
+def test_dense_attention(module, n, m, d, dtype, int8, counts, size):
+    check_dense(module, None, n, m, d, dtype, int8, counts, size)
+
+
+DENSE_FAULTS = {
+    name: FAULTS[name] for name in ("a wait for keys", "a wait for values", "a slot never given back", "a product not waited for")
+} | {
+    "padding that counts": (
+        '    else:\n        s = gl.where((gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)) < edge)[None, :], s, -float("inf"))\n',
+        "",
+    ),
+    "queries given back before the last product": (
+        "        where = (begin, end, n >> 31)\n",
+        "        where = (begin, end, n >> 31)\n        mbarrier.arrive(q_empty.index(W), count=1)\n",
+    ),
+    "lost rows left as they are": ("        launch(0, True)\n", "        pass\n"),
+    "another tile computed again": ("        return gl.load(lost + 1 + i)\n", "        return gl.load(lost + 1 + i) * 0\n"),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("fault", DENSE_FAULTS)
+def test_a_broken_dense_kernel_is_noticed(module, fault, monkeypatch):
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE_S", 1)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check_dense(module, DENSE_FAULTS[fault], 700, 900, 64, torch.bfloat16, True, (900, 333), size=200.0)
