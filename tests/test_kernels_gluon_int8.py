@@ -1,5 +1,7 @@
 """The Hopper attention kernels in INT8, and the dense one in both precisions, without a GPU: as in `test_kernels_gluon`."""
 
+# ruff: noqa: F811 (a fixture is taken from another file)
+
 from __future__ import annotations
 
 import pytest

@@ -72,6 +72,8 @@ def gate(
                 yield from _gate_kernel(kernel, shape, dtype, compensate, device, rehearse)
                 if dtype == torch.bfloat16 and dim in INT8_HEAD_DIMS:
                     yield from _gate_int8(kernel, shape, compensate, device, rehearse)
+                    if not rehearse:  # blocks that fill three warpgroups
+                        yield from _gate_int8(kernel, shape._replace(query_blocks=4), compensate, device, rehearse)
                 if kernel == "gluon" and dtype == torch.bfloat16:
                     yield _gate_steep(shape, compensate, device)
                     if not compensate:
@@ -235,13 +237,12 @@ def _gate_int8(kernel: str, shape: Shape, compensate: bool, device: torch.device
     place = torch.device("cpu") if small else device
 
     def definition(kind: torch.dtype) -> Tensor:
-        return ReferenceBackend("", "int8").attend(
-            *(x.to(place, kind) for x in (q, k, v)), plan.to(place), scale=None, compensate=compensate
-        )
+        a, b, c = (x.to(place, kind) for x in (q, k, v))
+        return ReferenceBackend("", "int8").attend(a, b, c, plan.to(place), scale=None, compensate=compensate)
 
     exact, plain = definition(torch.float64).to(device), definition(torch.bfloat16).to(device).double()
     call = partial(ours.attend, q, k, v, plan, scale=None, compensate=compensate)
-    name = f"{kernel} int8 d{shape.dim}{' compensated' if compensate else ''}"
+    name = f"{kernel} int8 d{shape.dim}{' compensated' if compensate else ''}, {shape.query_blocks} query blocks"
     # weights are rounded in the kernel alone
     allowed = 2 * (plain - exact).abs().max() + 2 * torch.finfo(q.dtype).eps * exact.abs().max()
     yield verdict(name, (call().double() - exact).abs().max(), allowed)

@@ -1,0 +1,138 @@
+"""Q K^T in INT8: what rounding may change, who rounds alike, and where it is left out with a reason."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from interpreted import run_interpreted
+from parkattn import ParkConfig, park_attention
+from parkattn.backend import ReferenceBackend, resolve
+from parkattn.backend import triton as triton_module
+from parkattn.backend.triton import TritonBackend, triton_backend
+from parkattn.ops.attend.definition import Rounding, attend, attend_with_lse, dense_attention
+from parkattn.plan import Blocks, Plan
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+CPU = torch.device("cpu")
+
+
+@outside
+def test_the_triton_backend_in_int8_under_the_interpreter():
+    pytest.importorskip("triton")
+    run_interpreted(__file__, at_least=4)
+
+
+def problem(n: int = 90, m: int = 130, d: int = 64, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """q, k, v [1 2 n d] with uneven columns and keys that have a mean"""
+    g = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(1, 2, t, d, generator=g, dtype=torch.float64) for t in (n, m, m))
+    uneven = torch.linspace(0.1, 2, d, dtype=torch.float64)
+    return tuple(x.to(dtype) for x in (q * uneven, k * uneven + 3, v))
+
+
+def blocks(tokens: int, ends: tuple[int, ...]) -> Blocks:
+    order = torch.stack([torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])[None]
+    labels = torch.bucketize(torch.arange(tokens), torch.tensor(ends[1:]), right=True).expand(1, 2, tokens)
+    offsets = torch.tensor(ends, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    return Blocks(torch.empty_like(labels).scatter_(2, order, labels).int(), order.int(), offsets)
+
+
+def plan(padding: bool = False) -> Plan:
+    mask = torch.tensor([[True, False, True, False], [False, True, False, False], [True, True, True, False]]).expand(1, 2, 3, 4).clone()
+    return Plan(blocks(90, (0, 20, 64, 90)), blocks(130, (0, 40, 77, 120, 130)), mask, 3, 3 if padding else 4, padding, torch.ones(1, 2))
+
+
+@outside
+def test_scores_differ_by_half_steps_and_by_what_all_keys_of_a_row_share():
+    q, k, _ = problem()
+    rounding = Rounding.of_keys(k)
+    scores = q @ k.mT - q @ k.mean(-2, keepdim=True).mT
+    found = rounding.queries(q) @ rounding.keys(k).mT
+    step = rounding.queries(q).abs().amax(-1, keepdim=True) / 127
+    lengths = [x.abs().sum(-1) for x in (rounding.queries(q), rounding.keys(k))]
+    allowed = rounding.step / 2 * lengths[0][..., None] + step / 2 * (lengths[1][..., None, :] + q.shape[-1] * rounding.step / 2)
+    assert ((found - scores).abs() <= allowed * (1 + 1e-9)).all()
+    whole = rounding.keys(k) / rounding.step
+    assert (whole - whole.round()).abs().max() < 1e-9 and whole.abs().max().round() == 127
+
+
+@outside
+def test_what_all_keys_share_changes_no_output():
+    q, k, v = problem()
+    plain, shifted = (dense_attention(q, k + shift, v, precision="int8") for shift in (0.0, 50.0))
+    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-9)
+
+
+@outside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_block_kept_is_dense_attention_in_int8(dtype):
+    q, k, v = problem(dtype=dtype)
+    sides = (
+        Blocks(torch.zeros(1, 2, 90), None, torch.tensor([[[0, 30, 90]] * 2])),
+        Blocks(torch.zeros(1, 2, 130), None, torch.tensor([[[0, 9, 130]] * 2])),
+    )
+    out, _ = attend_with_lse(q, k, v, *sides, torch.ones(1, 2, 2, 2, dtype=torch.bool), precision="int8")
+    torch.testing.assert_close(out, dense_attention(q, k, v, precision="int8"))
+    plain = attend(q, k, v, *sides, torch.ones(1, 2, 2, 2, dtype=torch.bool))
+    torch.testing.assert_close(plain, dense_attention(q, k, v))
+    assert 0 < (out - plain).double().norm() / plain.double().norm() < 0.05
+
+
+@outside
+def test_where_there_is_no_int8_the_reason_says_so(monkeypatch):
+    assert resolve("auto", CPU, torch.float32, 64, "int8").reason.endswith("Q K^T in INT8")
+    odd = resolve("reference", CPU, torch.float32, 96, "int8")
+    assert odd.precision == "bf16" and "powers of two, not 96" in odd.reason
+    monkeypatch.setattr(triton_module, "_attention_kernel", lambda *_: (False, "asked for"))
+    wide = triton_backend("here", CPU, torch.bfloat16, 256, "int8")
+    assert wide.precision == "bf16" and "not in INT8, whose kernels have head dims 64 and 128, not 256" in wide.reason
+    assert triton_backend("here", CPU, torch.bfloat16, 128, "int8").precision == "int8"
+    assert "INT8" not in triton_backend("here", CPU, torch.bfloat16, 128).reason
+
+
+@outside
+def test_precision_is_a_setting_of_a_method():
+    q, k, v = problem(dtype=torch.float32)
+    config = ParkConfig(query_clusters=3, key_clusters=5, kmeans_iterations=2, top_p=0.6)
+    outs = [park_attention(q, k, v, config.replace(precision=precision)) for precision in ("bf16", "int8")]
+    assert torch.equal(outs[0], park_attention(q, k, v, config))
+    assert 0 < (outs[1] - outs[0]).norm() / outs[0].norm() < 0.05
+    with pytest.raises(ValueError, match=r"precision: expected .*bf16.*int8.*got 'fp8'"):
+        ParkConfig(precision="fp8")
+
+
+@in_interpreter
+@pytest.mark.parametrize("compensate", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_triton_backend_rounds_as_the_definition_does(compensate, ordered):
+    q, k, v = problem(dtype=torch.float16)
+    at = plan()
+    if not ordered:
+        sides = (Blocks(side.labels.sort(-1).values, None, side.offsets) for side in (at.queries, at.keys))
+        at = Plan(*sides, at.mask, 3, 4, False, torch.ones(1, 2))
+    how = {"scale": None, "compensate": compensate}
+    out = TritonBackend("asked for", False, "int8").attend(q, k, v, at, **how)
+    exact = ReferenceBackend("", "int8").attend(q.double(), k.double(), v.double(), at, **how)
+    # weights and output are rounded to fp16, and stand-in values
+    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(torch.float16).eps * v.abs().max()
+
+
+@in_interpreter
+def test_dense_attention_and_an_anchor_in_int8():
+    q, k, v = problem(dtype=torch.float16)
+    ours, valid = TritonBackend("asked for", False, "int8"), torch.arange(130)[None] < 111
+    exact = ReferenceBackend("", "int8").attend_dense(q.double(), k.double(), v.double(), scale=None, key_valid=valid)
+    out = ours.attend_dense(q, k, v, scale=None, key_valid=valid)
+    unit = 4 * torch.finfo(torch.float16).eps * v.abs().max()
+    assert (out.double() - exact).abs().max() <= unit
+    dense, residual = ours.attend_anchor(q, k, v, plan(), scale=None, compensate=True)
+    sparse = ours.attend(q, k, v, plan(), scale=None, compensate=True)
+    exact = ReferenceBackend("", "int8").attend_dense(q.double(), k.double(), v.double(), scale=None, key_valid=None)
+    assert (dense.double() - exact).abs().max() <= unit
+    assert (residual.double() - (exact - sparse.double())).abs().max() <= 2 * unit
