@@ -76,16 +76,16 @@ def test_triton_kernel_in_int8_builds_and_fits(arch, d, everything):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_rounding_kernels_build(arch, d):
-    from parkattn.ops import tiles as tiles_retrieval
+    from parkattn.ops import tiles
     from parkattn.ops.permute import triton as permute
 
     types = dict.fromkeys(("k", "x", "v", "values", "value_means"), "*bf16") | dict.fromkeys(("out", "keys", "key_means"), "*i8")
     types |= dict.fromkeys(("partial", "steps", "mean"), "*fp32") | dict.fromkeys(("order", "offsets"), "*i32")
-    blocks = tiles_retrieval.segment_tile(d, torch.bfloat16, arch) | {"INT8": True, "BLOCKS": 4}
+    blocks = tiles.segment_tile(d, torch.bfloat16, arch) | {"INT8": True, "BLOCKS": 4}
     builds = [
-        (permute._key_range, tiles_retrieval.key_range_tile(d)),
-        (permute._round_rows, tiles_retrieval.rounding_tile(d) | {"ORDERED": True, "KEYS": False}),
-        (permute._round_rows, tiles_retrieval.rounding_tile(d) | {"ORDERED": False, "KEYS": True}),
+        (permute._key_range, tiles.key_range_tile(d)),
+        (permute._round_rows, tiles.rounding_tile(d) | {"ORDERED": True, "KEYS": False}),
+        (permute._round_rows, tiles.rounding_tile(d) | {"ORDERED": False, "KEYS": True}),
         (permute._gather_with_means, blocks),
     ]
     for kernel, tile in builds:

@@ -47,7 +47,7 @@ def module(monkeypatch, tmp_path):
         return module
 
     def load(name: str, change: tuple[str, str] | None = None):
-        step = "attend_gluon_step"  # what the attention kernels share is changed for the one that is loaded
+        step = "attend.hopper_step"  # what the attention kernels share is changed for the one that is loaded
         if change is not None and change[0] in pathlib.Path(importlib.util.find_spec(f"parkattn.ops.{step}").origin).read_text():
             copy_of(step, step, change)
             change = None

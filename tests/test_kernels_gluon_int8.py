@@ -58,7 +58,7 @@ def check_dense(module, change, n, m, d, dtype, int8, counts, size=1.0):
     (rows, keys, steps), shown = whole_numbers(q, k, {}) if int8 else ((q, k, {}), (q, k, {}))
     ends = [torch.tensor([[0, n], [0, n]]).int(), torch.tensor([[0, count, m] for count in counts]).int()]
     mask = torch.tensor([[[True, False]]] * 2)
-    kernels = module("attend_gluon_dense", change)
+    kernels = module("attend.hopper_dense", change)
     plain, first = kernels.attend_dense_kernel, None
     for order in THREE:
         kernels.attend_dense_kernel = on_cpu(plain, seed=n, **order)
