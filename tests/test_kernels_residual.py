@@ -110,15 +110,15 @@ def test_dense_attention_leaves_out_keys_that_are_not_valid():
 
 @pytest.fixture
 def hopper(module, monkeypatch):  # noqa: F811 (a fixture)
-    """The backend with the Hopper kernel on the CPU; changes: what else stands in its module"""
+    """The backend with the Hopper kernels on the CPU"""
     from parkattn.backend.triton import TritonBackend
 
-    def make(order: dict, **changes):
-        kernels = module("attend.hopper")
-        kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, **order)
-        vars(kernels).update(changes)
-        monkeypatch.setitem(sys.modules, "parkattn.ops.attend.hopper", kernels)
-        return TritonBackend("on the CPU", gluon=True)
+    def make(order: dict, precision: str = "bf16"):
+        for name, kernel in (("attend_gluon", "attend_hopper_kernel"), ("attend_gluon_dense", "attend_dense_kernel")):
+            kernels = module(name)
+            setattr(kernels, kernel, on_cpu(getattr(kernels, kernel), **order))
+            monkeypatch.setitem(sys.modules, f"parkattn.ops.{name}", kernels)
+        return TritonBackend("on the CPU", True, precision)
 
     return make
 
@@ -143,21 +143,27 @@ def test_the_hopper_kernel_takes_tokens_in_block_order_as_they_lie_copied_once_a
 
 
 @in_interpreter
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
 @pytest.mark.parametrize("tokens", [40, 300], ids=["a tile of few rows", "three tiles"])
-def test_dense_attention_in_the_hopper_kernel_shares_no_tile(hopper, tokens):
+def test_dense_attention_in_the_hopper_kernel(hopper, tokens, precision):
     q, k, v = (by_token(t, t).bfloat16() for t in (tokens, 500, 500))
     valid = torch.arange(500)[None] < 430
-    exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
-    plain = (dense_attention(q, k, v, key_valid=valid).double() - exact).abs().max()
-    runs = [hopper(order, UNSHARED_ROWS=0).attend_dense_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
+    exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid, precision=precision)
+    plain = (
+        (dense_attention(q, k, v, key_valid=valid).double() - dense_attention(q.double(), k.double(), v.double(), key_valid=valid))
+        .abs()
+        .max()
+    )
+    runs = [hopper(order, precision).attend_dense_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
     assert all(torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1]) for out, lse in runs)
     assert (runs[0][0].double() - exact).abs().max() <= 2 * plain + torch.finfo(torch.bfloat16).eps * exact.abs().max()
 
 
 @in_interpreter
-def test_an_anchor_in_the_hopper_kernel(hopper):
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_an_anchor_in_the_hopper_kernel(hopper, precision):
     plan, (q, k, v) = plan_of(90, 150, padding=True), (by_token(90, 1), by_token(150, 2), by_token(150, 3))
-    backend = hopper(ORDERS[1])
+    backend = hopper(ORDERS[1], precision)
     dense, residual = backend.attend_anchor(q, k, v, plan, scale=None, compensate=True)
     sparse = backend.attend(q, k, v, plan, scale=None, compensate=True)
     unit = HALF * dense.abs().max()
