@@ -6,10 +6,11 @@ consumer warpgroups own 64 query rows each, so that the exponentials of one run 
 of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and join their sums at the end (alone, one
 warpgroup needs as long for 64 rows as two for 128). The card is at its power limit here, so what counts is the energy of a step:
 exponentials look for no maximum where they can do without (`hopper_softmax`), and the few rows where they cannot are computed
-again by a second launch. Masks of partial granules and the bias of stand-ins come with the keys, as 128 floats per tile, so that one loop
-serves every kind of tile: two warpgroups and the producer run code of their own, and the instruction cache holds little more than their
-loops. Output rows go straight to their place in token order. Which program takes which tile varies, what is
-computed for a tile does not: results are bit-equal from run to run.
+again by a second launch. INT8 keys, tiles of half the bytes, leave room for three warpgroups and tiles of 64 keys, which share nothing.
+Masks of partial granules and the bias of stand-ins come with the keys, as a float per key, so that one loop serves every kind of tile, and
+the long one looks for none: warpgroups and the producer run code of their own, and the instruction cache holds little more than their
+loops. Output rows go straight to their place in token order. Which program takes which tile varies, what is computed for a tile does not:
+results are bit-equal from run to run.
 """
 
 from __future__ import annotations
