@@ -114,7 +114,7 @@ def hopper(module, monkeypatch):  # noqa: F811 (a fixture)
     from parkattn.backend.triton import TritonBackend
 
     def make(order: dict, precision: str = "bf16"):
-        for name, kernel in (("attend_gluon", "attend_hopper_kernel"), ("attend_gluon_dense", "attend_dense_kernel")):
+        for name, kernel in (("attend.hopper", "attend_hopper_kernel"), ("attend.hopper_dense", "attend_dense_kernel")):
             kernels = module(name)
             setattr(kernels, kernel, on_cpu(getattr(kernels, kernel), **order))
             monkeypatch.setitem(sys.modules, f"parkattn.ops.{name}", kernels)
