@@ -7,7 +7,6 @@ on_pre_run, on_cleanup        a sampler begins: plans and statistics are dropped
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 import math
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_count
-from parkattn.engine import Engine
 from parkattn.engine.summary import Summary
+from parkattn.hosts.attached import AttachedEngine
 from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, expect_window, preset_for, sigmas_of, step_of
 from parkattn.methods import configured_method
 from parkattn.site import AttentionMethod
@@ -27,26 +26,20 @@ from parkattn.site import AttentionMethod
 KEY = "parkattn"  # of the hooks, and of the summary in transformer_options
 
 
-class PatchedModel:
+class PatchedModel(AttachedEngine):
     """The engine of one patched model, which its clones share: ComfyUI runs one sampler at a time."""
 
     def __init__(self, method: AttentionMethod, start_percent: float, end_percent: float, min_tokens: int) -> None:
-        self.engine = Engine(method, unknown_step="the sampler gives no sigmas or sample_sigmas: the step is unknown")
-        self.percents, self.min_tokens = (start_percent, end_percent), min_tokens
-        self.declined = collections.Counter[str]()  # reason -> calls that are not self-attention of the video
+        super().__init__(method, min_tokens, unknown_step="the sampler gives no sigmas or sample_sigmas: the step is unknown")
+        self.percents = (start_percent, end_percent)
         self._sigmas = (math.inf, 0.0)  # within which calls may be sparse
         self._schedule: Tensor | None = None
         self._forward: Forward | None = None
         self._reason: str | None = None  # why all calls of this forward are dense
 
-    def summary(self) -> Summary:
-        method = self.engine.method
-        return Summary.of(method.name, self.engine.log, method.state_bytes, missed=self.declined)
-
     def begin(self, patcher: Any) -> None:
-        self.engine.reset()
+        self.reset()
         self.engine.clock.step, self._schedule = None, None
-        self.declined.clear()
         self._sigmas = sigmas_of(patcher.get_model_object("model_sampling"), *self.percents)
 
     def run_forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +96,7 @@ class PatchedModel:
             transformer=name,
             text=slice(start, tokens) if start is not None and start < tokens else None,
             scale=call.others.get("scale"),
-            reason=self._reason or call.why_dense(self.min_tokens),
+            reason=self._reason or call.why_dense() or self.why_short(tokens),
         )  # fmt: skip
         return out if call.skip_output_reshape else out.transpose(1, 2).flatten(2)
 

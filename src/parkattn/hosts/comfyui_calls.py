@@ -98,13 +98,12 @@ class Call(NamedTuple):
             return "q, k and v differ in their heads"
         return None
 
-    def why_dense(self, min_tokens: int) -> str | None:
-        tokens = self.q.shape[2 if self.skip_reshape else 1]
+    def why_dense(self) -> str | None:
         if self.mask is not None:
             return "the call has a mask"
         if self.attn_precision not in (None, self.q.dtype):
             return f"the call asks for a precision of {self.attn_precision}"
-        return f"{tokens} tokens are fewer than min_tokens={min_tokens}" if tokens < min_tokens else None
+        return None
 
 
 def grid_of(latent: Tensor, patch: Sequence[int]) -> tuple[int, int, int]:

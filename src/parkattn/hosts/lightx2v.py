@@ -12,7 +12,6 @@ schedule: `scheduler.prepare` makes new timesteps, and at the end of their last 
 
 from __future__ import annotations
 
-import collections
 import importlib
 import itertools
 import math
@@ -23,36 +22,23 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_count, expect_string, shown
-from parkattn.engine import Engine
-from parkattn.engine.summary import Summary
+from parkattn.hosts.attached import CountingEngine
 from parkattn.methods import configured_method
 from parkattn.site import AttentionMethod
 
 
-class RegisteredAttention:
+class RegisteredAttention(CountingEngine):
     """What all layers share: the engine, and where its run stands. One video at a time."""
 
     def __init__(self, method: AttentionMethod, min_tokens: int) -> None:
-        self.engine = Engine(method, unknown_step="the scheduler has no step_index: the step is unknown")
-        self.min_tokens = min_tokens
-        self.declined = collections.Counter[str]()  # reason -> calls that are not self-attention of the video
+        super().__init__(method, min_tokens, unknown_step="the scheduler has no step_index: the step is unknown")
         self._running = False  # a run has begun since the last reset
         self._timesteps: Any = None  # of that run
-        self._names: dict[int, list[int]] = {}  # layer -> numbers of the objects that have answered for it
-        self._calls: dict[int | None, collections.Counter[tuple[str, int, int]]] = {}  # step -> calls
-
-    def summary(self) -> Summary:
-        """What the last video did, per layer and in all."""
-        method = self.engine.method
-        return Summary.of(method.name, self.engine.log, method.state_bytes, missed=self.declined)
 
     def reset(self) -> None:
         """Forget plans and statistics: the next call begins a run."""
-        self.engine.reset()
-        self.declined.clear()
+        super().reset()
         self._running, self._timesteps = False, None
-        self._names.clear()
-        self._calls.clear()
 
     def attend(self, number: int, dense: Any, q: Tensor, k: Tensor, v: Tensor, told: Mapping[str, Any]) -> Tensor:
         """[n h d] in, [n h*d] out. number: of the object that is asked; dense: LightX2V's own, for what stays dense."""
@@ -61,7 +47,8 @@ class RegisteredAttention:
             self.declined[foreign] += 1
             return dense.apply(q=q, k=k, v=v, **told)
         tokens, heads, dim = q.shape
-        layer, name, part = self._enter(number, told)
+        layer = self._read_clock(told)
+        name, part = self.enter(number, layer)  # a part above 0: heads are attended one after the other
         out = self.engine.attend(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             layer=layer,
@@ -70,33 +57,25 @@ class RegisteredAttention:
             part=part,
             reason=self._why_dense(tokens),
         )
-        self._leave()
+        self.leave()
         return out[0].transpose(0, 1).flatten(1)
 
     def _why_dense(self, tokens: int) -> str | None:
         grid = self.engine.clock.grid
         if grid is None or math.prod(grid) != tokens:
             return f"{tokens} tokens are not those of the grid {grid}: text, sound or padding may be among them"
-        return f"{tokens} tokens are fewer than min_tokens={self.min_tokens}" if tokens < self.min_tokens else None
+        return self.why_short(tokens)
 
-    def _enter(self, number: int, told: Mapping[str, Any]) -> tuple[int, str, int]:
-        """Sets the clock. The layer, a name for the transformer, and which call of the layer in this forward it is."""
-        scheduler, layer, clock = told["scheduler"], int(told["block_idx"]), self.engine.clock
+    def _read_clock(self, told: Mapping[str, Any]) -> int:
+        """Sets the clock -> the layer."""
+        scheduler, clock = told["scheduler"], self.engine.clock
         step, timesteps = getattr(scheduler, "step_index", None), getattr(scheduler, "timesteps", None)
         went_back = step is not None and clock.step is not None and step < clock.step
         if not self._running or timesteps is not self._timesteps or went_back:
             self._begin(scheduler, timesteps)
         clock.step, clock.grid = step, told.get("grid_sizes")
         clock.branch = "cond" if getattr(scheduler, "infer_condition", True) else "uncond"
-        # Wan2.2's two transformers have blocks of the same numbers, and objects of their own
-        numbers = self._names.setdefault(layer, [])
-        if number not in numbers:
-            numbers.append(number)
-        place = numbers.index(number)
-        calls = self._calls.setdefault(step, collections.Counter())
-        part = calls[clock.branch, layer, number]  # above 0 where heads are attended one after the other
-        calls[clock.branch, layer, number] += 1
-        return layer, "transformer" if place == 0 else f"transformer_{place + 1}", part
+        return int(told["block_idx"])
 
     def _begin(self, scheduler: Any, timesteps: Any) -> None:
         self.reset()
@@ -104,15 +83,6 @@ class RegisteredAttention:
         levels = tuple(sigmas[:steps].tolist()) if isinstance(sigmas, Tensor) and steps is not None else ()
         self.engine.begin_run(steps, levels if levels and len(levels) == steps else None)
         self._running, self._timesteps = True, timesteps
-
-    def _leave(self) -> None:
-        """The run is over when its last step has had as many calls as any step before it."""
-        clock, calls = self.engine.clock, self._calls
-        if clock.step is None or clock.total_steps is None or clock.step != clock.total_steps - 1:
-            return
-        before = [counter.total() for step, counter in calls.items() if step != clock.step]
-        if before and calls[clock.step].total() == max(before):
-            self.engine.end_run()
 
 
 def why_not_video(q: Tensor, k: Tensor, v: Tensor, told: Mapping[str, Any]) -> str | None:
