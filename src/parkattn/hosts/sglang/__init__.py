@@ -1,0 +1,113 @@
+"""PARK in SGLang diffusion's Wan and HunyuanVideo models, as a plug-in: installed beside SGLang, it is found by its entry point.
+
+    sglang serve --model-path Wan-AI/Wan2.1-T2V-14B-Diffusers --attention-backend sparge_attn \\
+        --attention-backend-config '{"park": "quality"}'
+
+SGLang's list of backends is closed, so PARK answers for a sparse member of it, and only where the config has the key park: a profile, or a
+mapping with profile, model, min_tokens and fields of the profile. Ulysses and CFG parallelism stay SGLang's own: attention is asked
+after the exchange, with all tokens and some of the heads.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from parkattn.hosts.served import ServedRequest, ServedSettings
+from parkattn.models import Grid, grid_of_latents
+
+MEMBER = "SPARGE_ATTN"  # sparse, so that cross-attention never gets it, and without metadata of its own
+BACKEND = "parkattn.hosts.sglang.backend.ParkBackend"
+PLATFORMS = ("cuda.CudaPlatform", "rocm.RocmPlatform", "cpu.CpuPlatform")
+STAGE = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising.DenoisingStage.forward"
+KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is when a request moves to another machine
+
+
+class Block(NamedTuple):
+    """A layer by its prefix: its number, and whether text follows the video in its sequence."""
+
+    index: int | None = None
+    text_follows: bool = False
+
+    @classmethod
+    def read(cls, prefix: str) -> Block:
+        joint = re.search(r"(?:^|\.)(?:double|single)_blocks\.(\d+)\.", prefix)  # numbered through
+        found = joint or re.search(r"(?:^|\.)blocks\.(\d+)\.attn1\b", prefix)
+        return cls(int(found[1]), joint is not None) if found else cls()
+
+
+def register_hooks() -> None:
+    """SGLang calls it once in every process, by the entry point `sglang.multimodal_gen.plugins`."""
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+    for platform in PLATFORMS:
+        target = f"sglang.multimodal_gen.runtime.platforms.{platform}.get_attn_backend_cls_str"
+        HookRegistry.register(target, choose_backend, HookType.AROUND)
+    HookRegistry.register(STAGE, release_after, HookType.AROUND)
+
+
+def choose_backend(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    """PARK for its member where the config asks for it; otherwise what SGLang chooses."""
+    asked = {getattr(value, "name", None) for value in (*args, *kwargs.values())}
+    return BACKEND if MEMBER in asked and settings_of(server_args()) is not None else original(*args, **kwargs)
+
+
+def server_args() -> Any:
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    return get_global_server_args()
+
+
+def settings_of(args: Any) -> ServedSettings | None:
+    """What --attention-backend-config says of PARK; None: nothing."""
+    config = getattr(args, "attention_backend_config", None) or {}
+    if not config.get("park"):
+        return None
+    told = config["park"]
+    preset = {"model": "hunyuanvideo"} if "hunyuan" in str(getattr(dit_config(args), "prefix", "")).lower() else {}
+    return ServedSettings.read("park", {**preset, **({"profile": told} if isinstance(told, str) else told)})
+
+
+def dit_config(args: Any) -> Any:
+    return getattr(getattr(args, "pipeline_config", None), "dit_config", None)
+
+
+def release_after(original: Callable[..., Any], stage: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The denoising stage of one request; plans go and the summary is logged when it ends, however it ends."""
+    try:
+        return original(stage, batch, *args, **kwargs)
+    finally:
+        request = batch.extra.pop(KEY, None)
+        if request is not None:
+            request.engine.end_run()
+            log_summary(request)
+
+
+def log_summary(request: ServedRequest) -> None:
+    from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
+
+    init_logger(__name__).info("%s", request.summary())
+
+
+def request_of(batch: Any, args: Any) -> ServedRequest:
+    """The state of a request, which lives and dies with it."""
+    if KEY not in batch.extra:
+        batch.extra[KEY] = ServedRequest(settings_of(args) or ServedSettings())
+    return batch.extra[KEY]
+
+
+def steps_of(batch: Any) -> tuple[int, tuple[float, ...] | None]:
+    """How many steps a request has, and the noise levels of its scheduler."""
+    timesteps, sigmas = getattr(batch, "timesteps", None), getattr(getattr(batch, "scheduler", None), "sigmas", None)
+    steps = len(timesteps) if timesteps is not None else batch.num_inference_steps
+    return steps, tuple(sigmas[:steps].tolist()) if isinstance(sigmas, Tensor) else None
+
+
+def grid_of_request(batch: Any, args: Any) -> Grid | None:
+    """Of the whole video, also where the sequence is split over GPUs."""
+    latents = types.SimpleNamespace(shape=tuple(getattr(batch, "raw_latent_shape", None) or ()))
+    return grid_of_latents({"hidden_states": latents}, dit_config(args))

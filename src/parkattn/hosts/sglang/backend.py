@@ -1,0 +1,107 @@
+"""The classes that SGLang makes for PARK; importing them needs SGLang."""
+
+from __future__ import annotations
+
+import math
+from pkgutil import resolve_name
+from typing import Any
+
+from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_world_size
+from sglang.multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend, AttentionImpl
+from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
+from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from sglang.multimodal_gen.runtime.utils.precision import get_compute_dtype
+from torch import Tensor
+
+from parkattn.hosts.served import ServedLayer
+from parkattn.hosts.sglang import MEMBER, Block, grid_of_request, request_of, server_args, steps_of
+
+
+class ParkBackend(AttentionBackend):
+    @staticmethod
+    def get_enum() -> AttentionBackendEnum:
+        return AttentionBackendEnum[MEMBER]
+
+    @staticmethod
+    def get_impl_cls() -> type[ParkImpl]:
+        return ParkImpl
+
+    @staticmethod
+    def get_metadata_cls() -> Any:
+        raise NotImplementedError  # as SGLang's backends without metadata do
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return None
+
+
+class ParkImpl(ServedLayer, AttentionImpl):
+    """One layer, [b n h d]. dense: the backend that SGLang takes where none is asked for."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        **others: Any,
+    ) -> None:
+        self.index, self.text_follows = Block.read(prefix)
+        self.scale, self.causal = softmax_scale, causal
+        path = current_platform.get_attn_backend_cls_str(None, head_size, get_compute_dtype())
+        self.dense = resolve_name(path).get_impl_cls()(
+            num_heads=num_heads,
+            head_size=head_size,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            num_kv_heads=num_kv_heads,
+            prefix=prefix,
+            **others,
+        )
+        self.number_for_graphs()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
+        return self.ask(query, key, value, [])
+
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, **told: Any) -> Tensor:
+        """Sequences that are packed into one, as MiniMax-H3's: SGLang does not say where in them the video is."""
+        batch = getattr(get_forward_context_or_none(), "forward_batch", None)
+        if batch is not None:
+            request_of(batch, server_args()).declined["packed sequences, without a word where the video is"] += 1
+        return self.dense.forward_varlen(query, key, value, **told)
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, place: list[int]) -> Tensor:
+        context = get_forward_context_or_none()
+
+        def dense() -> Tensor:
+            return self.dense.forward(q, k, v, getattr(context, "attn_metadata", None))
+
+        batch = getattr(context, "forward_batch", None)
+        if batch is None:  # an encoder, before the request's video
+            return dense()
+        args = server_args()
+        request, grid = request_of(batch, args), grid_of_request(batch, args)
+        reason = self._why_not_video(q, k, v, math.prod(grid) if grid else None)
+        if grid is None or reason is not None:
+            request.declined[str(reason)] += 1
+            return dense()
+        step, video = context.current_timestep, math.prod(grid)
+        branch = "uncond" if batch.is_cfg_negative else "cond"
+        request.stand_at(step if isinstance(step, int) else None, *steps_of(batch), branch, grid)
+        text = slice(video, q.shape[1]) if q.shape[1] > video else None
+        return request.attend(self, q, k, v, dense, text=text)
+
+    def _why_not_video(self, q: Tensor, k: Tensor, v: Tensor, video: int | None) -> str | None:
+        if self.index is None:
+            return "a layer that is not numbered self-attention, such as cross-attention"
+        if not q.shape == k.shape == v.shape or self.causal:
+            return "q, k and v are not of one shape, or attention is causal"
+        if video is None:
+            return "the request has no latents of a video"
+        if q.shape[1] != video and not (self.text_follows and q.shape[1] > video):
+            return f"{q.shape[1]} tokens are not the {video} of the video"
+        if q.shape[1] > video and get_sp_world_size() > 1:
+            return "text is spread over GPUs, between parts of the video"
+        return None

@@ -1,0 +1,355 @@
+"""PARK as a plug-in of SGLang diffusion: against stand-ins of its modules, and with its own transformers, tiny, where SGLang is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import scaled_dot_product_attention
+
+from parkattn.hosts import served, sglang
+
+ROOT = "sglang.multimodal_gen.runtime"
+INSTALLED = importlib.util.find_spec("sglang") is not None
+GRID, STEPS, LAYERS, HEADS, DIM = (5, 8, 8), 4, 2, 2, 32
+VIDEO = 5 * 8 * 8
+SMALL = {"profile": "paper", "query_clusters": 4, "key_clusters": 8, "kmeans_iterations": 2, "dense_steps": 0, "min_tokens": 0}
+KEEP_ALL, SPARSE = {**SMALL, "top_p": 1.0}, {**SMALL, "top_p": 0.5}
+
+
+class Request(types.SimpleNamespace):
+    """What is read of a Req, by PARK and by SGLang's transformers."""
+
+    def __init__(self, seed: int = 0, steps: int = STEPS) -> None:
+        super().__init__(
+            seed=seed, extra={}, is_cfg_negative=False, raw_latent_shape=torch.Size((1, 4, 5, 16, 16)), num_inference_steps=steps
+        )
+        self.timesteps, self.scheduler = torch.arange(steps, 0, -1), types.SimpleNamespace(sigmas=torch.linspace(1, 0, steps + 1))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def arguments(park: Any = None, prefix: str = "wan", **others: Any) -> Any:
+    config = types.SimpleNamespace(patch_size=(1, 2, 2), prefix=prefix)
+    pipeline = types.SimpleNamespace(dit_config=config)
+    return types.SimpleNamespace(attention_backend_config={"park": park} if park else {}, pipeline_config=pipeline, **others)
+
+
+class Member(enum.Enum):
+    FA = 1
+    SPARGE_ATTN = 2
+
+
+class DenseImpl:
+    def __init__(self, softmax_scale: float, **others: Any) -> None:
+        self.softmax_scale = softmax_scale
+
+    def forward(self, q, k, v, attn_metadata):
+        return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=self.softmax_scale).transpose(1, 2)
+
+    def forward_varlen(self, q, k, v, **told):
+        return self.forward(q[None], k[None], v[None], None)[0]
+
+
+class DenseBackend:
+    get_impl_cls = staticmethod(lambda: DenseImpl)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Modules with what the plug-in takes of SGLang; told holds what SGLang would say."""
+    told = types.SimpleNamespace(context=None, args=arguments(KEEP_ALL), ranks=1, hooks={})
+    platform = types.SimpleNamespace(get_attn_backend_cls_str=lambda member, size, dtype: f"{__name__}.DenseBackend")
+    logger = types.SimpleNamespace(info=lambda *said: None)
+    parts = {
+        "platforms": {"AttentionBackendEnum": Member, "current_platform": platform},
+        "platforms.plugins": {
+            "HookRegistry": types.SimpleNamespace(register=lambda target, hook, kind: told.hooks.setdefault(target, hook)),
+            "HookType": types.SimpleNamespace(AROUND="around"),
+        },
+        "server_args": {"get_global_server_args": lambda: told.args},
+        "distributed.parallel_state": {"get_sp_world_size": lambda: told.ranks},
+        "layers.attention.backends.attention_backend": {"AttentionBackend": object, "AttentionImpl": object},
+        "managers.forward_context": {"get_forward_context_or_none": lambda: told.context},
+        "utils.precision": {"get_compute_dtype": lambda: torch.float32},
+        "utils.logging_utils": {"init_logger": lambda name: logger},
+    }
+    for name in list(sys.modules):
+        if name == "sglang" or name.startswith(("sglang.", "parkattn.hosts.sglang.")):
+            monkeypatch.delitem(sys.modules, name)
+    for name, held in parts.items():
+        module = types.ModuleType(f"{ROOT}.{name}")
+        module.__dict__.update(held)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    told.backend = importlib.import_module("parkattn.hosts.sglang.backend")
+    yield told
+    sys.modules.pop("parkattn.hosts.sglang.backend", None)
+
+
+def layers(told: Any, prefix: str = "blocks.{}.attn1.impl", count: int = LAYERS) -> list[Any]:
+    return [told.backend.ParkImpl(num_heads=HEADS, head_size=DIM, softmax_scale=DIM**-0.5, prefix=prefix.format(i)) for i in range(count)]
+
+
+def tokens(count: int = VIDEO, seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, 1, count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def step(told: Any, stack: list[Any], request: Request, number: int, count: int = VIDEO) -> list[torch.Tensor]:
+    """One denoising step of a request: both branches, all layers."""
+    told.context = types.SimpleNamespace(current_timestep=number, attn_metadata=None, forward_batch=request)
+    outputs = []
+    for negative in (False, True):
+        request.is_cfg_negative = negative
+        outputs += [layer.forward(*tokens(count, 100 * request.seed + number), None) for layer in stack]
+    return outputs
+
+
+def test_hooks_are_registered_and_choose_park_for_its_member_where_the_config_asks(stand_in):
+    sglang.register_hooks()
+    choose = stand_in.hooks[f"{ROOT}.platforms.cuda.CudaPlatform.get_attn_backend_cls_str"]
+    assert choose(lambda *a: "theirs", object, Member.SPARGE_ATTN, 128, torch.bfloat16) == sglang.BACKEND
+    assert choose(lambda *a: "theirs", object, Member.FA, 128, torch.bfloat16) == "theirs"
+    stand_in.args = arguments(None)
+    assert choose(lambda *a: "theirs", object, Member.SPARGE_ATTN, 128, torch.bfloat16) == "theirs"
+
+
+def test_settings_come_from_the_config_and_what_is_not_known_is_refused():
+    assert sglang.settings_of(arguments("fast")).profile == "fast"
+    assert sglang.settings_of(arguments({"top_p": 0.7, "dense_layers": [1]})).changes == {"top_p": 0.7, "dense_layers": (1,)}
+    assert sglang.settings_of(arguments("paper", prefix="Hunyuan")).model == "hunyuanvideo"
+    with pytest.raises(ValueError, match="top_q"):
+        sglang.settings_of(arguments({"top_q": 0.7}))
+    with pytest.raises(TypeError, match=r"^park: expected a profile or a mapping, got 3"):
+        served.ServedSettings.read("park", 3)
+
+
+def test_layers_steps_branches_and_the_grid_are_told_and_every_block_kept_is_dense(stand_in):
+    stack, request = layers(stand_in), Request()
+    for number in range(STEPS):
+        q, k, v = tokens(seed=number)
+        expected = DenseImpl(DIM**-0.5).forward(q, k, v, None)
+        # softmax sums VIDEO terms in another order
+        assert all((out - expected).abs().max() < VIDEO * torch.finfo(torch.float32).eps for out in step(stand_in, stack, request, number))
+    report = request.extra[sglang.KEY].summary()
+    assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [(i, 2 * STEPS) for i in range(LAYERS)]
+    assert request.extra[sglang.KEY].engine.clock.grid == GRID and not report.dense_because
+    assert report.state_bytes == 0 < report.peak_state_bytes  # released with the last call of the last step
+
+
+def test_two_requests_interleaved_equal_two_alone(stand_in):
+    stand_in.args, stack = arguments(SPARSE), layers(stand_in)
+    alone = {
+        seed: [out for number in range(STEPS) for out in step(stand_in, stack, request, number)]
+        for seed, request in ((1, Request(1)), (2, Request(2)))
+    }
+    pair, mixed = (Request(1), Request(2)), {1: [], 2: []}
+    for number in range(STEPS):
+        for request in pair:
+            mixed[request.seed] += step(stand_in, stack, request, number)
+    assert all(torch.equal(a, b) for seed in (1, 2) for a, b in zip(alone[seed], mixed[seed], strict=True))
+    assert pair[0].extra[sglang.KEY].summary().density < 1
+
+
+def test_a_request_that_fails_leaves_no_state(stand_in):
+    stack, request = layers(stand_in), Request()
+
+    def cancelled(stage, batch):
+        step(stand_in, stack, batch, 0)
+        raise RuntimeError("cancelled")
+
+    with pytest.raises(RuntimeError, match="cancelled"):
+        sglang.release_after(cancelled, None, request)
+    assert sglang.KEY not in request.extra
+    step(stand_in, stack, request, 0)  # where no stage of SGLang's releases it, it goes with the request
+    state = weakref.ref(request.extra[sglang.KEY])
+    del request
+    stand_in.context = None
+    gc.collect()
+    assert state() is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "count", "ranks", "reason"),
+    [
+        ("blocks.{}.attn2.impl", VIDEO, 1, "a layer that is not numbered self-attention, such as cross-attention"),
+        ("blocks.{}.attn1.impl", VIDEO + 9, 1, f"{VIDEO + 9} tokens are not the {VIDEO} of the video"),
+        ("Hunyuan.double_blocks.{}.attn.impl", VIDEO + 9, 2, "text is spread over GPUs, between parts of the video"),
+    ],
+)
+def test_what_is_no_video_is_declined_with_a_reason(stand_in, prefix, count, ranks, reason):
+    stand_in.ranks, request = ranks, Request()
+    step(stand_in, layers(stand_in, prefix), request, 0, count)
+    assert request.extra[sglang.KEY].summary().dense_because == {reason: 2 * LAYERS}
+
+
+def test_text_behind_the_video_is_always_seen_packed_sequences_and_encoders_are_dense(stand_in):
+    stand_in.args, request = arguments(SPARSE), Request()
+    stack = layers(stand_in, "Hunyuan.single_blocks.{}.attn.impl")
+    q, k, v = tokens(VIDEO + 9, 0)
+    expected = DenseImpl(DIM**-0.5).forward(q, k, v, None)
+    out = step(stand_in, stack, request, 0, VIDEO + 9)[0]
+    assert torch.allclose(out[:, VIDEO:], expected[:, VIDEO:], atol=1e-5) and not torch.allclose(
+        out[:, :VIDEO], expected[:, :VIDEO], atol=1e-3
+    )
+    stack[0].forward_varlen(q[0], k[0], v[0], cu_seqlens=torch.tensor([0, VIDEO + 9]), max_seqlen=VIDEO + 9)
+    assert request.extra[sglang.KEY].declined == {"packed sequences, without a word where the video is": 1}
+    stand_in.context = None
+    assert torch.equal(stack[0].forward(q, k, v, None), expected)
+
+
+def test_one_compiled_graph_serves_every_layer(stand_in):
+    class Attention(torch.nn.Module):
+        def __init__(self, impl: Any) -> None:
+            super().__init__()
+            self.attn_impl = impl
+
+        def forward(self, q, k, v):
+            return self.attn_impl.forward(2 * q, k, v, None) + 1
+
+    def doubled(stack: list[Any], request: Request, how: Any) -> list[torch.Tensor]:
+        stand_in.context = types.SimpleNamespace(current_timestep=0, attn_metadata=None, forward_batch=request)
+        return [how(Attention(impl))(*tokens()) for impl in stack]
+
+    graphs, compiled, eager = CompileCounter(), Request(), Request()
+    stack = layers(stand_in, count=3)
+    with torch.no_grad():
+        found = doubled(stack, compiled, lambda module: torch.compile(module, backend=graphs, fullgraph=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, doubled(stack, eager, lambda module: module), strict=True))
+    assert graphs.frame_count == 1 and [row["layer"] for row in compiled.extra[sglang.KEY].summary().layers] == [0, 1, 2]
+
+
+# -------------------------------------------------------------------------------- with the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    """SGLang on a CPU, one process. Its kernels need a GPU: norms take their native forms, and flash attention is never reached."""
+    if not INSTALLED:
+        pytest.skip("needs the package sglang")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its many packages
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("SGLANG_DIFFUSION_TARGET_DEVICE", "cpu")
+        for name in ("transformers.processing_utils", "diffusers"):  # look for torchvision themselves, and must not find the stand-in
+            importlib.import_module(name)
+        if importlib.util.find_spec("torchvision") is None:
+            for name in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional", ".io"):
+                patch.setitem(sys.modules, f"torchvision{name}", mock.MagicMock(__spec__=None, __version__="0"))
+        found = types.SimpleNamespace(args=None)
+        importlib.import_module(f"{ROOT}.platforms.plugins").apply_plugin_hooks()  # finds the entry point of the installed parkattn
+        state = importlib.import_module(f"{ROOT}.distributed.parallel_state")
+        state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+        state.initialize_model_parallel(sequence_parallel_degree=1, backend="gloo")
+        found.set_args = importlib.import_module(f"{ROOT}.server_args").set_global_server_args
+        found.context = importlib.import_module(f"{ROOT}.managers.forward_context")
+        operations = importlib.import_module(f"{ROOT}.layers.custom_op")
+        patch.setattr(operations.CustomOp, "forward", lambda self, *a, **k: self.forward_native(*a, **k))
+        found.wan = importlib.import_module(f"{ROOT}.models.dits.wanvideo")
+        found.wan_config = importlib.import_module("sglang.multimodal_gen.configs.models.dits.wanvideo")
+        for module in (found.wan, importlib.import_module(f"{ROOT}.layers.layernorm")):
+            if hasattr(module, "fuse_scale_shift_kernel"):
+                patch.setattr(module, "fuse_scale_shift_kernel", lambda x, scale, shift, *a, **k: x * (1 + scale) + shift)
+        found.stage = importlib.import_module(f"{ROOT}.pipelines_core.stages.denoising").DenoisingStage
+        yield found
+
+
+class Arguments(types.SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def wan(wheel: Any, park: Any) -> Any:
+    """SGLang's own Wan transformer, tiny and random, with PARK or with its torch_sdpa."""
+    degrees = dict.fromkeys(("kv_gather_degree", "ulysses_degree", "ring_degree", "sp_degree", "tp_size", "num_gpus"), 1)
+    told = arguments(park, attention_backend="sparge_attn" if park else "torch_sdpa", **degrees)
+    wheel.set_args(Arguments(**vars(told)))
+    arch = wheel.wan_config.WanVideoArchConfig(
+        num_attention_heads=HEADS,
+        attention_head_dim=DIM,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=LAYERS,
+    )
+    model = wheel.wan.WanTransformer3DModel(wheel.wan_config.WanVideoConfig(arch_config=arch), {}).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model
+
+
+def denoised(wheel: Any, model: Any, request: Request, number: int) -> torch.Tensor:
+    """What its denoising stage does for one step: both branches, each in a context of its own."""
+    latents = torch.randn(1, 4, 5, 16, 16, generator=torch.Generator().manual_seed(100 * request.seed + number))
+    found = []
+    for branch, request.is_cfg_negative in enumerate((False, True)):
+        words = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(9 + branch))
+        with wheel.context.set_forward_context(current_timestep=number, attn_metadata=None, forward_batch=request), torch.no_grad():
+            found.append(model(hidden_states=latents, encoder_hidden_states=words, timestep=torch.tensor([500.0 - number])))
+    return torch.cat(found)
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestWithWheel:
+    def test_every_block_kept_is_its_own_transformer_and_half_of_the_mass_is_sparse(self, wheel):
+        stock = wan(wheel, None)
+        theirs = [denoised(wheel, stock, Request(), number) for number in range(STEPS)]
+        kept, keeper = Request(), wan(wheel, KEEP_ALL)
+        assert type(keeper.blocks[0].attn1.attn_impl).__module__ == "parkattn.hosts.sglang.backend"
+        # sums of VIDEO terms in another order, through LAYERS layers
+        rounding = LAYERS * VIDEO * torch.finfo(torch.float32).eps
+        assert all(relative_error(denoised(wheel, keeper, kept, n), theirs[n]) < rounding for n in range(STEPS))
+        report = kept.extra[sglang.KEY].summary()
+        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [(i, 2 * STEPS) for i in range(LAYERS)]
+        fewer, sparse = Request(), wan(wheel, SPARSE)
+        assert all(relative_error(denoised(wheel, sparse, fewer, n), theirs[n]) > 10 * rounding for n in range(STEPS))
+        assert fewer.extra[sglang.KEY].summary().density < 0.9
+
+    def test_two_requests_interleaved_equal_two_alone(self, wheel):
+        model = wan(wheel, SPARSE)
+        alone = {seed: [denoised(wheel, model, request, n) for n in range(STEPS)] for seed, request in ((1, Request(1)), (2, Request(2)))}
+        pair = (Request(1), Request(2))
+        for number in range(STEPS):
+            assert all(torch.equal(denoised(wheel, model, request, number), alone[request.seed][number]) for request in pair)
+
+    def test_a_cancelled_request_leaves_no_state(self, wheel):
+        model, request, kept = wan(wheel, SPARSE), Request(), []
+        stage = wheel.stage.__new__(wheel.stage)
+        torch.nn.Module.__init__(stage) if isinstance(stage, torch.nn.Module) else None
+        stage._offloaded_dit_modules_for_compile = []
+
+        def cancelled(batch, args):
+            denoised(wheel, model, batch, 0)
+            kept.append(weakref.ref(batch.extra[sglang.KEY]))
+            raise RuntimeError("cancelled")
+
+        stage._denoise = cancelled
+        with pytest.raises(RuntimeError, match="cancelled"), contextlib.ExitStack():
+            stage.forward(request, None)
+        gc.collect()
+        assert sglang.KEY not in request.extra and kept[0]() is None
