@@ -214,7 +214,7 @@ def test_settings_come_from_the_environment_and_what_is_not_known_is_refused(mon
     assert vllm_omni.settings() == ServedSettings()
     for told, error in (("fats", ValueError), ('{"top_q": 1}', ValueError), ('{"top_p": ', ValueError)):
         monkeypatch.setenv(vllm_omni.VARIABLE, told)
-        with pytest.raises(error, match="fats|top_q|^PARKATTN_SETTINGS: expected a profile or JSON"):
+        with pytest.raises(error, match=r"fats|top_q|^PARKATTN_SETTINGS: expected a profile or JSON"):
             vllm_omni.settings()
 
 
@@ -309,7 +309,7 @@ class Pipeline:
     def step(self, number: int) -> torch.Tensor:
         latents = torch.randn(1, 4, 5, 16, 16, generator=torch.Generator().manual_seed(100 * self.seed + number))
         found = []
-        with self.contexts.override_forward_context(self.context), torch.no_grad():
+        with self.contexts.override_forward_context(self.context), torch.inference_mode():
             self.recorder.record_denoise_step(number, torch.tensor(500.0 - number))
             for branch in range(2):
                 words = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(9 + branch))

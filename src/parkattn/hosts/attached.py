@@ -27,6 +27,10 @@ class AttachedEngine:
         self.engine.reset()
         self.declined.clear()
 
+    def end_run(self) -> None:
+        """Plans are released; what was done stays for the summary."""
+        self.engine.end_run()
+
     def why_short(self, tokens: int) -> str | None:
         return f"{tokens} tokens are fewer than min_tokens={self.min_tokens}" if tokens < self.min_tokens else None
 
@@ -63,4 +67,4 @@ class CountingEngine(AttachedEngine):
             return
         before = [counter.total() for step, counter in calls.items() if step != clock.step]
         if before and calls[clock.step].total() == max(before):
-            self.engine.end_run()
+            self.end_run()

@@ -131,7 +131,7 @@ def patch_model(
     options[KEY] = lambda: state.summary()
     patched.add_wrapper_with_key("diffusion_model", KEY, torch.compiler.disable(state.run_forward, recursive=False))
     patched.add_callback_with_key("on_pre_run", KEY, state.begin)
-    patched.add_callback_with_key("on_cleanup", KEY, lambda _: state.engine.end_run())
+    patched.add_callback_with_key("on_cleanup", KEY, lambda _: state.end_run())
     return patched
 
 

@@ -7,6 +7,7 @@ a request that ends, fails or is cancelled takes its plans along.
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,15 +39,15 @@ class ServedSettings:
         self.make_method()  # what it does not know is said when the server starts, not in the first request
 
     @classmethod
-    def read(cls, where: str, told: Any) -> ServedSettings:
-        """told: the name of a profile, or a mapping with profile, model, min_tokens and fields of the profile."""
+    def read(cls, where: str, told: Any, model: str = "wan2.1-14b") -> ServedSettings:
+        """told: the name of a profile, or a mapping with profile, model, min_tokens and fields of the profile. model: where told has none."""
         if isinstance(told, str):
-            return cls(told)
+            return cls(told, model)
         if not isinstance(told, Mapping):
             raise TypeError(f'{where}: expected a profile or a mapping, got {shown(told)}; write for example {{"profile": "quality"}}.')
         own = {name: told[name] for name in ("profile", "model", "min_tokens") if name in told}
         changes = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items() if name not in own}
-        return cls(**own, changes=changes)
+        return cls(**{"model": model, **own}, changes=changes)
 
     def make_method(self) -> AttentionMethod:
         return configured_method("park", self.profile, model=self.model, **self.changes)
@@ -55,8 +56,23 @@ class ServedSettings:
 class ServedRequest(CountingEngine):
     """Plans and log of one request, or of those that the server runs as one batch: each is an element of it, with plans of its own."""
 
-    def __init__(self, settings: ServedSettings) -> None:
+    def __init__(self, settings: ServedSettings, logger: str) -> None:
         super().__init__(settings.make_method(), settings.min_tokens, unknown_step="the server does not say the step")
+        self._logger, self._ended = logging.getLogger(logger), False
+
+    def reset(self) -> None:
+        super().reset()
+        self._ended = False
+
+    def end_run(self) -> None:
+        """Also logs what was done, once."""
+        super().end_run()
+        if not self._ended and self._logger.isEnabledFor(logging.INFO):
+            report = self.summary()
+            share = "no video" if report.density is None else f"{report.density:.0%} of dense attention"
+            self._logger.info("parkattn computed %s; dense calls: %s", share, report.dense_because or "none")
+            self._logger.debug("%s", report)
+        self._ended = True
 
     def stand_at(self, step: int | None, total_steps: int | None, noise_levels: tuple[float, ...] | None, branch: str, grid: Grid) -> None:
         """Sets the clock. A request that goes back to an earlier step makes its next clip."""
@@ -93,7 +109,7 @@ class ServedRequest(CountingEngine):
             reason="gradients are on, as in training" if torch.is_grad_enabled() and q.requires_grad else self.why_short(q.shape[1]),
         )
         self.leave()
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()  # blocks take views of it
 
 
 class ServedLayer:

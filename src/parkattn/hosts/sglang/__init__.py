@@ -24,6 +24,7 @@ MEMBER = "SPARGE_ATTN"  # sparse, so that cross-attention never gets it, and wit
 BACKEND = "parkattn.hosts.sglang.backend.ParkBackend"
 PLATFORMS = ("cuda.CudaPlatform", "rocm.RocmPlatform", "cpu.CpuPlatform")
 STAGE = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising.DenoisingStage.forward"
+LOGGER = "sglang.multimodal_gen.parkattn"  # below a logger that SGLang sets up
 KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is when a request moves to another machine
 
 
@@ -67,9 +68,8 @@ def settings_of(args: Any) -> ServedSettings | None:
     config = getattr(args, "attention_backend_config", None) or {}
     if not config.get("park"):
         return None
-    told = config["park"]
-    preset = {"model": "hunyuanvideo"} if "hunyuan" in str(getattr(dit_config(args), "prefix", "")).lower() else {}
-    return ServedSettings.read("park", {**preset, **({"profile": told} if isinstance(told, str) else told)})
+    hunyuan = str(getattr(dit_config(args), "prefix", "")).lower() == "hunyuan"
+    return ServedSettings.read("park", config["park"], "hunyuanvideo" if hunyuan else "wan2.1-14b")
 
 
 def dit_config(args: Any) -> Any:
@@ -83,20 +83,13 @@ def release_after(original: Callable[..., Any], stage: Any, batch: Any, *args: A
     finally:
         request = batch.extra.pop(KEY, None)
         if request is not None:
-            request.engine.end_run()
-            log_summary(request)
-
-
-def log_summary(request: ServedRequest) -> None:
-    from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
-
-    init_logger(__name__).info("%s", request.summary())
+            request.end_run()
 
 
 def request_of(batch: Any, args: Any) -> ServedRequest:
     """The state of a request, which lives and dies with it."""
     if KEY not in batch.extra:
-        batch.extra[KEY] = ServedRequest(settings_of(args) or ServedSettings())
+        batch.extra[KEY] = ServedRequest(settings_of(args) or ServedSettings(), LOGGER)
     return batch.extra[KEY]
 
 

@@ -23,6 +23,7 @@ from parkattn.models import Grid
 
 MEMBER = "PARK_ATTN"
 BACKEND = "parkattn.hosts.vllm_omni.backend.ParkBackend"
+LOGGER = "vllm_omni.parkattn"  # below a logger that vLLM-Omni sets up
 VARIABLE = "PARKATTN_SETTINGS"
 KEY = "_parkattn"  # of the state on a forward context, and of the sigmas beside it
 LEVELS = "_parkattn_noise_levels"
@@ -92,7 +93,7 @@ def settings() -> ServedSettings:
 def request_of(context: Any) -> ServedRequest:
     """The state of the request, or of the batch of requests, that runs in a forward context: it is dropped with the context."""
     if not hasattr(context, KEY):
-        setattr(context, KEY, ServedRequest(settings()))
+        setattr(context, KEY, ServedRequest(settings(), LOGGER))
     return getattr(context, KEY)
 
 
