@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import re
 import shlex
 import sys
@@ -22,6 +23,7 @@ from parkattn.engine import Clock, Engine
 from parkattn.engine.summary import Summary
 from parkattn.hosts import comfyui
 from parkattn.hosts.diffusers.session import Session
+from parkattn.hosts.served import ServedSettings
 from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.plan import Blocks
 from parklab import baselines
@@ -163,6 +165,9 @@ def expect_command(words: list[str]) -> None:
         for word in rest:
             if word.endswith(".py"):
                 assert (ROOT / word).exists(), word
+    elif program in ("sglang", "vllm"):
+        for told in (json.loads(word) for word in rest if word.startswith("{")):
+            ServedSettings.read("park", told.get("park", "quality"))
     else:
         # a program in an environment of another package, or of the system
         known = re.fullmatch(r"[\w-]+/bin/\w+", program) or program in (".", "cd", "git", "tar")

@@ -354,6 +354,14 @@ class TestWithWheel:
         for number in range(STEPS):
             assert all(torch.equal(denoised(wheel, model, request, number), alone[request.seed][number]) for request in pair)
 
+    def test_compiled_attention_equals_that_which_is_not(self, wheel):
+        eager, compiled, model = Request(), Request(), wan(wheel, SPARSE)
+        theirs = [denoised(wheel, model, eager, number) for number in range(2)]
+        for block in model.blocks:
+            block.attn1.compile(backend="eager")  # whole blocks have operations of its own that need a GPU
+        assert all(torch.equal(denoised(wheel, model, compiled, number), theirs[number]) for number in range(2))
+        assert [row["layer"] for row in compiled.extra[sglang.KEY].summary().layers] == list(range(LAYERS))
+
     def test_a_cancelled_request_leaves_no_state(self, wheel):
         model, request, kept = wan(wheel, SPARSE), Request(), []
         stage = wheel.stage.__new__(wheel.stage)

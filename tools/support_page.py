@@ -127,5 +127,6 @@ Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments 
 [diffusers](integrate.md) says how each is used. ComfyUI 0.33.0 (783545f689a0af730065994b46b382ae24844c99) and 0.7.0
 (acbf08cd60fade74b2e9e5009fa0dcad9538356b): their Wan and HunyuanVideo classes, tested on a CPU against the source
 ([ComfyUI](comfyui.md)). LightX2V (f8aee98b5462cca8d7288888146ebd95592bf266): its Wan class, in the same way
-([Hosts](hosts.md#lightx2v)).
+([Hosts](hosts.md#lightx2v)). SGLang diffusion and vLLM-Omni: see their environments above and
+[Hosts](hosts.md#sglang-diffusion).
 """

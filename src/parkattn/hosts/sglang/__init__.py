@@ -22,7 +22,7 @@ from parkattn.models import Grid, grid_of_latents
 
 MEMBER = "SPARGE_ATTN"  # sparse, so that cross-attention never gets it, and without metadata of its own
 BACKEND = "parkattn.hosts.sglang.backend.ParkBackend"
-PLATFORMS = ("cuda.CudaPlatform", "rocm.RocmPlatform", "cpu.CpuPlatform")
+PLATFORMS = ("cuda.CudaPlatform", "cpu.CpuPlatform")
 STAGE = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising.DenoisingStage.forward"
 LOGGER = "sglang.multimodal_gen.parkattn"  # below a logger that SGLang sets up
 KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is when a request moves to another machine
@@ -31,7 +31,7 @@ KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is
 class Block(NamedTuple):
     """A layer by its prefix: its number, and whether text follows the video in its sequence."""
 
-    index: int | None = None
+    layer: int | None = None
     text_follows: bool = False
 
     @classmethod

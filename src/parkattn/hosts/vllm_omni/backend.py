@@ -85,7 +85,7 @@ class ParkImpl(ServedLayer, AttentionImpl):
             return self.dense.forward(query, key, value, attn_metadata)
         tokens, used = query.shape[1], place.used
         # a layout also says that a mask covers nothing but the padding behind the video
-        out = self.ask(*(x[:, :used] for x in (query, key, value)), [place.before, *place.grid])
+        out = self.ask(query[:, :used], key[:, :used], value[:, :used], [place.before, *place.grid])
         return out if used == tokens else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, tokens - used))
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, place: list[int]) -> Tensor:
