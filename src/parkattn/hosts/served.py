@@ -1,7 +1,7 @@
 """Attention of a model that a server runs: requests with plans of their own, layers that graphs find by a number.
 
-A server's forward context says which request a call belongs to. The request's state hangs on what the server drops with the request, so that
-a request that ends, fails or is cancelled takes its plans along.
+A server's forward context says which request a call belongs to. The request's state hangs on an object that the server drops with
+the request: one that ends, fails or is cancelled takes its plans along.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ServedSettings:
 
     @classmethod
     def read(cls, where: str, told: Any, model: str = "wan2.1-14b") -> ServedSettings:
-        """told: the name of a profile, or a mapping with profile, model, min_tokens and fields of the profile. model: where told has none."""
+        """told: a profile, or a mapping with profile, model, min_tokens and fields of the profile. model: where told has none."""
         if isinstance(told, str):
             return cls(told, model)
         if not isinstance(told, Mapping):
@@ -93,7 +93,7 @@ class ServedRequest(CountingEngine):
         text: slice | None = None,
         counted_branches: bool = False,
     ) -> Tensor:
-        """[b n h d] in and out, as dense gives it. counted_branches: the server calls a layer once for each branch of guidance, and says no more."""
+        """[b n h d] in and out, as dense gives it. counted_branches: a layer is called once for each branch of guidance, unnamed."""
         assert layer.index is not None
         name, part = self.enter(layer.number, layer.index)
         if counted_branches and part:
