@@ -280,7 +280,9 @@ def wheel():
 
 def wan(wheel: Any, backend: str) -> Any:
     """vLLM-Omni's own Wan transformer, tiny and random, with the backend that its config names for self-attention."""
-    told = wheel.data.OmniDiffusionConfig(model="x", diffusion_attention_config={"per_role": {"self": {"backend": backend}}})
+    told = wheel.data.OmniDiffusionConfig(
+        model=str(Path(__file__).parent), diffusion_attention_config={"per_role": {"self": {"backend": backend}}}
+    )
     with wheel.config.set_current_diffusion_config(told):
         model = wheel.wan(
             patch_size=(1, 2, 2), num_attention_heads=HEADS, attention_head_dim=DIM, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
