@@ -7,12 +7,21 @@ from torch import Tensor
 from parkattn.checks import expect_attention_inputs, expect_call_site, expect_key_valid
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.registry import MethodEntry
+from parkattn.settings import Forecasts
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
 class Dense:
     name = "dense"
     state_bytes = 0
+    tolerance = 0.0
+
+    def __init__(self, tolerance: float = 0.0) -> None:
+        self.tolerance = tolerance
+
+    def computes(self, site: CallSite) -> bool:
+        """No step differs from the others."""
+        return False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
@@ -26,4 +35,8 @@ class Dense:
         """Dense attention remembers nothing."""
 
 
-ENTRIES = (MethodEntry("dense", lambda config: Dense(), "every query attends to every key: what the others are measured against"),)
+ENTRIES = (
+    MethodEntry(
+        "dense", lambda config: Dense(config.tolerance), "every query attends to every key: what the others are measured against", Forecasts
+    ),
+)

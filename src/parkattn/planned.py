@@ -26,7 +26,7 @@ from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_c
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import LowRank
 from parkattn.plan import Blocks, Plan, expect_whole_plan
-from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching
+from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching, always_runs
 from parkattn.settings import PlannedConfig
 from parkattn.site import AttentionOutput, AttentionStats, CallSite, SiteKey
 
@@ -70,6 +70,15 @@ class PlannedMethod:
     def state_bytes(self) -> int:
         """What is held between steps."""
         return self.plans.nbytes
+
+    @property
+    def tolerance(self) -> float:
+        """Of forecasts of whole forwards; 0: none."""
+        return self.config.tolerance
+
+    def computes(self, site: CallSite) -> bool:
+        """Dense steps and anchors, which a schedule has at fixed steps, are never forecast."""
+        return always_runs(self.config, site)
 
     def reset(self) -> None:
         """Forget plans and residuals."""

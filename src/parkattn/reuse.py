@@ -173,6 +173,15 @@ def always_dense(when: When, site: CallSite) -> Phase | None:
     return None
 
 
+def always_runs(when: When, site: CallSite) -> bool:
+    """Whether a step is dense or an anchor by a fixed rule. What falls on a step that does not run is made up at the next that does."""
+    if site.total_steps is not None and site.step >= site.total_steps - when.dense_last_steps:
+        return True
+    if when.anchors is None or when.anchor_error is not None:
+        return site.step < dense_prefix(when, site.total_steps)
+    return site.step in anchor_steps(anchor_count(when, site.total_steps), *levels_of(site))
+
+
 def unanchored(site: CallSite, last: int | None) -> Phase:
     """A step at which no anchor is due: one all the same where there is no plan of this run."""
     if last is None:

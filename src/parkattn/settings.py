@@ -304,6 +304,19 @@ class When(MethodConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Forecasts(MethodConfig):
+    """Which forwards of the whole model are not run."""
+
+    tolerance: float = 0.0
+    """Forwards are forecast from earlier ones as long as that leaves an error of this share in the latents (docs/forecast.md); 0.002 is
+    usual, 0: every forward runs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_fraction("tolerance", self.tolerance, zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Correction(MethodConfig):
     """What stands in for the blocks that are skipped."""
 
@@ -353,7 +366,7 @@ class Running(MethodConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedConfig(When, Correction, Running):
+class PlannedConfig(When, Forecasts, Correction, Running):
     """What a config needs to run as a `PlannedMethod`; a method adds its own fields and groups."""
 
     def __post_init__(self) -> None:

@@ -107,3 +107,17 @@ class AttentionMethod(Protocol):
     def reset(self) -> None:
         """Forget everything remembered between steps."""
         ...
+
+
+@runtime_checkable
+class Forecastable(AttentionMethod, Protocol):
+    """A method beside which whole forwards may be forecast (docs/forecast.md)."""
+
+    @property
+    def tolerance(self) -> float:
+        """0: every forward is computed."""
+        ...
+
+    def computes(self, site: CallSite) -> bool:
+        """Whether the forwards of this step must run, as dense steps and anchors must. Of the site, only where the run stands is known."""
+        ...

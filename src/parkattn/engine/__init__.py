@@ -8,6 +8,10 @@ A host says where a run stands and hands its attention calls over; it needs noth
     out = engine.attend(q, k, v, layer=3, dense=lambda: stock(q, k, v))     # [b h n d], in every layer of every step
     engine.end_run()                                          # plans are released, the log stays
     print(engine.summary())
+
+A host that can leave out whole forwards asks before each of them, and tells what those returned that it ran:
+
+    out = engine.forecast(form=(latents.shape, latents.dtype))    # None: run it, then engine.learn(out, form=...)
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from parkattn.engine.forecast import Forecast, ForwardLog
 from parkattn.engine.summary import Summary
-from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite
+from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite, Forecastable
 
 _UNTOLD = (
     "attention: expected a backward pass that does not call attention again, got one that does, after steps whose plans "
@@ -61,6 +67,7 @@ class Engine:
         self.clock = Clock()
         self.log = RunLog()
         self._unknown_step = unknown_step
+        self._forecast = Forecast(method.tolerance if isinstance(method, Forecastable) else 0.0)
         self._remembers_with_gradient = False  # since the last forward that was told to be recomputed
 
     def begin_run(self, total_steps: int | None = None, noise_levels: tuple[float, ...] | None = None) -> None:
@@ -72,14 +79,54 @@ class Engine:
         """Plans, which may be a gigabyte, are not kept until the next run."""
         self._weigh()
         self.method.reset()
+        self._forecast.reset()
 
     def _weigh(self) -> None:
-        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.method.state_bytes)
+        self.log.peak_state_bytes = max(self.log.peak_state_bytes, self.state_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """What is held between steps."""
+        return self.method.state_bytes + self._forecast.nbytes
+
+    @property
+    def forecasts(self) -> bool:
+        """Whether forwards may be left out."""
+        return self._forecast.tolerance > 0
 
     def reset(self) -> None:
         """Forget plans and statistics; the clock stays where it is."""
         self.method.reset()
+        self._forecast.reset()
         self.log.clear()
+
+    def forecast(self, transformer: str = "transformer", *, form: Any) -> Tensor | None:
+        """What a forward would return, where it need not run; None: run it, and tell `learn`.
+
+        form: what the size and the type of the output follow from. All forwards of a step are forecast, or none.
+        """
+        site = self._forward_site(transformer)
+        if not self.forecasts or site is None:
+            return None
+
+        def must_compute() -> bool:
+            return isinstance(self.method, Forecastable) and self.method.computes(site)
+
+        return self._forecast.output(site, form, must_compute, self.log.forwards)
+
+    def learn(self, output: Tensor, transformer: str = "transformer", *, form: Any) -> None:
+        """What a forward returned that ran after `forecast` gave None."""
+        site = self._forward_site(transformer)
+        if self.forecasts and site is not None:
+            self._forecast.learn(site, form, output, self.log.forwards)
+
+    def _forward_site(self, transformer: str) -> CallSite | None:
+        """None where the run is not known well enough to leave a forward out."""
+        clock = self.clock
+        if clock.step is None or clock.total_steps is None or clock.step >= clock.total_steps:
+            return None
+        place = {"step": clock.step, "total_steps": clock.total_steps, "noise_levels": clock.noise_levels}
+        return CallSite(branch=clock.branch, transformer=transformer, **place)
 
     def attend(
         self,
@@ -152,7 +199,7 @@ class Engine:
 
     def summary(self) -> Summary:
         """What the calls since `begin_run` did."""
-        return Summary.of(self.method.name, self.log, self.method.state_bytes)
+        return Summary.of(self.method.name, self.log, self.state_bytes)
 
 
 @dataclass
@@ -174,6 +221,7 @@ class RunLog:
         self.layers: dict[tuple[str, int], LayerLog] = {}
         self.steps: dict[int, set[str]] = {}
         self.backends: set[str] = set()
+        self.forwards = ForwardLog()
         self.peak_state_bytes = 0
 
     def add(self, site: CallSite, stats: AttentionStats, seconds: Callable[[], float]) -> None:
@@ -197,12 +245,14 @@ class RunLog:
         for step, phases in other.steps.items():
             self.steps.setdefault(step, set()).update(phases)
         self.backends |= other.backends
+        self.forwards.take(other.forwards)
         self.peak_state_bytes += other.peak_state_bytes
 
     def clear(self) -> None:
         self.layers.clear()
         self.steps.clear()
         self.backends.clear()
+        self.forwards = ForwardLog()
         self.peak_state_bytes = 0
 
 

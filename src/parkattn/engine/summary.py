@@ -6,13 +6,14 @@ import collections
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from parkattn.engine import RunLog
+    from parkattn.engine.forecast import ForwardLog
 
 _SLOWER = (
     "plans and sparse attention took {:.2f} s longer than dense attention would have: the video is too short to gain; "
@@ -58,6 +59,9 @@ class Summary:
     """One row per transformer and layer: calls by phase, density, estimated mass, error, reasons."""
     advice: list[str]
     """What the user could do better, in sentences."""
+    forwards: dict[str, Any] = field(default_factory=dict)
+    """Where forwards may be forecast: how many were "computed" and "forecast", the "mean_error" and "largest_error" of forecasts as
+    measured where one ended (None: none did), and why some were not asked about ("off": reason -> forwards). Else empty."""
 
     @classmethod
     def of(
@@ -105,7 +109,8 @@ class Summary:
             slower = [_MUCH.format(density)] if saved is None and sparse and density is not None and density > MUCH else []
         return cls(
             method=method,
-            steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names},
+            steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names}
+            | ({"forecast": sorted(log.forwards.steps)} if log.forwards.steps else {}),
             calls={phase: sum(row[phase] for row in rows) for phase in names},
             density=density,
             dense_because=dict(reasons.most_common()),
@@ -118,6 +123,7 @@ class Summary:
             peak_state_bytes=max(state_bytes, log.peak_state_bytes),
             layers=rows,
             advice=[*slower, *advice],
+            forwards=_forwards(log.forwards),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +140,7 @@ class Summary:
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
             f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed",
+            *self._forecasts(),
             *(f"sparse calls: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
             " ".join(
@@ -150,6 +157,16 @@ class Summary:
             lines.append(f"{row['transformer']:14} {row['layer']:5} {counts} {row['density']:8.2f} {mass:>6}")
         return "\n".join(lines + self._reasons())
 
+    def _forecasts(self) -> list[str]:
+        if not self.forwards:
+            return []
+        run, not_run, mean = self.forwards["computed"], self.forwards["forecast"], self.forwards["mean_error"]
+        error = (
+            "" if mean is None else f"; where forecasts ended they were wrong by {mean:.1%}, at most {self.forwards['largest_error']:.1%}"
+        )
+        counts = [f"forwards: {run} computed, {not_run} forecast{error}"] if run + not_run else []
+        return counts + [f"no forecast: {reason} ({count}x)" for reason, count in self.forwards["off"].items()]
+
     def _saved(self) -> str:
         if self.seconds_saved is not None:
             return f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}, by the dense calls of this run"
@@ -164,6 +181,19 @@ class Summary:
     def _reasons(self) -> list[str]:
         because = [f"dense {count}x: {reason}" for reason, count in self.dense_because.items()]
         return because + [f"advice: {line}" for line in self.advice]
+
+
+def _forwards(log: ForwardLog) -> dict[str, Any]:
+    if not (log.computed or log.forecast or log.off):
+        return {}
+    errors = [value for read in log.errors if math.isfinite(value := read())]
+    return {
+        "computed": log.computed,
+        "forecast": log.forecast,
+        "mean_error": sum(errors) / len(errors) if errors else None,
+        "largest_error": max(errors, default=None),
+        "off": dict(log.off.most_common()),
+    }
 
 
 def _mean(values: list[Tensor]) -> float | None:

@@ -12,6 +12,7 @@ import torch
 
 from parkattn.engine import Engine, RunLog
 from parkattn.engine.summary import Summary
+from parkattn.hosts.diffusers.forwards import COMPILED, Forwards
 from parkattn.hosts.diffusers.fused import Fusing
 from parkattn.hosts.diffusers.instances import put_on_instance
 from parkattn.hosts.diffusers.processor import MethodProcessor
@@ -98,7 +99,13 @@ class Session:
     def summary(self) -> Summary:
         """What the last generation did, per layer and in all."""
         lost = sum(attached.lost() for attached in self._attached)
-        return _summary(self.method.name, self.engine.log, self.method.state_bytes, self.fusing.outcomes, lost, self.advice)
+        self._note_unseen_forwards()
+        return _summary(self.method.name, self.engine.log, self.engine.state_bytes, self.fusing.outcomes, lost, self.advice)
+
+    def _note_unseen_forwards(self) -> None:
+        log = self.engine.log
+        if self.engine.forecasts and log.layers and not (log.forwards.computed or log.forwards.off):
+            log.forwards.off[COMPILED] += 1
 
     @property
     def method(self) -> AttentionMethod:
@@ -127,7 +134,10 @@ class Session:
             attached.processors.append((weakref.ref(attention), made))
         blocks = row.all_blocks(transformer)
         attached.undo += [self.fusing.attach(block, len(blocks)) for block in blocks]
-        attached.undo += self.tracker.attach(transformer, row)
+        hooks, undo = self.tracker.attach(transformer, row)
+        attached.undo += undo
+        if self.engine.forecasts:
+            attached.undo.append(Forwards(self.engine, name, hooks).attach(transformer))
         # what any pipeline calls at its end, one made by from_pipe included
         if hasattr(transformer, "_reset_stateful_cache"):
             attached.undo.append(self._call_before(transformer, "_reset_stateful_cache", Session._end_call))
@@ -297,13 +307,14 @@ def summary_of(sessions: Mapping[str, Session], names: Mapping[str, str]) -> Sum
     log, fused, lost = RunLog(), Counter[str](), 0
     different = list(dict.fromkeys(sessions.values()))
     for session in different:
+        session._note_unseen_forwards()
         own = {names[name]: name for name, of in sessions.items() if of is session}
         log.take(session.engine.log, own)
         fused.update(session.fusing.outcomes)
         lost += sum(session.lost(name) for name in own)
     methods = " + ".join(dict.fromkeys(session.method.name for session in different))
     advice = list(dict.fromkeys(line for session in different for line in session.advice))
-    return _summary(methods, log, sum(session.method.state_bytes for session in different), fused, lost, advice)
+    return _summary(methods, log, sum(session.engine.state_bytes for session in different), fused, lost, advice)
 
 
 def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lost: int, advice: list[str]) -> Summary:

@@ -64,8 +64,8 @@ class StepTracker:
         self._iterations = iterations
         self._opened.clear()
 
-    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> list[Callable[[], None]]:
-        """Returns how to take it off."""
+    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> tuple[_Hooks, list[Callable[[], None]]]:
+        """Returns what hears of its forwards, and how to take it off."""
         names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
         hooks = _Hooks(self, row, names)
         undo = [
@@ -74,7 +74,7 @@ class StepTracker:
         ]
         if hasattr(transformer, "cache_context"):
             undo.append(self._follow_contexts(transformer))
-        return undo
+        return hooks, undo
 
     def begin_forward(self, arguments: dict[str, Any] | None, training: bool = False) -> None:
         """arguments of the transformer's forward; None where they are not known."""
@@ -151,10 +151,11 @@ class _Hooks:
         self.tracker = tracker
         self.row = row
         self.names = names  # of the arguments of forward
+        self.told = False  # of the forward under way, by whoever called it
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
-        if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
+        if torch.compiler.is_compiling() or self.told or self.tracker is None or self.row is None:
             return
         arguments, clock = {**dict(zip(self.names, args, strict=False)), **kwargs}, self.tracker.clock
         clock.gradient = torch.is_grad_enabled()
