@@ -25,12 +25,12 @@ def test_settings_are_a_method_or_profile_and_fields():
         Setting.parse("top_p=0.3")
 
 
-def test_a_second_pass_at_anchors_costs_their_density():
-    calls = {"dense": 0, "refresh": 0, "reuse": 8, "anchor": 2}
-    report = types.SimpleNamespace(calls=calls, density=(2 + 8 * 0.25) / 10, steps={}, attention_seconds={}, peak_state_bytes=1)
-    found = costs(report)
-    assert found["cost"] == pytest.approx(0.4) and found["density_sparse"] == pytest.approx(0.25)
-    assert found["cost_two_passes"] == pytest.approx(0.4 + 0.2 * 0.25)
+@pytest.mark.parametrize(("forwards", "share"), [({}, 1.0), ({"computed": 10, "forecast": 30, "mean_error": 0.02}, 0.25)])
+def test_a_second_pass_at_anchors_costs_their_density_and_a_forecast_nothing(forwards, share):
+    calls, run = {"dense": 0, "refresh": 0, "reuse": 8, "anchor": 2}, {"steps": {}, "attention_seconds": {}, "peak_state_bytes": 1}
+    found = costs(types.SimpleNamespace(calls=calls, density=(2 + 8 * 0.25) / 10, forwards=forwards, **run))
+    assert found["cost"] == pytest.approx(0.4 * share) and found["density_sparse"] == pytest.approx(0.25)
+    assert found["cost_two_passes"] == pytest.approx((0.4 + 0.2 * 0.25) * share) and found["share_computed"] == share
 
 
 def test_the_interval_is_students():

@@ -120,6 +120,11 @@ class Engine:
         if self.forecasts and site is not None:
             self._forecast.learn(site, form, output, self.log.forwards)
 
+    def note_unseen_forwards(self, reason: str) -> None:
+        """Say in the log why no forward was forecast, where the host saw none that could have been."""
+        if self.forecasts and self.log.layers and not (self.log.forwards.computed or self.log.forwards.off):
+            self.log.forwards.off[reason] += 1
+
     def _forward_site(self, transformer: str) -> CallSite | None:
         """None where the run is not known well enough to leave a forward out."""
         clock = self.clock
@@ -199,6 +204,7 @@ class Engine:
 
     def summary(self) -> Summary:
         """What the calls since `begin_run` did."""
+        self.note_unseen_forwards("the host runs every forward")
         return Summary.of(self.method.name, self.log, self.state_bytes)
 
 

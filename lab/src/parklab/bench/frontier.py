@@ -1,7 +1,7 @@
 """Quality against cost: PSNR to the dense video for settings of one or several methods, over prompts, sizes and guidance.
 
 python -m parklab.bench.frontier --out frontier.jsonl --size 81x400x576 --steps 50 --prompts 8 --guidance 1 --guidance 5 \\
-    --setting paper --setting quality --setting fast --setting "fast top_p=0.3 anchors=8"
+    --setting paper --setting quality --setting fast --setting "fast top_p=0.3 anchors=8" --setting "fast tolerance=0.004"
 
 Cost is the attention computed over the whole run as a share of all-dense: dense steps and anchors count 1, a sparse call its
 density. An anchor whose dense and sparse outputs come out of two passes costs its plan's density more (cost_two_passes).
@@ -123,16 +123,20 @@ def measure_frontier(
 
 
 def costs(report: Summary) -> dict[str, Any]:
-    """Attention over the whole run as a share of all-dense, from every call's density."""
-    calls, density = report.calls, report.density
+    """Attention over the whole run as a share of all-dense, from every call's density; forwards that were forecast have none."""
+    calls, density, forwards = report.calls, report.density, report.forwards
     assert density is not None
+    asked = forwards["computed"] + forwards["forecast"] if forwards else 0
+    share = forwards["computed"] / asked if asked else 1.0
     whole, anchors = sum(calls.values()), calls.get("anchor", 0)
     sparse = whole - calls["dense"] - anchors
     density_sparse = (density * whole - calls["dense"] - anchors) / sparse if sparse else 1.0
     return {
-        "cost": density,
-        "cost_two_passes": density + (anchors / whole * density_sparse if anchors else 0.0),
+        "cost": share * density,
+        "cost_two_passes": share * (density + (anchors / whole * density_sparse if anchors else 0.0)),
         "density_sparse": density_sparse,
+        "share_computed": share,
+        "forecast_error": forwards.get("mean_error"),
         "steps_by_phase": report.steps,
         "attention_seconds": report.attention_seconds,
         "state_bytes": report.peak_state_bytes,
@@ -212,7 +216,8 @@ def main(
         model="" if model is None else str(folder),
     ):  # fmt: skip
         typer.echo(
-            f"{record['setting']}: cost {record['cost']:.3f}, {record['psnr']:.2f} dB, {record['seconds']:.0f} s: {record['prompt']}"
+            f"{record['setting']}: cost {record['cost']:.3f}, forwards {record.get('share_computed', 1.0):.0%}, {record['psnr']:.2f} dB, "
+            f"{record['seconds']:.0f} s: {record['prompt']}"
         )
     typer.echo(f"table and findings: park reproduce frontier --records {out}")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parkattn.dense import Dense
-from parkattn.site import AttentionMethod, AttentionOutput, CallSite
+from parkattn.site import AttentionMethod, AttentionOutput, CallSite, Forecastable
 
 STEPS = 0.2  # share of a run that is kept: what most settings leave dense
 LIMIT = 12 * 2**30  # bytes on the device that the outputs may take
@@ -65,6 +65,13 @@ class Resumed:
     @property
     def state_bytes(self) -> int:
         return self.method.state_bytes
+
+    @property
+    def tolerance(self) -> float:
+        return self.method.tolerance if isinstance(self.method, Forecastable) else 0.0
+
+    def computes(self, site: CallSite) -> bool:
+        return isinstance(self.method, Forecastable) and self.method.computes(site)
 
     def reset(self) -> None:
         self.method.reset()

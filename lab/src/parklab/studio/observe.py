@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parkattn.plan import Blocks, Plan
-from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite
+from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite, Forecastable
 from parklab.metrics.retrieval import attention_recall, recall_summary
 
 PHASES = ("dense", "anchor", "refresh", "reuse")
@@ -70,6 +70,13 @@ class Observer:
     @property
     def state_bytes(self) -> int:
         return self.method.state_bytes
+
+    @property
+    def tolerance(self) -> float:
+        return self.method.tolerance if isinstance(self.method, Forecastable) else 0.0
+
+    def computes(self, site: CallSite) -> bool:
+        return isinstance(self.method, Forecastable) and self.method.computes(site)
 
     def reset(self) -> None:
         """What was seen is kept: it is read after the pipeline has let go of the method."""

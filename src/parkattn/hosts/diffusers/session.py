@@ -99,13 +99,8 @@ class Session:
     def summary(self) -> Summary:
         """What the last generation did, per layer and in all."""
         lost = sum(attached.lost() for attached in self._attached)
-        self._note_unseen_forwards()
+        self.engine.note_unseen_forwards(COMPILED)
         return _summary(self.method.name, self.engine.log, self.engine.state_bytes, self.fusing.outcomes, lost, self.advice)
-
-    def _note_unseen_forwards(self) -> None:
-        log = self.engine.log
-        if self.engine.forecasts and log.layers and not (log.forwards.computed or log.forwards.off):
-            log.forwards.off[COMPILED] += 1
 
     @property
     def method(self) -> AttentionMethod:
@@ -307,7 +302,7 @@ def summary_of(sessions: Mapping[str, Session], names: Mapping[str, str]) -> Sum
     log, fused, lost = RunLog(), Counter[str](), 0
     different = list(dict.fromkeys(sessions.values()))
     for session in different:
-        session._note_unseen_forwards()
+        session.engine.note_unseen_forwards(COMPILED)
         own = {names[name]: name for name, of in sessions.items() if of is session}
         log.take(session.engine.log, own)
         fused.update(session.fusing.outcomes)

@@ -1,0 +1,226 @@
+"""Forwards that are forecast: the line, the controller and their bookkeeping, on outputs that are known in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from parkattn import ParkConfig
+from parkattn.anchors import anchor_count, anchor_steps, log_signal_to_noise
+from parkattn.dense import Dense
+from parkattn.engine import Engine
+from parkattn.engine.forecast import LONGEST
+from parkattn.park import Park
+
+STEPS = 40
+LEVELS = tuple(3 * s / (1 + 2 * s) for s in (1 - step / STEPS for step in range(STEPS)))  # a flow with shift 3
+U = log_signal_to_noise(STEPS, LEVELS)
+FORM = "any"
+GENERATOR = torch.Generator().manual_seed(0)
+BASE, TILT, BEND = torch.linalg.qr(torch.randn(64, 3, generator=GENERATOR, dtype=torch.float64))[0].T.float().unsqueeze(1) * 10
+
+
+def engine(tolerance: float = 0.01, method=None) -> Engine:
+    made = Engine(Dense(tolerance) if method is None else method)
+    made.begin_run(STEPS, LEVELS)
+    return made
+
+
+def drive(made: Engine, output, steps=range(STEPS), branches=("cond",), expert=lambda step: "transformer", form=FORM):
+    """What the pipeline gets, by (step, branch), and what was computed, in order."""
+    got, computed = {}, []
+    for step in steps:
+        for branch in branches:
+            made.clock.step, made.clock.branch = step, branch
+            out = made.forecast(expert(step), form=form)
+            if out is None:
+                computed.append((step, branch))
+                out = output(step, branch)
+                made.learn(out, expert(step), form=form)
+            got[step, branch] = out
+    return got, computed
+
+
+def skipped(computed, branch="cond") -> set[int]:
+    return set(range(STEPS)) - {step for step, of in computed if of == branch}
+
+
+def line(step, branch="cond"):
+    return BASE + U[step] * TILT
+
+
+def parabola(step, branch="cond", bend=0.02):
+    return BASE + bend * U[step] ** 2 * BEND
+
+
+def test_an_exactly_linear_model_is_forecast_exactly():
+    got, computed = drive(engine(1e-3), line)
+    assert len(skipped(computed)) > STEPS / 2
+    for (step, _), out in got.items():
+        # a line through two roundings is wrong by at most 1 + 2 g / h of them, and rows are no longer than LONGEST
+        torch.testing.assert_close(out, line(step), rtol=0, atol=(1 + 2 * LONGEST) * 4 * torch.finfo(torch.float32).eps * 30)
+
+
+def rows_of(steps: set[int]) -> list[list[int]]:
+    rows: list[list[int]] = []
+    for step in sorted(steps):
+        if rows and rows[-1][-1] == step - 1:
+            rows[-1].append(step)
+        else:
+            rows.append([step])
+    return rows
+
+
+@pytest.mark.parametrize("tolerance", [3e-4, 2e-3, 2e-2])
+@pytest.mark.parametrize(
+    ("output", "factor"),
+    [
+        # a second derivative that is the same everywhere: the error is known but for |y|, which grows by less than a tenth
+        (parabola, 1.1),
+        # one that doubles over the run: by no more between a comparison and a forecast
+        (lambda step, branch="cond": BASE + math.exp(math.log(2) * (U[step] - U[0]) / (U[-1] - U[0])) * BEND, 2.2),
+    ],
+    ids=["parabola", "exponential"],
+)
+def test_a_row_of_forecasts_leaves_no_more_than_the_tolerance_in_the_latents(output, factor, tolerance):
+    got, computed = drive(engine(tolerance), output)
+    left_out = skipped(computed)
+    assert left_out
+    for row in rows_of(left_out):
+        wrong = [((got[step, "cond"] - output(step)).norm() / output(step).norm()).item() for step in row]
+        left = sum(e * (U[step + 1] - U[step]) / (1 + math.exp(U[step])) for step, e in zip(row, wrong, strict=True))
+        rounding = 1e-6 * len(row)
+        assert left <= factor * tolerance + rounding and len(row) <= LONGEST
+
+
+def test_a_higher_tolerance_computes_less_and_zero_computes_everything():
+    counts = [len(drive(engine(tolerance), parabola)[1]) for tolerance in (0.0, 3e-4, 2e-3, 2e-2)]
+    assert counts[0] == STEPS and counts == sorted(counts, reverse=True) and counts[-1] < counts[1]
+
+
+def test_the_first_three_steps_and_the_last_are_computed():
+    left_out = skipped(drive(engine(1.0), line)[1])
+    assert min(left_out) == 3 and max(left_out) == STEPS - 2
+
+
+@pytest.mark.parametrize("profile", ["paper", "quality", "fast"])
+def test_dense_steps_and_anchors_are_computed(profile):
+    config = ParkConfig.profile(profile, tolerance=1.0, dense_last_steps=3)
+    left_out = skipped(drive(engine(method=Park(config)), line)[1])
+    kept = range(8) if profile == "paper" else anchor_steps(anchor_count(config, STEPS), STEPS, LEVELS)
+    assert left_out and not left_out & {*kept, *range(STEPS - 3, STEPS)}
+
+
+def test_branches_follow_one_decision_and_the_worst_of_them_makes_it():
+    def one_bends(step, branch):
+        return line(step) if branch == "cond" else parabola(step, bend=0.5)
+
+    _, computed = drive(engine(2e-3), one_bends, branches=("cond", "uncond"))
+    assert skipped(computed) == skipped(computed, "uncond") == skipped(drive(engine(2e-3), lambda step, _: one_bends(step, "uncond"))[1])
+    _, alone = drive(engine(2e-3), line)
+    assert len(skipped(computed)) < len(skipped(alone))
+
+
+def test_the_worst_video_of_a_batch_decides():
+    _, computed = drive(engine(2e-3), lambda step, _: torch.cat([line(step), parabola(step, bend=0.5)]))
+    assert skipped(computed) == skipped(drive(engine(2e-3), lambda step, _: parabola(step, bend=0.5))[1])
+
+
+def test_no_line_joins_the_outputs_of_two_experts():
+    def of_expert(step, branch="cond"):
+        return line(step) if step < 15 else 5 * TILT - line(step)
+
+    got, computed = drive(engine(1e-3), of_expert, expert=lambda step: "transformer" if step < 15 else "transformer_2")
+    assert {15, 16, 17} <= {step for step, _ in computed} and skipped(computed) & set(range(18, STEPS))
+    assert all((out - of_expert(step)).norm() < 1e-3 * of_expert(step).norm() for (step, _), out in got.items())
+
+
+@pytest.mark.parametrize("end", ["begin_run", "end_run", "reset", "earlier step", "form"])
+def test_a_second_video_never_sees_the_first_ones_outputs(end):
+    made, form = engine(1.0), FORM
+    drive(made, line, steps=range(10))
+    assert made.state_bytes == 2 * line(0).nbytes
+    if end == "form":  # another size or type of the latents
+        form = "another"
+        _, computed = drive(made, lambda step, _: -line(step), steps=range(10, STEPS), form=form)
+        assert [step for step, _ in computed][:2] == [10, 11]
+        return
+    if end != "earlier step":
+        {"begin_run": lambda: made.begin_run(STEPS, LEVELS), "end_run": made.end_run, "reset": made.reset}[end]()
+        assert made.state_bytes == 0
+    got, computed = drive(made, lambda step, _: -line(step))
+    fresh, computed_afresh = drive(engine(1.0), lambda step, _: -line(step))
+    assert computed == computed_afresh and all(torch.equal(got[at], fresh[at]) for at in fresh)
+
+
+def test_two_videos_in_turn_under_one_branch_are_both_computed():
+    _, computed = drive(engine(1.0), line, branches=("cond", "cond"))
+    assert len(computed) == 2 * STEPS
+
+
+def test_a_branch_that_ends_holds_nothing_up_and_one_that_begins_is_computed_first():
+    made = engine(1e-2)
+    drive(made, line, steps=range(8), branches=("cond", "uncond"))
+    _, computed = drive(made, line, steps=range(8, STEPS))
+    assert len(computed) < STEPS / 2 and made.state_bytes == 2 * line(0).nbytes
+    made = engine(1.0)
+    drive(made, line, steps=range(4))  # of which the last is forecast
+    _, computed = drive(made, line, steps=range(4, STEPS), branches=("cond", "uncond"))
+    assert [step for step, branch in computed if branch == "uncond"][:2] == [4, 5]
+
+
+def test_outputs_that_are_not_finite_are_computed():
+    _, computed = drive(engine(1.0), lambda step, _: line(step) * (math.nan if 10 <= step < 20 else 1))
+    assert set(range(10, 20)) - {10, 11, 12, 13, 14} <= {step for step, _ in computed}
+    assert skipped(computed) & set(range(25, STEPS))
+
+
+def test_an_output_that_is_written_into_afterwards_changes_nothing():
+    def written(step, branch):
+        return line(step)
+
+    made, got = engine(1.0), {}
+    for step in range(STEPS):
+        made.clock.step = step
+        out = made.forecast(form=FORM)
+        if out is None:
+            out = written(step, "cond")
+            made.learn(out, form=FORM)
+        got[step] = out.clone()
+        out.zero_()
+    assert all(torch.equal(got[step], out) for (step, _), out in drive(engine(1.0), line)[0].items())
+
+
+def test_the_type_of_an_output_is_kept_and_noise_that_does_not_fall_is_not_extrapolated():
+    got, computed = drive(engine(1.0), lambda step, _: line(step).bfloat16())
+    assert skipped(computed) and {out.dtype for out in got.values()} == {torch.bfloat16}
+    made = Engine(Dense(1.0))
+    made.begin_run(STEPS, tuple(level for level in LEVELS[::2] for _ in range(2)))  # two forwards at each level
+    assert len(drive(made, line)[1]) == STEPS
+
+
+@pytest.mark.parametrize("unknown", ["step", "total_steps"])
+def test_a_run_whose_steps_are_not_known_is_computed(unknown):
+    made = engine(1.0)
+    drive(made, line, steps=range(6))
+    setattr(made.clock, unknown, None)
+    assert made.forecast(form=FORM) is None
+
+
+def test_the_summary_counts_forwards_and_says_how_wrong_forecasts_were():
+    made = engine(2e-3)
+    _, computed = drive(made, parabola)
+    found = made.summary()
+    assert found.forwards["computed"] == len(computed) and found.forwards["forecast"] == STEPS - len(computed)
+    assert found.steps["forecast"] == sorted(skipped(computed))
+    assert 0 < found.forwards["mean_error"] <= found.forwards["largest_error"] < 0.2
+    assert engine(0.0).summary().forwards == {} and "forecast" not in engine(0.0).summary().steps
+
+
+def test_a_tolerance_is_a_share():
+    for wrong in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match="tolerance: expected a number in"):
+            ParkConfig(tolerance=wrong)
+    assert ParkConfig.profile("paper").tolerance == 0
