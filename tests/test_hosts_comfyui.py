@@ -36,6 +36,22 @@ def test_a_run_leaves_no_trace_in_the_next_one_and_no_plans_behind():
     assert summary_of(patched).calls == first.calls  # of the last run alone
 
 
+def test_forwards_are_forecast_within_a_tolerance_and_not_beside_the_cache_of_another_node():
+    steps, loose = 16, {**KEEP_ALL, "tolerance": 0.3}
+    model = Patcher(WanModel())
+    dense, patched = denoise(model, steps=steps), patch_model(model, "paper", **loose)
+    found = denoise(patched, steps=steps)
+    forwards, left_out = summary_of(patched).forwards, summary_of(patched).steps["forecast"]
+    assert forwards["forecast"] == 2 * len(left_out) == 2 * steps - forwards["computed"] > 0 and max(left_out) < steps - 1
+    assert relative_error(found, dense) > ROUNDING and summary_of(patched).state_bytes == 0
+    denoise(patched, seed=1, steps=steps)
+    assert torch.equal(denoise(patched, steps=steps), found)
+    model.model_options["transformer_options"]["easycache"] = object()
+    cached = patch_model(model, "paper", **loose)
+    assert relative_error(denoise(cached, steps=steps), dense) < ROUNDING
+    assert summary_of(cached).forwards["off"] == {"the model has a step cache: easycache": 2 * steps}
+
+
 def test_layers_steps_and_branches_are_told_to_the_method():
     patched = patch_model(Patcher(WanModel()), "paper", **{**SPARSE, "dense_steps": 1}, dense_layers=(1,))
     denoise(patched)

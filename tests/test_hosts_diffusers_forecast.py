@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -9,7 +11,6 @@ diffusers = pytest.importorskip("diffusers")
 import tiny_families as families  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
 from parkattn import ParkConfig, disable, enable, summary  # noqa: E402
-from parkattn.hosts.diffusers import fused  # noqa: E402
 from parkattn.hosts.diffusers.session import session_of  # noqa: E402
 from test_hosts_diffusers import everything_on, tolerance  # noqa: E402
 from test_profiles_around import AROUND, CACHES, fresh_compiler, pytestmark  # noqa: E402, F401
@@ -58,7 +59,7 @@ def test_forecast_forwards_are_not_run_and_disable_leaves_nothing(wan):
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_what_stands_around_a_transformer_does_not_change_a_forecast(name, monkeypatch):
+def test_what_stands_around_a_transformer_does_not_change_a_forecast(name):
     make, run, put_on, profile = AROUND[name]
     config = ParkConfig.profile(profile, query_clusters=3, key_clusters=8, kmeans_iterations=2, tolerance=LOOSE)
     pipe = make()
@@ -118,10 +119,8 @@ def test_a_second_video_never_sees_the_first_ones_outputs(wan, between):
         return tensors
 
     hooks, size = [], {"height": 32} if between == "another size" else {}
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         tiny.run_wan(wan, steps=STEPS, callback_on_step_end=fail, **size)
-    except KeyboardInterrupt:
-        pass
     for hook in hooks:
         hook.remove()
     assert session_of(wan).engine.state_bytes == 0

@@ -22,7 +22,7 @@ from parkattn import METHODS, CallSite, PlannedMethod, dense, make_method, park
 from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
-from parkattn.settings import MethodConfig, PlannedConfig
+from parkattn.settings import PlannedConfig
 from parklab import baselines
 from parklab.bench.frontier import changed_since, read_records
 from parklab.experiments.frontier import tabulate
@@ -202,7 +202,7 @@ def _run(entry: MethodEntry) -> str:
 
 def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
     rows = [row for row in costs if row["method"] == entry.name]
-    if entry.config is MethodConfig:
+    if not issubclass(entry.config, PlannedConfig):
         return "Nothing: there is no plan.\n"
     if not rows:
         return "Not measured on a GPU: `benchmarks/results/gpu_methods.jsonl` has no record of it.\n"

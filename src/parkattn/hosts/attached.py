@@ -19,8 +19,7 @@ class AttachedEngine:
 
     def summary(self) -> Summary:
         """What the last video did, per layer and in all."""
-        method = self.engine.method
-        return Summary.of(method.name, self.engine.log, method.state_bytes, missed=self.declined)
+        return Summary.of(self.engine.method.name, self.engine.log, self.engine.state_bytes, missed=self.declined)
 
     def reset(self) -> None:
         """Forget plans and statistics."""

@@ -1,7 +1,7 @@
 """PARK in ComfyUI's Wan and HunyuanVideo models, by hooks of its ModelPatcher; ComfyUI itself is not imported.
 
 optimized_attention_override  every attention call: ours are answered, others go to the earlier override or to ComfyUI
-diffusion_model (a wrapper)   every forward: step, branch and grid are read from its arguments
+diffusion_model (a wrapper)   every forward: step, branch and grid are read from its arguments; it may be forecast instead
 on_pre_run, on_cleanup        a sampler begins: plans and statistics are dropped; it ends or fails: plans are released
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from parkattn.checks import expect_count
 from parkattn.engine.summary import Summary
 from parkattn.hosts.attached import AttachedEngine
-from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, expect_window, preset_for, sigmas_of, step_of
+from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, expect_window, other_cache, preset_for, sigmas_of, step_of
 from parkattn.methods import configured_method
 from parkattn.site import AttentionMethod
 
@@ -46,9 +46,25 @@ class PatchedModel(AttachedEngine):
         given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
         self._read_forward(executor.class_obj, given)
         try:
-            return executor(*args, **kwargs)
+            return self._forecast_or_run(given, functools.partial(executor, *args, **kwargs))
         finally:
             self._forward = None
+
+    def _forecast_or_run(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """A sampler that asks twice within a step gets every forward computed: the forecast sees a branch come again."""
+        engine, forward = self.engine, self._forward
+        if not engine.forecasts or forward is None:
+            return run()
+        form, log = (given["x"].shape, given["x"].dtype), engine.log.forwards
+        off = self._reason or other_cache(given.get("transformer_options", {}))
+        out = engine.forecast(forward.name, form=form) if off is None else None
+        if out is None:
+            out = run()
+            if off is None and isinstance(out, Tensor):
+                engine.learn(out, forward.name, form=form)
+            else:
+                log.off[off or f"the model returns a {type(out).__name__}"] += 1
+        return out
 
     @torch.compiler.disable
     def _read_forward(self, model: Any, given: Mapping[str, Any]) -> None:

@@ -123,6 +123,13 @@ def sigmas_of(sampling: Any, start_percent: float, end_percent: float) -> tuple[
     return largest, float(sampling.percent_to_sigma(end_percent)) if end_percent < 1 else 0.0
 
 
+def other_cache(options: Mapping[str, Any]) -> str | None:
+    """Why another node may leave out steps, as EasyCache, LazyCache and TeaCache do: forecasts beside its own would be of forecasts."""
+    wrappers = (name for of_kind in options.get("wrappers", {}).values() for name in of_kind)
+    found = next((str(name) for name in (*options, *wrappers) if "cache" in str(name).lower() or name == "rel_l1_thresh"), None)
+    return None if found is None else f"the model has a step cache: {found}"
+
+
 def preset_for(model: Any, dense_layers: Collection[int]) -> str:
     """The preset of a MODEL; refuses a model that PARK cannot run in, and blocks that it has not."""
     transformer = without_compile_wrapper(model.get_model_object("diffusion_model"))

@@ -47,7 +47,10 @@ class ParkAttention:
                 "end_percent": ("FLOAT", {"default": 1.0, **share, "step": 0.001, "tooltip": "Later steps: dense."}),
                 "dense_blocks": ("STRING", {"default": "", "tooltip": blocks}),
                 "min_tokens": ("INT", {"default": 8192, "min": 0, "max": 1 << 24, "tooltip": "With fewer: dense."}),
-            }
+            },
+            "optional": {
+                "tolerance": ("FLOAT", {"default": 0.0, **share, "step": 0.001, "tooltip": "Forecast steps. 0.004 is usual. 0: none."}),
+            },
         }
 
     def patch(
@@ -59,8 +62,11 @@ class ParkAttention:
         end_percent: float,
         dense_blocks: str,
         min_tokens: int,
+        tolerance: float = 0.0,
     ) -> tuple[Any]:
         changes: dict[str, Any] = {"top_p": top_p} if top_p > 0 else {}
+        if tolerance > 0:
+            changes["tolerance"] = tolerance
         if dense_blocks.strip():
             changes["dense_layers"] = block_numbers(dense_blocks)
         window = {"start_percent": start_percent, "end_percent": end_percent}
