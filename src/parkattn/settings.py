@@ -308,7 +308,7 @@ class Forecasts(MethodConfig):
     """Which forwards of the whole model are not run."""
 
     tolerance: float = 0.0
-    """Forwards are forecast from earlier ones as long as that leaves an error of this share in the latents (docs/forecast.md); 0.002 is
+    """Forwards are forecast from earlier ones as long as that leaves an error of this share in the latents (docs/forecast.md); 0.004 is
     usual, 0: every forward runs."""
 
     def __post_init__(self) -> None:
