@@ -20,7 +20,7 @@ from typing import Any
 from parkattn import dense, park
 from parkattn.checks import expect_choice, expect_string, shown
 from parkattn.registry import MethodEntry
-from parkattn.settings import MethodConfig
+from parkattn.settings import Forecasts, MethodConfig
 from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
@@ -146,8 +146,9 @@ def configured_method(
         return _made(entry, entry.config.named(config, model=model, **changes))
     if isinstance(config, Mapping):
         return _made(entry, entry.config.from_dict({**config, **changes}))
-    if entry.config is MethodConfig and isinstance(config, MethodConfig) and not changes:  # a method without settings takes any
-        return _made(entry, entry.config())
+    # a method without settings of its own takes those of any other, and leaves them alone
+    if entry.config in (MethodConfig, Forecasts) and isinstance(config, MethodConfig) and type(config) is not Forecasts:
+        return _made(entry, entry.config(**changes))
     if not isinstance(config, entry.config):
         raise TypeError(
             f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the method {method!r}, "

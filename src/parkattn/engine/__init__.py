@@ -130,8 +130,13 @@ class Engine:
         clock = self.clock
         if clock.step is None or clock.total_steps is None or clock.step >= clock.total_steps:
             return None
-        place = {"step": clock.step, "total_steps": clock.total_steps, "noise_levels": clock.noise_levels}
-        return CallSite(branch=clock.branch, transformer=transformer, **place)
+        return CallSite(
+            step=clock.step,
+            total_steps=clock.total_steps,
+            branch=clock.branch,
+            transformer=transformer,
+            noise_levels=clock.noise_levels,
+        )
 
     def attend(
         self,

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from parkattn.anchors import levels_of, log_signal_to_noise
-from parkattn.reuse import start_read
 from parkattn.site import CallSite
 
 LONGEST = 4  # steps forecast in a row: an error that has grown since is seen no later
@@ -146,11 +145,11 @@ class Forecast:
         return True
 
     def _end_step(self, log: ForwardLog) -> None:
-        """A computed step's errors begin their way to the host."""
+        """A computed step's errors are read when the next step is decided about."""
         if self._step is not None and not self._skips:
             self._growth = self._read = None
             if self._errors:
-                self._read = start_read(torch.stack(self._errors).max())
+                self._read = torch.stack(self._errors).max().item
                 if self._row:
                     log.errors.append(self._read)
             self._errors, self._row, self._left_behind = [], 0, 0.0
