@@ -56,6 +56,12 @@ def test_ulysses_anything_gives_the_latents_of_one_process(cases):
     assert row["calls"] == row["calls of one process"]
 
 
+def test_ranks_forecast_the_same_forwards_as_one_process(cases):
+    row = cases["forecast"]
+    assert row["forecast"] == [row["forecast of one process"]] * 2 and row["forecast"][0]
+    assert row["difference"] <= row["tolerance"]
+
+
 def test_each_rank_holds_the_plans_of_its_heads_only(cases):
     row = cases["wan"]
     assert row["plan bytes"] == row["plan bytes of one process"] // 2
@@ -192,6 +198,22 @@ def work() -> None:
             }
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
+    loose, latents, left_out = SPARSE.replace(tolerance=0.3), [], []  # weights are random, and forwards change much
+    pipe = tiny.wan(num_attention_heads=HEADS)
+    for split in (False, True):
+        if split:
+            pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=sequence_parallel_plan(pipe))
+        enable(pipe, loose)
+        latents.append(tiny.run_wan(pipe, steps=12))
+        left_out.append([None, None])
+        torch.distributed.all_gather_object(left_out[-1], summary(pipe).steps.get("forecast"))
+        disable(pipe)
+    if torch.distributed.get_rank() == 0:
+        rounding = 112 * torch.finfo(torch.float32).eps * 12 * 9 * latents[0].abs().max().item()
+        row = {"difference": (latents[1] - latents[0]).abs().max().item(), "tolerance": rounding}
+        row |= {"case": "forecast", "forecast": left_out[1], "forecast of one process": left_out[0][0]}
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
     torch.distributed.destroy_process_group()
 
 

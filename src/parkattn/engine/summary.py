@@ -106,7 +106,10 @@ class Summary:
         if known is not None and known < 0:
             slower = [_SLOWER.format(-known)]
         else:
-            slower = [_MUCH.format(density)] if saved is None and sparse and density is not None and density > MUCH else []
+            # a forward that was forecast had no attention at all
+            ran = log.forwards.computed / (log.forwards.computed + log.forwards.forecast) if log.forwards.forecast else 1.0
+            much = saved is None and sparse and density is not None and ran * density > MUCH
+            slower = [_MUCH.format(density)] if much else []
         return cls(
             method=method,
             steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names}
@@ -139,7 +142,8 @@ class Summary:
             + ", ".join(f"{len(found)} {'step' if len(found) == 1 else 'steps'} {phase}" for phase, found in self.steps.items() if found)
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
-            f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed",
+            f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed"
+            + (" in the forwards that ran" if self.forwards.get("forecast") else ""),
             *self._forecasts(),
             *(f"sparse calls: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
