@@ -158,6 +158,9 @@ def test_a_second_video_never_sees_the_first_ones_outputs(end):
 def test_two_videos_in_turn_under_one_branch_are_both_computed():
     _, computed = drive(engine(1.0), line, branches=("cond", "cond"))
     assert len(computed) == 2 * STEPS
+    made = engine(1.0)
+    assert drive(made, line, steps=range(4))[1] == [(0, "cond"), (1, "cond"), (2, "cond")]
+    assert drive(made, line, steps=[3, 4])[1] == [(3, "cond"), (4, "cond")]  # another video joins at a step that was forecast
 
 
 def test_a_branch_that_ends_holds_nothing_up_and_one_that_begins_is_computed_first():
