@@ -108,7 +108,9 @@ def hosted(name: str) -> dict[str, str]:
 
 def served(name: str) -> dict[str, str]:
     # torchvision of the index belongs to a CUDA build of torch; the tests stand in for it
-    return {"its tests": f"python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && {tests(f'test_hosts_{name}')}"}
+    return {
+        "its tests": f"python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && {tests(f'test_hosts_{name}')}"
+    }
 
 
 def lowest(*packages: str) -> tuple[str, ...]:
@@ -312,7 +314,9 @@ def count_tests(report: Path) -> dict[str, Any]:
     return {"tests": len(cases), "skipped": skips, "failed": broken}
 
 
-def examine(name: str, install: list[str], checks: dict[str, str], where: Path, alone: tuple[str, ...] = ()) -> dict[str, Any]:
+def examine(
+    name: str, install: list[str], checks: dict[str, str], where: Path, alone: tuple[str, ...] = ()
+) -> dict[str, Any]:
     place = WORK / re.sub(r"\W+", "-", name)
     log = place.with_name(f"{place.name}.log")
     WORK.mkdir(parents=True, exist_ok=True)
