@@ -107,6 +107,25 @@ def test_precision_is_a_setting_of_a_method():
         ParkConfig(precision="fp8")
 
 
+@outside
+@pytest.mark.parametrize(
+    ("head_dim", "said"), [(32, "Q K^T in INT8"), (24, "not in INT8, which is defined for head dims that are powers of two, not 24")]
+)
+def test_a_summary_names_the_precision_and_bf16_takes_it_out(head_dim, said):
+    pytest.importorskip("diffusers")
+    import tiny_pipelines as tiny
+    from parkattn import enable, summary
+
+    pipe = tiny.wan(attention_head_dim=head_dim)
+    sparse = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4)
+    runs = []
+    for precision in ("bf16", "int8", "bf16"):
+        enable(pipe, sparse, precision=precision)
+        runs.append(tiny.run_wan(pipe))
+        assert (said in str(summary(pipe))) == (precision == "int8")
+    assert torch.equal(runs[0], runs[2]) and torch.equal(runs[0], runs[1]) == (head_dim == 24)
+
+
 @in_interpreter
 @pytest.mark.parametrize("compensate", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
