@@ -222,6 +222,13 @@ def test_the_summary_counts_forwards_and_says_how_wrong_forecasts_were():
     assert engine(0.0).summary().forwards == {} and "forecast" not in engine(0.0).summary().steps
 
 
+def test_a_host_that_never_asks_says_so_in_the_summary():
+    made = engine(0.01)
+    q = torch.zeros(1, 1, 4, 8)
+    made.attend(q, q, q, layer=0, dense=lambda: q)
+    assert made.summary().forwards["off"] == {"the host runs every forward": 1}
+
+
 def test_a_tolerance_is_a_share():
     for wrong in (-0.1, 1.5, math.nan):
         with pytest.raises(ValueError, match="tolerance: expected a number in"):

@@ -47,6 +47,11 @@ class CountingEngine(AttachedEngine):
         self._objects.clear()
         self._calls.clear()
 
+    def summary(self) -> Summary:
+        """What the last video did, per layer and in all."""
+        self.engine.note_unseen_forwards("this host runs every forward")
+        return super().summary()
+
     def enter(self, number: int, layer: int) -> tuple[str, int]:
         """A name for the transformer of the object with this number, and how many calls it had before in this step and branch."""
         # Wan2.2's two transformers have layers of the same numbers, and objects of their own
