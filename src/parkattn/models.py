@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 Grid = tuple[int, int, int]  # (frames, height, width) in tokens
@@ -21,6 +22,11 @@ def grid_of_latents(arguments: Mapping[str, Any], config: Any) -> Grid | None:
 def grid_of_frames_first(arguments: Mapping[str, Any], config: Any) -> Grid | None:
     """hidden_states [b f c h w]."""
     return _patched(arguments, config, channels=2)
+
+
+def grid_of_channels_last(arguments: Mapping[str, Any], config: Any) -> Grid | None:
+    """hidden_states [b f h w c]."""
+    return _patched(arguments, config, channels=4)
 
 
 def grid_by_name(arguments: Mapping[str, Any], config: Any) -> Grid | None:
@@ -46,12 +52,13 @@ def _patched(arguments: Mapping[str, Any], config: Any, channels: int) -> Grid |
 class ModelRow:
     """One transformer class.
 
-    blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention).
+    blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention, dots allowed).
     text: where text tokens stand in the attention sequence: "none", "last" or "first".
     preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
     pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
+    two_streams: in some layers the place of text holds a second stream of the same video, as long as the first.
     """
 
     blocks: tuple[tuple[str, str], ...]
@@ -61,34 +68,82 @@ class ModelRow:
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents
     pair_mask: bool = False
     sequence_parallel: bool = False
+    two_streams: bool = False
 
     def attentions(self, transformer: Any) -> list[Any]:
         """The attention modules; their place in this list is their layer number."""
-        return [getattr(block, attention) for blocks, attention in self.blocks for block in getattr(transformer, blocks)]
+        return [attrgetter(attention)(block) for blocks, attention in self.blocks for block in getattr(transformer, blocks)]
+
+    def text_tokens(self, tokens: int, video_tokens: int) -> int:
+        """How many of an attention call's tokens are text, where the stock processor was handed video_tokens."""
+        text = 0 if self.text == "none" else tokens - video_tokens
+        return 0 if self.two_streams and text == video_tokens else text
 
     def all_blocks(self, transformer: Any) -> list[Any]:
         return [block for blocks, _ in self.blocks for block in getattr(transformer, blocks)]
 
 
 _WAN = ModelRow((("blocks", "attn1"),))
+_LIKE_WAN = ModelRow((("blocks", "attn1"),), borrows=True)
+_ATTN1 = (("transformer_blocks", "attn1"),)
+_DUAL_AND_SINGLE = (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn"))
 
 MODELS: dict[str, ModelRow] = {
     "WanTransformer3DModel": _WAN,
     # control blocks come after the main ones, so that layer numbers mean the same as in Wan
     "WanVACETransformer3DModel": ModelRow((("blocks", "attn1"), ("vace_blocks", "attn1"))),
     "SkyReelsV2Transformer3DModel": _WAN,
-    "HunyuanVideoTransformer3DModel": ModelRow(
-        (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
-        text="last",
-        preset="hunyuanvideo",
-        sequence_parallel=True,
-    ),
+    "WanAnimateTransformer3DModel": _LIKE_WAN,
+    "ChronoEditTransformer3DModel": _LIKE_WAN,
+    "AnyFlowTransformer3DModel": ModelRow((("blocks", "attn1"),), borrows=True, grid=grid_of_frames_first),
+    # history comes first in the sequence and is clustered with the video: it is video
+    "HeliosTransformer3DModel": _LIKE_WAN,
+    "HunyuanVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, text="last", preset="hunyuanvideo", sequence_parallel=True),
     "HunyuanVideo15Transformer3DModel": ModelRow(
         (("transformer_blocks", "attn"),), text="last", preset="hunyuanvideo", borrows=True, pair_mask=True
     ),
-    "CogVideoXTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="first", borrows=True, grid=grid_of_frames_first),
-    "LTXVideoTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), borrows=True, grid=grid_by_name),
-    "MochiTransformer3DModel": ModelRow((("transformer_blocks", "attn1"),), text="last", borrows=True),
+    "HunyuanVideoFramepackTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, text="last", preset="hunyuanvideo", borrows=True),
+    # its decoder blocks attend to their own stream and to the encoder's, both of the whole video
+    "MotifVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, text="last", preset="hunyuanvideo", borrows=True, two_streams=True),
+    "CogVideoXTransformer3DModel": ModelRow(_ATTN1, text="first", borrows=True, grid=grid_of_frames_first),
+    "ConsisIDTransformer3DModel": ModelRow(_ATTN1, text="first", borrows=True, grid=grid_of_frames_first),
+    "EasyAnimateTransformer3DModel": ModelRow(_ATTN1, text="first", borrows=True),
+    "AllegroTransformer3DModel": ModelRow(_ATTN1, borrows=True),
+    "LTXVideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
+    # attn1 is the video's; audio, and both ways between them, have attention modules of their own
+    "LTX2VideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
+    "MochiTransformer3DModel": ModelRow(_ATTN1, text="last", borrows=True),
+    "Kandinsky5Transformer3DModel": ModelRow((("visual_transformer_blocks", "self_attention"),), borrows=True, grid=grid_of_channels_last),
+    "Kandinsky6Transformer3DModel": ModelRow(
+        (("visual_transformer_blocks", "video_dec_block.self_attention"),), borrows=True, grid=grid_of_channels_last
+    ),
+}
+
+_LINEAR = "its attention is linear: no block of it can be left out"
+_TRAINED = "its checkpoints are trained with a sparse mask of their own (a flex BlockMask)"
+_IMAGES, _AUDIO = "it makes images", "it makes audio"
+# classes of diffusers that have no row, and why; images and audio by their names (1D, 2D) need no entry
+STAY_DENSE: dict[str, str] = {
+    "CosmosTransformer3DModel": "nobody has written its row",
+    "Cosmos3OmniTransformer": "nobody has written its row: keys of its prompt have no queries, and heads share keys",
+    "MiniMaxH3Transformer3DModel": "nobody has written its row",
+    "AnyFlowFARTransformer3DModel": "it makes a video chunk by chunk, with a block-causal mask and a cache of keys",
+    "Kandinsky6SRTransformer3DModel": _TRAINED,
+    "WanAnimate2Transformer3DModel": _TRAINED,
+    "SanaVideoTransformer3DModel": _LINEAR,
+    "SanaWMTransformer3DModel": "most of its attention is linear, and the rest is no attention module",
+    "SanaWMLTX2RefinerTransformer3DModel": "it refines a video chunk by chunk, with a cache of keys",
+    "LatteTransformer3DModel": "it attends within a frame or along time, never over the whole video",
+    "TransformerTemporalModel": "it attends along time, never over the whole video",
+    "JoyImageEditTransformer3DModel": _IMAGES,
+    "JoyImageEditPlusTransformer3DModel": _IMAGES,
+    "PriorTransformer": _IMAGES,
+    "LongCatAudioDiTTransformer": _AUDIO,
+    "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
+    "StableAudio3DiTModel": _AUDIO,
+    "StableAudioDiTModel": _AUDIO,
+    "T5FilmDecoder": _AUDIO,
+    "RFD4ProteinaTransformer": "it makes proteins",
 }
 
 
@@ -98,8 +153,9 @@ def row_for(transformer: Any) -> ModelRow:
     for name in names:
         if name in MODELS:
             return MODELS[name]
-    supported = ", ".join(sorted(MODELS))
-    raise ValueError(f"transformer: expected one of {supported}, got {names[0]}; this model stays dense, or add its row to MODELS.")
+    supported, why = ", ".join(sorted(MODELS)), next((STAY_DENSE[name] for name in names if name in STAY_DENSE), None)
+    advice = "this model stays dense, or add its row to MODELS" if why is None else f"this model stays dense: {why}"
+    raise ValueError(f"transformer: expected one of {supported}, got {names[0]}; {advice}.")
 
 
 def without_compile_wrapper(module: Any) -> Any:

@@ -122,7 +122,7 @@ class _Caller:
         if device != "meta" and torch.is_autocast_enabled(device):  # torch 2.11 cannot trace is_autocast_available, which meta alone is not
             # as it would for the stock attention, which q and k of norms in float32 reach with v in half precision
             q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        tokens = Tokens(q, k, v, mask, 0 if self.processor.row.text == "none" else q.shape[1] - self.video_tokens)
+        tokens = Tokens(q, k, v, mask, self.processor.row.text_tokens(q.shape[1], self.video_tokens))
         if torch.compiler.is_compiling():
             return put_into_graph(self.processor, tokens, options)
         return self.processor.choose_route(tokens, options)
