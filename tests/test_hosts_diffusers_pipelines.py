@@ -24,7 +24,8 @@ pytestmark = [
 TRANSFORMER_ALONE = {
     "AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "ChronoEditTransformer3DModel", "ConsisIDTransformer3DModel",
     "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel",
-    "Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel", "LTX2VideoTransformer3DModel", "MotifVideoTransformer3DModel",
+    "Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel", "LTX2VideoTransformer3DModel", "MiniMaxH3Transformer3DModel",
+    "MotifVideoTransformer3DModel",
     "WanAnimateTransformer3DModel",
 }  # fmt: skip
 ONE_OF_EACH = {"dense_steps": 1, "refresh_interval": 2, "reference_steps": 1}

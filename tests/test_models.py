@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("diffusers")
+import diffusers
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch.nn.attention.flex_attention import create_block_mask
 

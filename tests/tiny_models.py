@@ -56,7 +56,7 @@ def ltx2(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "audio_hidden_states": noise(1, 10, 4, seed=2),
         "timestep": torch.full((1, 48), 500.0),
         "audio_timestep": torch.tensor([500.0]),
-        **{"num_frames": 3, "height": 4, "width": 4, "audio_num_frames": 10},
+        **dict(zip(("num_frames", "height", "width", "audio_num_frames"), (3, 4, 4, 10), strict=True)),
     }
     return sizes, inputs
 
@@ -87,6 +87,30 @@ def helios() -> tuple[dict[str, Any], dict[str, Any]]:
     for name, first, frames in (("long", 0, 16), ("mid", 16, 2), ("short", 18, 1)):
         inputs[f"latents_history_{name}"] = noise(1, 4, frames, 8, 8)
         inputs[f"indices_latents_history_{name}"] = torch.arange(first, first + frames)[None]
+    return sizes, inputs
+
+
+def minimax_h3() -> tuple[dict[str, Any], dict[str, Any]]:
+    """One packed sequence: 8 of text, a keyframe of 16, 10 of audio, 48 of video."""
+    sizes = {
+        **HEADS, "attention_head_dim": 32, "hidden_size": 32, "num_layers": 2, "num_refiner_layers": 1, "ffn_dim": 64, "in_channels": 4,
+        "audio_in_channels": 4, "text_dim": 16, "freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 16, "rope_freq_dim": 4,
+    }  # fmt: skip
+    frame = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
+    places = [torch.zeros(34, 3), *(torch.cat([torch.full((16, 1), 8 + 1.5 * t), frame], 1) for t in range(3))]
+    text, keyframe, audio, clip = torch.arange(82).split([8, 16, 10, 48])
+    inputs = {
+        "hidden_states": noise(1, 64, 16),
+        "audio_hidden_states": noise(1, 10, 4, seed=2),
+        "encoder_hidden_states": noise(1, 8, 16, seed=1),
+        "timestep": torch.tensor([0.5, 0.1, 0.0]),
+        "timestep_indices": torch.tensor([2] * 8 + [1] * 16 + [0] * 58),
+        "token_tags": torch.tensor([1] * 8 + [0] * 16 + [2] * 10 + [0] * 48),
+        "position_ids": torch.cat(places).double(),
+        "video_indices": torch.cat([keyframe, clip]),
+        "audio_indices": audio,
+        "text_indices": text,
+    }
     return sizes, inputs
 
 
@@ -133,6 +157,7 @@ def newer() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], slice | None
             *ltx2(gated_attn=False, audio_gated_attn=False, perturbed_attn=False, rope_type="interleaved"),
             None,
         ),
+        "minimax h3": ("MiniMaxH3Transformer3DModel", *minimax_h3(), slice(0, 34)),
         # its RoPE rounds to bfloat16: in a second layer a difference in the last bit could become one of 2**-8
         "kandinsky5": ("Kandinsky5Transformer3DModel", {**KANDINSKY, "num_visual_blocks": 1}, kandinsky5(), None),
         "kandinsky6": (

@@ -36,6 +36,33 @@ def grid_by_name(arguments: Mapping[str, Any], config: Any) -> Grid | None:
     return (frames, height, width) if frames and height and width else None
 
 
+def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | None:
+    """One sequence of text, frames that are given, audio and the video, which comes last; places (t, h, w) are an argument.
+
+    It reads device values: hosts ask once for each position_ids.
+    """
+    found = [arguments.get(name) for name in ("position_ids", "token_tags", "timestep_indices")]
+    if any(rows is None for rows in found):
+        return None
+    places, tags, times = (rows.tolist() for rows in found)
+    first = len(places)
+    while first and tags[first - 1] == _VIDEO_TAG and times[first - 1] == times[-1]:
+        first -= 1
+    video = places[first:]
+    frame = _run_of_equals([t for t, _, _ in video])
+    width = _run_of_equals([h for _, h, _ in video[:frame]])
+    if not video or len(video) % frame or frame % width:
+        return None
+    return len(video) // frame, frame // width, width
+
+
+_VIDEO_TAG = 0  # of MiniMax-H3
+
+
+def _run_of_equals(values: list[float]) -> int:
+    return next((i for i, value in enumerate(values) if value != values[0]), len(values))
+
+
 def _patched(arguments: Mapping[str, Any], config: Any, channels: int) -> Grid | None:
     shape = getattr(arguments.get("hidden_states"), "shape", ())
     patch = getattr(config, "patch_size", None)
@@ -53,7 +80,8 @@ class ModelRow:
     """One transformer class.
 
     blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention, dots allowed).
-    text: where text tokens stand in the attention sequence: "none", "last" or "first".
+    text: where text tokens stand in the attention sequence: "none", "last" or "first"; "packed": whatever is before the video that grid
+        finds is treated as text, and stays exact: other modalities, and frames that are given.
     preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
     pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
@@ -62,7 +90,7 @@ class ModelRow:
     """
 
     blocks: tuple[tuple[str, str], ...]
-    text: Literal["none", "first", "last"] = "none"
+    text: Literal["none", "first", "last", "packed"] = "none"
     preset: str = "wan2.1-14b"
     borrows: bool = False
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents
@@ -76,7 +104,7 @@ class ModelRow:
 
     def text_tokens(self, tokens: int, video_tokens: int) -> int:
         """How many of an attention call's tokens are text, where the stock processor was handed video_tokens."""
-        text = 0 if self.text == "none" else tokens - video_tokens
+        text = 0 if self.text in ("none", "packed") else tokens - video_tokens
         return 0 if self.two_streams and text == video_tokens else text
 
     def all_blocks(self, transformer: Any) -> list[Any]:
@@ -113,6 +141,9 @@ MODELS: dict[str, ModelRow] = {
     # attn1 is the video's; audio, and both ways between them, have attention modules of their own
     "LTX2VideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
     "MochiTransformer3DModel": ModelRow(_ATTN1, text="last", borrows=True),
+    "MiniMaxH3Transformer3DModel": ModelRow(
+        (("transformer_blocks", "attn"),), text="packed", preset="hunyuanvideo", borrows=True, grid=grid_of_packed_rows
+    ),
     "Kandinsky5Transformer3DModel": ModelRow((("visual_transformer_blocks", "self_attention"),), borrows=True, grid=grid_of_channels_last),
     "Kandinsky6Transformer3DModel": ModelRow(
         (("visual_transformer_blocks", "video_dec_block.self_attention"),), borrows=True, grid=grid_of_channels_last
@@ -126,7 +157,6 @@ _IMAGES, _AUDIO = "it makes images", "it makes audio"
 STAY_DENSE: dict[str, str] = {
     "CosmosTransformer3DModel": "nobody has written its row",
     "Cosmos3OmniTransformer": "nobody has written its row: keys of its prompt have no queries, and heads share keys",
-    "MiniMaxH3Transformer3DModel": "nobody has written its row",
     "AnyFlowFARTransformer3DModel": "it makes a video chunk by chunk, with a block-causal mask and a cache of keys",
     "Kandinsky6SRTransformer3DModel": _TRAINED,
     "WanAnimate2Transformer3DModel": _TRAINED,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from parkattn.hosts.diffusers.instances import itself
 from parkattn.hosts.diffusers.sequence_parallel import mask_in_one_piece, run_in_ulysses, why_not_ulysses
 from parkattn.models import ModelRow
 
+_UNKNOWN_LAYOUT = "which tokens are the video is unknown: a transformer compiled whole; compile blocks alone (block.compile())"
 _SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffusers sets on processors, and cache-dit
 
 
@@ -151,11 +153,15 @@ class MethodProcessor:
     def _ask_engine(self, tokens: Tokens, options: CallOptions, reason: str | None, stock: Callable[[], Tensor]) -> Tensor:
         """stock: the stock attention of these tokens -> [b s h d]."""
         key_valid, mask_reason = _key_valid(tokens.mask, tokens.q)
+        text_tokens, length, grid = tokens.text_tokens, tokens.q.shape[1], self.engine.clock.grid
+        if self.row.text == "packed":
+            text_tokens = length - math.prod(grid) if grid is not None else length
+            reason = reason or (_UNKNOWN_LAYOUT if not 0 <= text_tokens < length else None)
         out = self.engine.attend(
             *(x.transpose(1, 2) for x in tokens[:3]),
             layer=self.layer,
             transformer=self.transformer,
-            text=_text_span(self.row.text, tokens.text_tokens, tokens.q.shape[1]),
+            text=_text_span(self.row.text, text_tokens, length),
             key_valid=key_valid,
             scale=options.scale,
             dense=lambda: stock().transpose(1, 2),
@@ -184,7 +190,7 @@ class MethodProcessor:
 def _text_span(place: str, tokens: int, length: int) -> slice | None:
     if place == "none" or tokens == 0:
         return None
-    return slice(0, tokens) if place == "first" else slice(length - tokens, length)
+    return slice(length - tokens, length) if place == "last" else slice(0, tokens)
 
 
 def _key_valid(mask: Any, q: Tensor) -> tuple[Tensor | None, str | None]:

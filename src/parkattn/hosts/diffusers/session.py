@@ -317,11 +317,11 @@ def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lo
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoising transformers of a pipeline (Wan2.2 has two), each once, or the transformer itself."""
+    """The denoising transformers of a pipeline (Wan2.2 has two, MiniMax-H3 one for references), each once, or the transformer itself."""
     if isinstance(target, torch.nn.Module):
         return {"transformer": without_compile_wrapper(target)}
     found: dict[str, torch.nn.Module] = {}
-    for name in ("transformer", "transformer_2"):
+    for name in ("transformer", "transformer_2", "transformer_ref"):
         module = without_compile_wrapper(getattr(target, name, None))
         if isinstance(module, torch.nn.Module) and not any(module is other for other in found.values()):
             found[name] = module

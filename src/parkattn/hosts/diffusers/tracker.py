@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from parkattn.engine import Clock
 from parkattn.hosts.diffusers.instances import put_on_instance
 from parkattn.hosts.diffusers.timesteps import MOST_BRANCHES, TimestepCounter
-from parkattn.models import ModelRow
+from parkattn.models import Grid, ModelRow
 
 
 class StepTracker:
@@ -152,6 +153,7 @@ class _Hooks:
         self.row = row
         self.names = names  # of the arguments of forward
         self.told = False  # of the forward under way, by whoever called it
+        self._packed: tuple[weakref.ref[Any], Grid | None] | None = None  # the last position_ids, and the grid that they hold
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
@@ -161,7 +163,17 @@ class _Hooks:
         clock.gradient = torch.is_grad_enabled()
         clock.recomputed = clock.gradient and bool(getattr(module, "gradient_checkpointing", False))
         self.tracker.begin_forward(arguments, training=clock.gradient and module.training)
-        clock.grid = self.row.grid(arguments, getattr(module, "config", None))
+        clock.grid = self._grid(arguments, getattr(module, "config", None))
+
+    def _grid(self, arguments: dict[str, Any], config: Any) -> Grid | None:
+        """A packed sequence is read once for all steps, because that waits for the GPU."""
+        assert self.row is not None
+        places = arguments.get("position_ids")
+        if self.row.text != "packed" or places is None:
+            return self.row.grid(arguments, config)
+        if self._packed is None or self._packed[0]() is not places:
+            self._packed = weakref.ref(places), self.row.grid(arguments, config)
+        return self._packed[1]
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self.tracker is not None:
