@@ -23,7 +23,7 @@ pytestmark = [
 # tried as a bare transformer in test_models, not as a pipeline
 TRANSFORMER_ALONE = {
     "AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "ChronoEditTransformer3DModel", "ConsisIDTransformer3DModel",
-    "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel",
+    "CosmosTransformer3DModel", "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel",
     "Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel", "LTX2VideoTransformer3DModel", "MiniMaxH3Transformer3DModel",
     "MotifVideoTransformer3DModel",
     "WanAnimateTransformer3DModel",

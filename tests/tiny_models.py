@@ -90,6 +90,21 @@ def helios() -> tuple[dict[str, Any], dict[str, Any]]:
     return sizes, inputs
 
 
+def cosmos(image: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """2.5 has a mask channel of given frames, and attends to an image's tokens too. Its padding mask, which needs torchvision, is off."""
+    sizes = {
+        **HEADS, **CHANNELS, "num_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (8, 16, 16),
+        "patch_size": (1, 2, 2), "rope_scale": (2.0, 1.0, 1.0), "concat_padding_mask": False,
+        "extra_pos_embed_type": None if image else "learnable",
+    }  # fmt: skip
+    inputs = {**video(4, 3, 8, 8), "fps": 30}
+    if image:
+        sizes |= {"in_channels": 5, "img_context_dim_in": 8, "img_context_num_tokens": 4, "img_context_dim_out": 32}
+        inputs |= {"condition_mask": torch.zeros(1, 1, 3, 8, 8)}
+        inputs["encoder_hidden_states"] = (inputs["encoder_hidden_states"], noise(1, 4, 8, seed=3))
+    return sizes, inputs
+
+
 def minimax_h3() -> tuple[dict[str, Any], dict[str, Any]]:
     """One packed sequence: 8 of text, a keyframe of 16, 10 of audio, 48 of video."""
     sizes = {
@@ -157,6 +172,8 @@ def newer() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], slice | None
             *ltx2(gated_attn=False, audio_gated_attn=False, perturbed_attn=False, rope_type="interleaved"),
             None,
         ),
+        "cosmos": ("CosmosTransformer3DModel", *cosmos(), None),
+        "cosmos 2.5": ("CosmosTransformer3DModel", *cosmos(image=True), None),
         "minimax h3": ("MiniMaxH3Transformer3DModel", *minimax_h3(), slice(0, 34)),
         # its RoPE rounds to bfloat16: in a second layer a difference in the last bit could become one of 2**-8
         "kandinsky5": ("Kandinsky5Transformer3DModel", {**KANDINSKY, "num_visual_blocks": 1}, kandinsky5(), None),

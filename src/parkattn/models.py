@@ -140,6 +140,7 @@ MODELS: dict[str, ModelRow] = {
     "LTXVideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
     # attn1 is the video's; audio, and both ways between them, have attention modules of their own
     "LTX2VideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
+    "CosmosTransformer3DModel": ModelRow(_ATTN1, borrows=True),
     "MochiTransformer3DModel": ModelRow(_ATTN1, text="last", borrows=True),
     "MiniMaxH3Transformer3DModel": ModelRow(
         (("transformer_blocks", "attn"),), text="packed", preset="hunyuanvideo", borrows=True, grid=grid_of_packed_rows
@@ -155,7 +156,6 @@ _TRAINED = "its checkpoints are trained with a sparse mask of their own (a flex 
 _IMAGES, _AUDIO = "it makes images", "it makes audio"
 # classes of diffusers that have no row, and why; images and audio by their names (1D, 2D) need no entry
 STAY_DENSE: dict[str, str] = {
-    "CosmosTransformer3DModel": "nobody has written its row",
     "Cosmos3OmniTransformer": "nobody has written its row: keys of its prompt have no queries, and heads share keys",
     "AnyFlowFARTransformer3DModel": "it makes a video chunk by chunk, with a block-causal mask and a cache of keys",
     "Kandinsky6SRTransformer3DModel": _TRAINED,

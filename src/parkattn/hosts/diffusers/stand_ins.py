@@ -59,8 +59,10 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))} if code is not None else set()  # and getattr's
     functional = FunctionalStandIn()
     dispatchers = {"dispatch_attention_fn", "_dispatch_attention_fn"} & names
-    if dispatchers and "_attention_backend" in names:
-        replaced: dict[str, Any] = {**dict.fromkeys(dispatchers, dispatch_stand_in), "F": functional}
+    hands_itself_over = bool(dispatchers) and "_attention_backend" in names
+    if dispatchers:
+        answer = dispatch_stand_in if hands_itself_over else functional.dispatch
+        replaced: dict[str, Any] = {**dict.fromkeys(dispatchers, answer), "F": functional}
     elif {"USP", "attention_function"} & names:
         register_backend()
         replaced = {"USP": functional.usp}
@@ -68,10 +70,10 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
         replaced = {"F": functional}
     else:
         raise ValueError(
-            f"processor: expected one that hands its backend to dispatch_attention_fn, or calls F.scaled_dot_product_attention or USP, got "
+            f"processor: expected one that calls dispatch_attention_fn, F.scaled_dot_product_attention or USP, got "
             f"{stock.__name__}; set the model's default processor before enable, or leave this model dense."
         )
-    by_context, in_usp = not dispatchers, "USP" in replaced
+    by_context, in_usp = not hands_itself_over, "USP" in replaced
     names_seen = {**stock_call.__globals__, **replaced}
     # by this name torch.compile would look globals up in the stock module, where cross-attention finds its own
     names_seen.pop("__name__")
@@ -187,6 +189,10 @@ class FunctionalStandIn:
         extras = {"enable_gqa": True} if enable_gqa else {}
         options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0], extras=extras)
         return caller.answer(q, k, v, attn_mask, options).transpose(1, 2)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of a dispatch_attention_fn that stock code hands no backend, as Cosmos' does."""
+        return dispatch_stand_in(*args, **{**kwargs, "backend": self._next_call()[0]})
 
     def usp(
         self,

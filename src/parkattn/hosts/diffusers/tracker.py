@@ -160,6 +160,8 @@ class _Hooks:
         if torch.compiler.is_compiling() or self.told or self.tracker is None or self.row is None:
             return
         arguments, clock = {**dict(zip(self.names, args, strict=False)), **kwargs}, self.tracker.clock
+        if self.row.text == "packed":  # its timesteps are those of all modalities, and the video comes last
+            arguments["timestep"] = arguments["timestep"][arguments["timestep_indices"][-1]]
         clock.gradient = torch.is_grad_enabled()
         clock.recomputed = clock.gradient and bool(getattr(module, "gradient_checkpointing", False))
         self.tracker.begin_forward(arguments, training=clock.gradient and module.training)
