@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("diffusers")
+import tiny_models
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, fused, summary
 from parkattn.hosts.diffusers.session import session_of
@@ -73,9 +74,9 @@ def test_other_sizes_need_one_more_graph(tracing_compiler):
     assert graphs() < 4, "one of the sizes makes a graph for any size"
 
 
-@pytest.mark.parametrize("name", tiny.transformers())
+@pytest.mark.parametrize("name", tiny_models.every())
 def test_every_family(tracing_compiler, name):
-    transformer, inputs, _ = tiny.transformers()[name]
+    transformer, inputs, _ = tiny_models.every()[name]
     outcome = []
 
     def once(fuse: bool) -> torch.Tensor:

@@ -23,7 +23,7 @@ from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
 
 # autocast, asked for by Mochi, does nothing in float32 on a CPU and says so
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
-TINY = {**tiny.transformers(), **tiny_models.transformers()}
+TINY = tiny_models.every()
 NOT_ON_A_GRID = {"helios", "framepack"}  # history, at other resolutions, is in the sequence too
 
 

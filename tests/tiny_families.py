@@ -23,11 +23,17 @@ class Family:
     inputs: Callable[[], dict[str, Any]]
     forwards: int = 1
     batch: int = 1  # of one forward
+    left_out: int = 0  # attention calls of a step that guidance leaves out
+    call: Callable[[Any, int, int], torch.Tensor] | None = (
+        None  # (pipe, seed, steps) -> latents, where the pipeline has arguments of its own
+    )
 
     def run(self, pipe: Any, seed: int = 0, steps: int = STEPS) -> torch.Tensor:
+        if self.call is not None:
+            return self.call(pipe, seed, steps)
         run = {"num_inference_steps": steps, "generator": torch.Generator().manual_seed(seed), "output_type": "latent"}
-        out = pipe(**self.inputs(), **run)
-        return out.frames
+        found = pipe(**self.inputs(), **run).frames
+        return found[0] if isinstance(found, list) else found
 
 
 def image():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import tiny_pipelines
 from tiny_pipelines import diffusers, noise
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -204,6 +205,11 @@ def made(cls: str, sizes: dict[str, Any]) -> torch.nn.Module:
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     return model
+
+
+def every() -> dict[str, tuple[torch.nn.Module, dict[str, Any], slice | None]]:
+    """The first ones too."""
+    return {**tiny_pipelines.transformers(), **transformers()}
 
 
 def transformers() -> dict[str, tuple[torch.nn.Module, dict[str, Any], slice | None]]:
