@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from parkattn.models import MODELS as ROWS
+
 COLUMNS = ("torch", "triton", "diffusers", "transformers", "accelerate", "typer", "rich", "av", "safetensors", "numpy")
 
 # measured by `park bench`, whose records are in benchmarks/results; the matrix compiles for all of them
@@ -19,13 +21,20 @@ GPUS = (
         "not tried; the backend refuses what is older than sm_80, and the PyTorch definitions run anywhere",
     ),
 )
+AT_FULL_SIZE = {
+    ROWS[
+        "WanTransformer3DModel"
+    ].released: "Wan2.1 in full size with random weights on a GPU; all in small sizes on a CPU",
+    ROWS[
+        "HunyuanVideoTransformer3DModel"
+    ].released: "in full size with random weights on a GPU; T2V and I2V in small sizes on a CPU",
+}
 MODELS = (
+    *AT_FULL_SIZE.items(),
     (
-        "Wan2.1, Wan2.2 (T2V, I2V, TI2V), VACE",
-        "Wan2.1 in full size with random weights on a GPU; all in small sizes on a CPU",
+        ", ".join(row.released for row in ROWS.values() if row.released not in AT_FULL_SIZE),
+        "in small sizes on a CPU, each in a pipeline of its own (ConsisID: its transformer)",
     ),
-    ("HunyuanVideo", "in full size with random weights on a GPU; T2V and I2V in small sizes on a CPU"),
-    ("HunyuanVideo-1.5, SkyReels-V2, CogVideoX, LTX-Video, Mochi", "in small sizes on a CPU"),
     (
         "the small trained model in the package",
         "trained weights, on a CPU, in every environment above that has a video",

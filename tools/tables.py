@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.files import write_atomically
-from parkattn.models import SIZES
+from parkattn.models import MODELS as TRANSFORMERS
+from parkattn.models import SIZES, STAY_DENSE
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
@@ -308,6 +309,30 @@ def one_video_on_h200() -> str:
     return page_table(
         "model | forwards a step | dense | PARK | 8 prompts | transformer's weights | peak, dense | peak, PARK", rows
     )
+
+
+# docs/integrate.md, out of parkattn.models
+
+_EXACT = {"none": "", "first": "text, first", "last": "text, last", "packed": "all that is before the video"}
+
+
+@published
+def transformer_classes() -> str:
+    return page_table(
+        "transformer class | models | layers counted from 0 | exact beside the video | settings",
+        (
+            (
+                f"`{name}`", row.released, ", then ".join(f"`{blocks}`" for blocks, _ in row.blocks), _EXACT[row.text],
+                f"borrowed from {row.preset}" if row.borrows else f"{row.preset}",
+            )
+            for name, row in TRANSFORMERS.items()
+        ),
+    )  # fmt: skip
+
+
+@published
+def classes_that_stay_dense() -> str:
+    return page_table("class | why", ((f"`{name}`", why) for name, why in STAY_DENSE.items()))
 
 
 def pages() -> list[Path]:

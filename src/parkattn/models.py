@@ -80,6 +80,7 @@ class ModelRow:
     """One transformer class.
 
     blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention, dots allowed).
+    released: the models that it is the class of.
     text: where text tokens stand in the attention sequence: "none", "last" or "first"; "packed": whatever is before the video that grid
         finds is treated as text, and stays exact: other modalities, and frames that are given.
     preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
@@ -90,6 +91,7 @@ class ModelRow:
     """
 
     blocks: tuple[tuple[str, str], ...]
+    released: str
     text: Literal["none", "first", "last", "packed"] = "none"
     preset: str = "wan2.1-14b"
     borrows: bool = False
@@ -111,43 +113,44 @@ class ModelRow:
         return [block for blocks, _ in self.blocks for block in getattr(transformer, blocks)]
 
 
-_WAN = ModelRow((("blocks", "attn1"),))
-_LIKE_WAN = ModelRow((("blocks", "attn1"),), borrows=True)
+_WAN = (("blocks", "attn1"),)
 _ATTN1 = (("transformer_blocks", "attn1"),)
-_DUAL_AND_SINGLE = (("transformer_blocks", "attn"), ("single_transformer_blocks", "attn"))
+_DUAL = (("transformer_blocks", "attn"),)
+_DUAL_AND_SINGLE = (*_DUAL, ("single_transformer_blocks", "attn"))
+_LIKE_HUNYUAN: dict[str, Any] = {"text": "last", "preset": "hunyuanvideo", "borrows": True}
 
 MODELS: dict[str, ModelRow] = {
-    "WanTransformer3DModel": _WAN,
+    "WanTransformer3DModel": ModelRow(_WAN, "Wan2.1, Wan2.2 (T2V, I2V, TI2V)"),
     # control blocks come after the main ones, so that layer numbers mean the same as in Wan
-    "WanVACETransformer3DModel": ModelRow((("blocks", "attn1"), ("vace_blocks", "attn1"))),
-    "SkyReelsV2Transformer3DModel": _WAN,
-    "WanAnimateTransformer3DModel": _LIKE_WAN,
-    "ChronoEditTransformer3DModel": _LIKE_WAN,
-    "AnyFlowTransformer3DModel": ModelRow((("blocks", "attn1"),), borrows=True, grid=grid_of_frames_first),
+    "WanVACETransformer3DModel": ModelRow((*_WAN, ("vace_blocks", "attn1")), "Wan VACE"),
+    "SkyReelsV2Transformer3DModel": ModelRow(_WAN, "SkyReels-V2"),
+    "WanAnimateTransformer3DModel": ModelRow(_WAN, "Wan-Animate", borrows=True),
+    "ChronoEditTransformer3DModel": ModelRow(_WAN, "ChronoEdit", borrows=True),
+    "AnyFlowTransformer3DModel": ModelRow(_WAN, "AnyFlow", borrows=True, grid=grid_of_frames_first),
     # history comes first in the sequence and is clustered with the video: it is video
-    "HeliosTransformer3DModel": _LIKE_WAN,
-    "HunyuanVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, text="last", preset="hunyuanvideo", sequence_parallel=True),
-    "HunyuanVideo15Transformer3DModel": ModelRow(
-        (("transformer_blocks", "attn"),), text="last", preset="hunyuanvideo", borrows=True, pair_mask=True
+    "HeliosTransformer3DModel": ModelRow(_WAN, "Helios", borrows=True),
+    "HunyuanVideoTransformer3DModel": ModelRow(
+        _DUAL_AND_SINGLE, "HunyuanVideo (T2V, I2V)", text="last", preset="hunyuanvideo", sequence_parallel=True
     ),
-    "HunyuanVideoFramepackTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, text="last", preset="hunyuanvideo", borrows=True),
+    "HunyuanVideo15Transformer3DModel": ModelRow(_DUAL, "HunyuanVideo-1.5", **_LIKE_HUNYUAN, pair_mask=True),
+    "HunyuanVideoFramepackTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, "HunyuanVideo-FramePack", **_LIKE_HUNYUAN),
     # its decoder blocks attend to their own stream and to the encoder's, both of the whole video
-    "MotifVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, text="last", preset="hunyuanvideo", borrows=True, two_streams=True),
-    "CogVideoXTransformer3DModel": ModelRow(_ATTN1, text="first", borrows=True, grid=grid_of_frames_first),
-    "ConsisIDTransformer3DModel": ModelRow(_ATTN1, text="first", borrows=True, grid=grid_of_frames_first),
-    "EasyAnimateTransformer3DModel": ModelRow(_ATTN1, text="first", borrows=True),
-    "AllegroTransformer3DModel": ModelRow(_ATTN1, borrows=True),
-    "LTXVideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
+    "MotifVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, "Motif-Video", **_LIKE_HUNYUAN, two_streams=True),
+    "MiniMaxH3Transformer3DModel": ModelRow(_DUAL, "MiniMax-H3", **{**_LIKE_HUNYUAN, "text": "packed"}, grid=grid_of_packed_rows),
+    "CogVideoXTransformer3DModel": ModelRow(_ATTN1, "CogVideoX", text="first", borrows=True, grid=grid_of_frames_first),
+    "ConsisIDTransformer3DModel": ModelRow(_ATTN1, "ConsisID", text="first", borrows=True, grid=grid_of_frames_first),
+    "EasyAnimateTransformer3DModel": ModelRow(_ATTN1, "EasyAnimate", text="first", borrows=True),
+    "AllegroTransformer3DModel": ModelRow(_ATTN1, "Allegro", borrows=True),
+    "CosmosTransformer3DModel": ModelRow(_ATTN1, "Cosmos 1, 2, 2.5", borrows=True),
+    "LTXVideoTransformer3DModel": ModelRow(_ATTN1, "LTX-Video", borrows=True, grid=grid_by_name),
     # attn1 is the video's; audio, and both ways between them, have attention modules of their own
-    "LTX2VideoTransformer3DModel": ModelRow(_ATTN1, borrows=True, grid=grid_by_name),
-    "CosmosTransformer3DModel": ModelRow(_ATTN1, borrows=True),
-    "MochiTransformer3DModel": ModelRow(_ATTN1, text="last", borrows=True),
-    "MiniMaxH3Transformer3DModel": ModelRow(
-        (("transformer_blocks", "attn"),), text="packed", preset="hunyuanvideo", borrows=True, grid=grid_of_packed_rows
+    "LTX2VideoTransformer3DModel": ModelRow(_ATTN1, "LTX-2, 2.3, 2.5", borrows=True, grid=grid_by_name),
+    "MochiTransformer3DModel": ModelRow(_ATTN1, "Mochi", text="last", borrows=True),
+    "Kandinsky5Transformer3DModel": ModelRow(
+        (("visual_transformer_blocks", "self_attention"),), "Kandinsky 5", borrows=True, grid=grid_of_channels_last
     ),
-    "Kandinsky5Transformer3DModel": ModelRow((("visual_transformer_blocks", "self_attention"),), borrows=True, grid=grid_of_channels_last),
     "Kandinsky6Transformer3DModel": ModelRow(
-        (("visual_transformer_blocks", "video_dec_block.self_attention"),), borrows=True, grid=grid_of_channels_last
+        (("visual_transformer_blocks", "video_dec_block.self_attention"),), "Kandinsky 6", borrows=True, grid=grid_of_channels_last
     ),
 }
 
