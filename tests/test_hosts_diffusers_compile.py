@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_families as families
+import tiny_newer_families as newer
 import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, summary
 from test_hosts_diffusers import SPARSE, trace
@@ -166,6 +167,22 @@ def test_a_whole_compiled_transformer_whose_step_nobody_counts_stays_dense_and_s
         torch.compile(transformer, fullgraph=True, backend="eager")(**inputs)
         (reason,) = summary(transformer).dense_because
     assert reason.startswith("the step is unknown: a compiled transformer without a scheduler")
+
+
+def test_a_packed_sequence_compiled_whole_stays_dense_and_says_so():
+    """Where its video begins is in the arguments of forward, which are inside the graph."""
+    if "minimax h3" not in newer.FAMILIES:
+        pytest.skip("this diffusers has no MiniMax-H3")
+    family = newer.FAMILIES["minimax h3"]
+    pipe = family.build()
+    dense = family.run(pipe)
+    with enable(pipe, SPARSE) as session:
+        family.run(pipe)
+        assert summary(pipe).calls["dense"] == 0
+        pipe.transformer.compile(backend="eager")
+        torch.testing.assert_close(family.run(pipe), dense)
+        ((reason, _),) = session.summary().dense_because.items()
+        assert "which tokens are the video is unknown" in reason
 
 
 def test_a_compiled_transformer_that_asks_for_gradients_is_refused_with_what_to_do():

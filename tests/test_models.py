@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -18,7 +19,7 @@ import tiny_pipelines as tiny
 from parkattn import ParkConfig
 from parkattn.hosts.diffusers import disable, enable, summary
 from parkattn.hosts.diffusers.processor import MethodProcessor
-from parkattn.models import MODELS, SIZES, STAY_DENSE
+from parkattn.models import MODELS, SIZES, STAY_DENSE, grid_of_packed_rows
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
 
 # autocast, asked for by Mochi, does nothing in float32 on a CPU and says so
@@ -36,6 +37,11 @@ def name(request):
 @pytest.fixture
 def model(name):
     return TINY[name]
+
+
+def of(name):
+    """(transformer, arguments of a forward, text span)."""
+    return TINY[name] if name in TINY else pytest.skip("this diffusers lacks the class")
 
 
 def run(transformer, inputs) -> torch.Tensor:
@@ -164,7 +170,7 @@ def test_a_block_causal_mask_stays_dense_with_a_reason():
 
 
 def test_audio_and_what_crosses_to_it_keep_their_processors():
-    transformer = TINY["ltx2"][0]
+    transformer, _, _ = of("ltx2")
     with enable(transformer, SPARSE, total_steps=1):
         ours = {name for name, module in transformer.named_modules() if isinstance(getattr(module, "processor", None), MethodProcessor)}
     assert ours == {"transformer_blocks.0.attn1", "transformer_blocks.1.attn1"}
@@ -173,7 +179,7 @@ def test_audio_and_what_crosses_to_it_keep_their_processors():
 @pytest.mark.parametrize("perturbed", [0.0, 1.0])
 def test_a_perturbed_layer_is_not_attended_to_and_one_that_is_not_is(perturbed):
     """LTX-2's skip guidance: a mask of zeros takes the values for the attention of a layer."""
-    transformer, inputs, _ = TINY["ltx2"]
+    transformer, inputs, _ = of("ltx2")
     inputs = {**inputs, "spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.full((1, 1, 1), perturbed)}
     dense = run(transformer, inputs)
     with enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0):
@@ -183,6 +189,7 @@ def test_a_perturbed_layer_is_not_attended_to_and_one_that_is_not_is(perturbed):
 
 def test_a_second_stream_of_the_video_is_no_text():
     """Motif's decoder blocks attend to the stream of its encoder, which is as long as their own."""
+    of("motif")
     cls, sizes, inputs, text = tiny_models.newer()["motif"]
     transformer = tiny_models.made(cls, {**sizes, "num_decoder_layers": 1})
     dense = run(transformer, inputs)
@@ -192,6 +199,50 @@ def test_a_second_stream_of_the_video_is_no_text():
     assert [(site.text, site.grid) for site, _ in seen] == [(text, (3, 4, 4)), (text, (3, 4, 4)), (None, None)]
     with enable(transformer, EVERY_BLOCK, total_steps=1, dense_steps=0):
         torch.testing.assert_close(run(transformer, inputs), dense, rtol=0, atol=tolerance(dense))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_trained_sparse_mask_stays_dense_with_a_reason():
+    """Kandinsky 5's NABLA hands over a flex BlockMask."""
+    transformer, inputs, _ = copy.deepcopy(of("kandinsky5"))
+    transformer.set_attention_backend("flex")
+    places = [torch.arange(size) for size in (2, 8, 8)]
+    nabla = {"to_fractal": True, "sta_mask": torch.ones(1, 1, 2, 2, dtype=torch.bool), "P": 0.9}
+    inputs = {**inputs, "hidden_states": tiny.noise(1, 2, 16, 16, 4), "visual_rope_pos": places, "sparse_params": nabla}
+    dense = run(transformer, inputs)
+    enable(transformer, SPARSE, total_steps=1)
+    assert torch.equal(run(transformer, inputs), dense)
+    ((reason, calls),) = summary(transformer).dense_because.items()
+    assert "BlockMask" in reason and calls == 1
+
+
+def packed(prefix: list[tuple[int, int]], grid=(3, 4, 2)) -> dict[str, torch.Tensor]:
+    """prefix: (tag, timestep) of what is before the video, 8 rows each."""
+    frames = torch.cartesian_prod(*(1.5 * torch.arange(size) for size in grid))
+    rows = [*prefix, (0, 0)]
+    lengths = [8] * len(prefix) + [len(frames)]
+    tags, times = (torch.repeat_interleave(torch.tensor(column), torch.tensor(lengths)) for column in zip(*rows, strict=True))
+    places = torch.cat([torch.zeros(8 * len(prefix), 3), frames])
+    return {"position_ids": places, "token_tags": tags, "timestep_indices": times}
+
+
+@pytest.mark.parametrize(
+    "prefix", [[], [(1, 1)], [(1, 2), (0, 1), (2, 0)], [(1, 2), (0, 1)], [(1, 1), (0, 1), (2, 1), (0, 1), (2, 0)]], ids=str
+)
+@pytest.mark.parametrize("grid", [(3, 4, 2), (1, 4, 2), (2, 1, 3), (2, 3, 1)], ids=str)
+def test_the_video_of_a_packed_sequence_is_found_behind_text_frames_references_and_audio(prefix, grid):
+    assert grid_of_packed_rows(packed(prefix, grid), None) == grid
+    assert grid_of_packed_rows({"position_ids": torch.zeros(3, 3)}, None) is None
+
+
+def test_the_step_of_a_packed_sequence_is_that_of_its_video():
+    """MiniMax-H3's timesteps rise, and what is given has the last of them all along."""
+    transformer, inputs, _ = of("minimax h3")
+    with enable(transformer, SPARSE, total_steps=3, refresh_interval=2, reference_steps=1):
+        seen = trace(transformer)
+        for video in (0.0, 0.3, 0.6):
+            run(transformer, {**inputs, "timestep": torch.tensor([video, 0.9, 1.0]), "hidden_states": inputs["hidden_states"] + video})
+    assert [(site.step, stats.phase) for site, stats in seen if site.layer == 0] == [(0, "refresh"), (1, "reuse"), (2, "refresh")]
 
 
 def test_hunyuan15_never_builds_the_mask_of_all_pairs(monkeypatch):

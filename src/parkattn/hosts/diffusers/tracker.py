@@ -178,8 +178,11 @@ class _Hooks:
         return self._packed[1]
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling() and self.tracker is not None:
-            self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
+        if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
+            return
+        self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
+        if self.row.text == "packed":
+            self.tracker.clock.grid = None  # of this forward alone: one that is compiled whole would take it for its own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Hooks, (None, None, [])
