@@ -81,7 +81,7 @@ def test_every_family(tracing_compiler, name):
 
     def once(fuse: bool) -> torch.Tensor:
         with torch.no_grad(), enable(transformer, CONFIG, total_steps=1, fuse=fuse):
-            out = transformer(**inputs, return_dict=False)[0]
+            out = tiny_models.video_of(transformer(**inputs, return_dict=False))
             outcome.append(summary(transformer))
         return out
 

@@ -21,7 +21,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:In CPU autocast"),  # Mochi asks for autocast, which does nothing in float32 on a CPU
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-TRANSFORMER_ALONE = {"ConsisIDTransformer3DModel"}  # its pipeline needs OpenCV
+TRANSFORMER_ALONE = {
+    "ConsisIDTransformer3DModel",
+    "Cosmos3OmniTransformer",
+}  # the first pipeline needs OpenCV, the other a tokenizer of Qwen's
 FAMILIES = {**families.FAMILIES, **newer.FAMILIES}
 ONE_OF_EACH = {"dense_steps": 1, "refresh_interval": 2, "reference_steps": 1}
 
@@ -47,7 +50,7 @@ def left_on(pipe) -> dict:
 def test_every_row_of_the_table_runs_as_a_pipeline_somewhere():
     here = {type(built(name).transformer).__name__ for name in FAMILIES}
     elsewhere = {"WanTransformer3DModel", "HunyuanVideoTransformer3DModel"}  # text to video, in test_hosts_diffusers
-    assert here | elsewhere | TRANSFORMER_ALONE == {name for name in MODELS if hasattr(diffusers, name)}
+    assert {name for name in MODELS if hasattr(diffusers, name)} - TRANSFORMER_ALONE == here | elsewhere
 
 
 def test_with_every_block_the_latents_are_those_of_dense_attention(family):

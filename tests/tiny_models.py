@@ -106,6 +106,27 @@ def cosmos(image: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     return sizes, inputs
 
 
+def cosmos3() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Queries and keys of 48 tokens of video and 5 of sound; 8 keys of text before them; two heads share keys."""
+    sizes = {
+        "head_dim": 16, "hidden_size": 32, "intermediate_size": 32, "latent_channel": 4, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "patch_latent_dim": 16, "vocab_size": 32, "rope_axes_dim": (4, 2, 2), "sound_gen": True, "sound_dim": 4,
+    }  # fmt: skip
+    frames, seconds = torch.arange(3), torch.arange(5)
+    places = torch.cat(
+        [torch.arange(8).expand(3, 8), 8 + torch.cartesian_prod(*map(torch.arange, (3, 4, 4))).T, 8 + seconds.expand(3, 5)], 1
+    )
+    inputs = {
+        "input_ids": torch.arange(8), "text_indexes": torch.arange(8), "position_ids": places, "und_len": 8, "sequence_length": 61,
+        "vision_tokens": [noise(1, 4, 3, 8, 8)], "vision_token_shapes": [(3, 4, 4)], "vision_timesteps": torch.full((48,), 500.0),
+        "vision_sequence_indexes": torch.arange(8, 56), "vision_mse_loss_indexes": torch.arange(8, 56), "vision_noisy_frame_indexes": [frames],
+        "sound_tokens": [noise(4, 5, seed=2)], "sound_token_shapes": [(5, 1, 1)], "sound_timesteps": torch.full((5,), 500.0),
+        "sound_sequence_indexes": torch.arange(56, 61), "sound_mse_loss_indexes": torch.arange(56, 61),
+        "sound_noisy_frame_indexes": [seconds],
+    }  # fmt: skip
+    return sizes, inputs
+
+
 def minimax_h3() -> tuple[dict[str, Any], dict[str, Any]]:
     """One packed sequence: 8 of text, a keyframe of 16, 10 of audio, 48 of video."""
     sizes = {
@@ -175,6 +196,7 @@ def newer() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], slice | None
         ),
         "cosmos": ("CosmosTransformer3DModel", *cosmos(), None),
         "cosmos 2.5": ("CosmosTransformer3DModel", *cosmos(image=True), None),
+        "cosmos 3": ("Cosmos3OmniTransformer", *cosmos3(), slice(0, 13)),
         "minimax h3": ("MiniMaxH3Transformer3DModel", *minimax_h3(), slice(0, 34)),
         # its RoPE rounds to bfloat16: in a second layer a difference in the last bit could become one of 2**-8
         "kandinsky5": ("Kandinsky5Transformer3DModel", {**KANDINSKY, "num_visual_blocks": 1}, kandinsky5(), None),
@@ -205,6 +227,11 @@ def made(cls: str, sizes: dict[str, Any]) -> torch.nn.Module:
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     return model
+
+
+def video_of(output: Any) -> torch.Tensor:
+    """Of what forward returns without a dict; Cosmos 3 returns a list of videos."""
+    return output[0][0] if isinstance(output[0], list) else output[0]
 
 
 def every() -> dict[str, tuple[torch.nn.Module, dict[str, Any], slice | None]]:

@@ -33,7 +33,7 @@ MODELS = (
     *AT_FULL_SIZE.items(),
     (
         ", ".join(row.released for row in ROWS.values() if row.released not in AT_FULL_SIZE),
-        "in small sizes on a CPU, each in a pipeline of its own (ConsisID: its transformer)",
+        "in small sizes on a CPU, each in a pipeline of its own (ConsisID, Cosmos 3: the transformer)",
     ),
     (
         "the small trained model in the package",

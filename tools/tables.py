@@ -313,7 +313,13 @@ def one_video_on_h200() -> str:
 
 # docs/integrate.md, out of parkattn.models
 
-_EXACT = {"none": "", "first": "text, first", "last": "text, last", "packed": "all that is before the video"}
+_EXACT = {
+    "none": "",
+    "first": "text, first",
+    "last": "text, last",
+    "packed": "all that is before the video",
+    "keys": "keys of text, and what follows the video",
+}
 
 
 @published

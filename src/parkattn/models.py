@@ -56,6 +56,26 @@ def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | Non
     return len(video) // frame, frame // width, width
 
 
+def grid_of_vision(arguments: Mapping[str, Any], config: Any) -> Grid | None:
+    """vision_token_shapes, where there is one video."""
+    shapes = arguments.get("vision_token_shapes") or ()
+    return tuple(shapes[0]) if len(shapes) == 1 else None
+
+
+def as_given(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    return arguments
+
+
+def with_timestep_of_last_row(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """timestep holds those of all modalities, and the video comes last."""
+    return {**arguments, "timestep": arguments["timestep"][arguments["timestep_indices"][-1]]}
+
+
+def with_vision_by_usual_names(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    timestep, latents, words = (arguments[name] for name in ("vision_timesteps", "vision_tokens", "input_ids"))
+    return {**arguments, "timestep": timestep, "hidden_states": latents[0], "encoder_hidden_states": words}
+
+
 _VIDEO_TAG = 0  # of MiniMax-H3
 
 
@@ -82,9 +102,11 @@ class ModelRow:
     blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention, dots allowed).
     released: the models that it is the class of.
     text: where text tokens stand in the attention sequence: "none", "last" or "first"; "packed": whatever is before the video that grid
-        finds is treated as text, and stays exact: other modalities, and frames that are given.
+        finds is treated as text, and stays exact: other modalities, and frames that are given. "keys": text is keys without queries, before
+        the video's, and what follows the video that grid finds is treated as text too.
     preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
+    named: arguments of forward -> the same, with timestep, hidden_states and encoder_... under these names, by which steps are counted.
     pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
     two_streams: in some layers the place of text holds a second stream of the same video, as long as the first.
@@ -92,10 +114,11 @@ class ModelRow:
 
     blocks: tuple[tuple[str, str], ...]
     released: str
-    text: Literal["none", "first", "last", "packed"] = "none"
+    text: Literal["none", "first", "last", "packed", "keys"] = "none"
     preset: str = "wan2.1-14b"
     borrows: bool = False
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents
+    named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_given
     pair_mask: bool = False
     sequence_parallel: bool = False
     two_streams: bool = False
@@ -104,9 +127,14 @@ class ModelRow:
         """The attention modules; their place in this list is their layer number."""
         return [attrgetter(attention)(block) for blocks, attention in self.blocks for block in getattr(transformer, blocks)]
 
+    @property
+    def by_grid(self) -> bool:
+        """Only the grid of a forward says which tokens are the video."""
+        return self.text in ("packed", "keys")
+
     def text_tokens(self, tokens: int, video_tokens: int) -> int:
         """How many of an attention call's tokens are text, where the stock processor was handed video_tokens."""
-        text = 0 if self.text in ("none", "packed") else tokens - video_tokens
+        text = 0 if self.text == "none" or self.by_grid else tokens - video_tokens
         return 0 if self.two_streams and text == video_tokens else text
 
     def all_blocks(self, transformer: Any) -> list[Any]:
@@ -136,12 +164,17 @@ MODELS: dict[str, ModelRow] = {
     "HunyuanVideoFramepackTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, "HunyuanVideo-FramePack", **_LIKE_HUNYUAN),
     # its decoder blocks attend to their own stream and to the encoder's, both of the whole video
     "MotifVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, "Motif-Video", **_LIKE_HUNYUAN, two_streams=True),
-    "MiniMaxH3Transformer3DModel": ModelRow(_DUAL, "MiniMax-H3", **{**_LIKE_HUNYUAN, "text": "packed"}, grid=grid_of_packed_rows),
+    "MiniMaxH3Transformer3DModel": ModelRow(
+        _DUAL, "MiniMax-H3", **{**_LIKE_HUNYUAN, "text": "packed"}, grid=grid_of_packed_rows, named=with_timestep_of_last_row
+    ),
     "CogVideoXTransformer3DModel": ModelRow(_ATTN1, "CogVideoX", text="first", borrows=True, grid=grid_of_frames_first),
     "ConsisIDTransformer3DModel": ModelRow(_ATTN1, "ConsisID", text="first", borrows=True, grid=grid_of_frames_first),
     "EasyAnimateTransformer3DModel": ModelRow(_ATTN1, "EasyAnimate", text="first", borrows=True),
     "AllegroTransformer3DModel": ModelRow(_ATTN1, "Allegro", borrows=True),
     "CosmosTransformer3DModel": ModelRow(_ATTN1, "Cosmos 1, 2, 2.5", borrows=True),
+    "Cosmos3OmniTransformer": ModelRow(
+        (("layers", "self_attn"),), "Cosmos 3", text="keys", borrows=True, grid=grid_of_vision, named=with_vision_by_usual_names
+    ),
     "LTXVideoTransformer3DModel": ModelRow(_ATTN1, "LTX-Video", borrows=True, grid=grid_by_name),
     # attn1 is the video's; audio, and both ways between them, have attention modules of their own
     "LTX2VideoTransformer3DModel": ModelRow(_ATTN1, "LTX-2, 2.3, 2.5", borrows=True, grid=grid_by_name),
@@ -159,7 +192,6 @@ _TRAINED = "its checkpoints are trained with a sparse mask of their own (a flex 
 _IMAGES, _AUDIO = "it makes images", "it makes audio"
 # classes of diffusers that have no row, and why; images and audio by their names (1D, 2D) need no entry
 STAY_DENSE: dict[str, str] = {
-    "Cosmos3OmniTransformer": "nobody has written its row: keys of its prompt have no queries, and heads share keys",
     "AnyFlowFARTransformer3DModel": "it makes a video chunk by chunk, with a block-causal mask and a cache of keys",
     "Kandinsky6SRTransformer3DModel": _TRAINED,
     "WanAnimate2Transformer3DModel": _TRAINED,

@@ -23,7 +23,8 @@ from parkattn.hosts.diffusers.instances import itself
 from parkattn.hosts.diffusers.sequence_parallel import mask_in_one_piece, run_in_ulysses, why_not_ulysses
 from parkattn.models import ModelRow
 
-_UNKNOWN_LAYOUT = "which tokens are the video is unknown: a transformer compiled whole; compile blocks alone (block.compile())"
+_UNKNOWN_LAYOUT = "which tokens are the video is unknown: several videos in one sequence, or a transformer compiled whole; compile blocks alone (block.compile())"
+_KEYS_SPREAD = "keys of text without queries cannot be told from the video's where ranks hold a part of them"
 _SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffusers sets on processors, and cache-dit
 
 
@@ -118,8 +119,35 @@ class MethodProcessor:
         # tensor parallelism spreads heads, not tokens
         if parallel is None or getattr(parallel, "context_parallel_config", parallel) is None:
             stock = functools.partial(self._stock_attention, tokens, options, None)
+            if self.row.text == "keys":
+                return self._route_keys(tokens, options, stock)
             return self._ask_engine(tokens, options, options.why_dense(), stock)
+        if self.row.text == "keys":
+            spread = functools.partial(self._stock_attention, tokens, options, parallel)
+            return spread() if options.causal else self._ask_engine(tokens, options, _KEYS_SPREAD, spread)
         return self._route_ulysses(tokens, options, parallel)
+
+    def _route_keys(self, tokens: Tokens, options: CallOptions, stock: Callable[[], Tensor]) -> Tensor:
+        """[text | video | others] as keys, [video | others] as queries -> [text | others | video] as both, with queries of 0 for text."""
+        if options.causal:
+            return stock()  # the text's own attention
+        text, grid = tokens.k.shape[1] - tokens.q.shape[1], self.engine.clock.grid
+        video = 0 if grid is None else math.prod(grid)
+        if not 0 < video <= tokens.q.shape[1]:
+            return self._ask_engine(tokens, options, _UNKNOWN_LAYOUT, stock)
+        others = tokens.q.shape[1] - video
+
+        def reordered(before: Tensor, x: Tensor) -> Tensor:
+            return torch.cat([before, x[:, video:], x[:, :video]], 1)
+
+        def stock_reordered() -> Tensor:
+            even = tokens.v.mean(1, keepdim=True).expand(-1, text, -1, -1)  # what a query of 0 attends to
+            return reordered(even, stock())
+
+        q = reordered(tokens.q.new_zeros(tokens.q.shape[0], text, *tokens.q.shape[2:]), tokens.q)
+        k, v = (reordered(x[:, :text], x[:, text:]) for x in (tokens.k, tokens.v))
+        out = self._ask_engine(Tokens(q, k, v, tokens.mask, text + others), options, options.why_dense(), stock_reordered)
+        return torch.cat([out[:, text + others :], out[:, text : text + others]], 1)
 
     def _route_ulysses(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
         if self._cp_config is not None:

@@ -161,6 +161,9 @@ def dispatch_stand_in(
     cp_config: Any = None,
 ) -> Tensor:
     """In place of diffusers' dispatch_attention_fn, and of the one that cache-dit's parallelism puts there."""
+    if enable_gqa and backend.processor.row.text == "keys":
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+        enable_gqa = False
     mask = attn_mask.valid[:, None, None, :] if isinstance(attn_mask, KeyPadding) else attn_mask
     spread = parallel_config is not None or cp_config is not None
     extras = {name: given for name, given in (("enable_gqa", enable_gqa), ("attention_kwargs", attention_kwargs)) if given}

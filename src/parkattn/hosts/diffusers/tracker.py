@@ -160,11 +160,9 @@ class _Hooks:
         if torch.compiler.is_compiling() or self.told or self.tracker is None or self.row is None:
             return
         arguments, clock = {**dict(zip(self.names, args, strict=False)), **kwargs}, self.tracker.clock
-        if self.row.text == "packed":  # its timesteps are those of all modalities, and the video comes last
-            arguments["timestep"] = arguments["timestep"][arguments["timestep_indices"][-1]]
         clock.gradient = torch.is_grad_enabled()
         clock.recomputed = clock.gradient and bool(getattr(module, "gradient_checkpointing", False))
-        self.tracker.begin_forward(arguments, training=clock.gradient and module.training)
+        self.tracker.begin_forward(dict(self.row.named(arguments)), training=clock.gradient and module.training)
         clock.grid = self._grid(arguments, getattr(module, "config", None))
 
     def _grid(self, arguments: dict[str, Any], config: Any) -> Grid | None:
@@ -181,7 +179,7 @@ class _Hooks:
         if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
             return
         self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
-        if self.row.text == "packed":
+        if self.row.by_grid:
             self.tracker.clock.grid = None  # of this forward alone: one that is compiled whole would take it for its own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
