@@ -41,10 +41,10 @@ def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | Non
 
     It reads device values: hosts ask once for each position_ids.
     """
-    found = [arguments.get(name) for name in ("position_ids", "token_tags", "timestep_indices")]
-    if any(rows is None for rows in found):
+    names = ("position_ids", "token_tags", "timestep_indices")
+    if any(arguments.get(name) is None for name in names):
         return None
-    places, tags, times = (rows.tolist() for rows in found)
+    places, tags, times = (arguments[name].tolist() for name in names)
     first = len(places)
     while first and tags[first - 1] == _VIDEO_TAG and times[first - 1] == times[-1]:
         first -= 1
@@ -58,8 +58,8 @@ def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | Non
 
 def grid_of_vision(arguments: Mapping[str, Any], config: Any) -> Grid | None:
     """vision_token_shapes, where there is one video."""
-    shapes = arguments.get("vision_token_shapes") or ()
-    return tuple(shapes[0]) if len(shapes) == 1 else None
+    shapes: list[Grid] = arguments.get("vision_token_shapes") or []
+    return shapes[0] if len(shapes) == 1 else None
 
 
 def as_given(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
