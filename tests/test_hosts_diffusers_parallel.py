@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ SPARSE = ParkConfig(
 )
 CASES = (
     "wan", "wan, enabled first", "hunyuan", "hunyuan, dense method", "wan, compiled blocks", "wan, fused", "hunyuan, fused", "wan, anything",
-    "wan, ring",
+    "wan, ring", "h3",
 )  # fmt: skip
 
 
@@ -45,6 +46,15 @@ def test_ulysses_gives_the_latents_of_one_process(cases, case):
     if case.endswith("fused"):  # all but the blocks where tokens are split: the first, of Wan in older releases all
         assert row["fused"]["no, a hook is on the block"] > 0
         assert row["fused"].get("yes, as asked", 0) > 0 or (case.startswith("wan") and len(row["fused"]) == 1)
+
+
+def test_where_the_video_of_a_packed_sequence_begins_is_the_same_on_every_rank(cases):
+    """MiniMax-H3: the sequence is split with its text and audio, and heads see it whole again."""
+    if "h3" not in cases:
+        pytest.skip("this release has no MiniMax-H3")
+    row = cases["h3"]
+    assert row["difference"] <= row["tolerance"] < row["sparse - dense"]
+    assert row["calls"] == row["calls of one process"] and row["calls"]["reuse"] > 0
 
 
 def test_ulysses_anything_gives_the_latents_of_one_process(cases):
@@ -135,6 +145,7 @@ def work() -> None:
     from diffusers import ContextParallelConfig
     from diffusers.models import attention_dispatch
 
+    import tiny_newer_families as newer
     import tiny_pipelines as tiny
     from parkattn.hosts.diffusers import disable, enable, fused, sequence_parallel_plan, summary
     from test_hosts_diffusers_examples import load
@@ -144,10 +155,15 @@ def work() -> None:
     # diffusers divides by the number of accelerators
     torch.accelerator.device_count = lambda: 1
     torch.distributed.init_process_group("gloo")
+    builders = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
+    if "minimax h3" in newer.FAMILIES:
+        builders["h3"] = (newer.minimax_h3, functools.partial(newer.run_minimax_h3, seed=0, steps=tiny.STEPS))
     alone = {}
     for case in CASES:
-        family = "wan" if case.startswith("wan") else "hunyuan"
-        build, run = (tiny.wan, tiny.run_wan) if family == "wan" else (tiny.hunyuan, tiny.run_hunyuan)
+        family = case.partition(",")[0]
+        if family not in builders:
+            continue
+        build, run = builders[family]
         if case.endswith("anything") and "ulysses_anything" not in ContextParallelConfig.__dataclass_fields__:
             continue
         pipe = build(num_attention_heads=HEADS)

@@ -147,13 +147,13 @@ def cosmos() -> Any:
     return without_text("CosmosTextToWorldPipeline", made("cosmos"), scheduler, safety_checker=Harmless())
 
 
-def minimax_h3() -> Any:
+def minimax_h3(**sizes: Any) -> Any:
     """The denoising loop of the modular pipeline; what comes before it are encoders and the layout of the sequence."""
     from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
 
     pipe = MiniMaxH3DenoiseStep().init_pipeline()
     schedulers = {"scheduler": diffusers.MiniMaxH3Scheduler(), "audio_scheduler": diffusers.MiniMaxH3Scheduler(shift=4.0)}
-    pipe.update_components(transformer=made("minimax h3"), **schedulers)
+    pipe.update_components(transformer=made("minimax h3", **sizes), **schedulers)
     return quiet(pipe)
 
 
