@@ -39,7 +39,7 @@ def grid_by_name(arguments: Mapping[str, Any], config: Any) -> Grid | None:
 def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | None:
     """One sequence of text, frames that are given, audio and the video, which comes last; places (t, h, w) are an argument.
 
-    It reads device values: hosts ask once for each position_ids.
+    It reads device values.
     """
     names = ("position_ids", "token_tags", "timestep_indices")
     if any(arguments.get(name) is None for name in names):
@@ -60,6 +60,22 @@ def grid_of_vision(arguments: Mapping[str, Any], config: Any) -> Grid | None:
     """vision_token_shapes, where there is one video."""
     shapes: list[Grid] = arguments.get("vision_token_shapes") or []
     return shapes[0] if len(shapes) == 1 else None
+
+
+def grid_of_image_shapes(arguments: Mapping[str, Any], config: Any) -> Grid | None:
+    """img_shapes: of each image in the batch (1, height, width), or a list of them, where images are given beside it."""
+    shape = (arguments.get("img_shapes") or [None])[0]
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+def grid_of_image_places(arguments: Mapping[str, Any], config: Any) -> Grid | None:
+    """img_ids [b n 4] or [n 4]: (t, h, w, l) of each token; None where other images are given beside it. It reads device values."""
+    places = arguments.get("img_ids")
+    if places is None:
+        return None
+    rows = (places[0] if places.ndim == 3 else places).tolist()
+    width = _run_of_equals([row[1] for row in rows])
+    return None if not rows or len(rows) % width or any(row[0] != rows[0][0] for row in rows) else (1, len(rows) // width, width)
 
 
 def as_given(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -106,6 +122,8 @@ class ModelRow:
         the video's, and what follows the video that grid finds is treated as text too.
     preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
+    read_once: the argument that says the grid by device values; hosts ask once for each, because that waits for the GPU.
+    image: it makes images, whose attention is long enough to gain at 4k alone; hosts want to be asked.
     named: arguments of forward -> the same, with timestep, hidden_states and encoder_... under these names, by which steps are counted.
     pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
@@ -118,6 +136,8 @@ class ModelRow:
     preset: str = "wan2.1-14b"
     borrows: bool = False
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents
+    read_once: str = ""
+    image: bool = False
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_given
     pair_mask: bool = False
     sequence_parallel: bool = False
@@ -165,7 +185,14 @@ MODELS: dict[str, ModelRow] = {
     # its decoder blocks attend to their own stream and to the encoder's, both of the whole video
     "MotifVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, "Motif-Video", **_LIKE_HUNYUAN, two_streams=True),
     "MiniMaxH3Transformer3DModel": ModelRow(
-        _DUAL, "MiniMax-H3", **{**_LIKE_HUNYUAN, "text": "packed"}, grid=grid_of_packed_rows, named=with_timestep_of_last_row
+        _DUAL,
+        "MiniMax-H3",
+        text="packed",
+        preset="hunyuanvideo",
+        borrows=True,
+        grid=grid_of_packed_rows,
+        read_once="position_ids",
+        named=with_timestep_of_last_row,
     ),
     "CogVideoXTransformer3DModel": ModelRow(_ATTN1, "CogVideoX", text="first", borrows=True, grid=grid_of_frames_first),
     "ConsisIDTransformer3DModel": ModelRow(_ATTN1, "ConsisID", text="first", borrows=True, grid=grid_of_frames_first),
@@ -185,12 +212,26 @@ MODELS: dict[str, ModelRow] = {
     "Kandinsky6Transformer3DModel": ModelRow(
         (("visual_transformer_blocks", "video_dec_block.self_attention"),), "Kandinsky 6", borrows=True, grid=grid_of_channels_last
     ),
+    "QwenImageTransformer2DModel": ModelRow(
+        _DUAL, "Qwen-Image", text="first", preset="hunyuanvideo", borrows=True, grid=grid_of_image_shapes, image=True
+    ),
+    # single blocks are handed text and image in one sequence
+    "Flux2Transformer2DModel": ModelRow(
+        _DUAL_AND_SINGLE,
+        "FLUX.2",
+        text="packed",
+        preset="hunyuanvideo",
+        borrows=True,
+        grid=grid_of_image_places,
+        read_once="img_ids",
+        image=True,
+    ),
 }
 
 _LINEAR = "its attention is linear: no block of it can be left out"
 _TRAINED = "its checkpoints are trained with a sparse mask of their own (a flex BlockMask)"
 _IMAGES, _AUDIO = "it makes images", "it makes audio"
-# classes of diffusers that have no row, and why; images and audio by their names (1D, 2D) need no entry
+# classes of diffusers that have no row, and why; those named 1D and 2D, audio and images, need no entry
 STAY_DENSE: dict[str, str] = {
     "AnyFlowFARTransformer3DModel": "it makes a video chunk by chunk, with a block-causal mask and a cache of keys",
     "Kandinsky6SRTransformer3DModel": _TRAINED,

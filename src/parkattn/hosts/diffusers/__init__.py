@@ -35,6 +35,7 @@ def enable(
     method: str | AttentionMethod = "park",
     total_steps: int | None = None,
     fuse: bool | None = None,
+    image: bool = False,
     **changes: Any,
 ) -> Session:
     """Run `method` in the video self-attention of a pipeline or a transformer.
@@ -44,8 +45,12 @@ def enable(
     defaults for other methods; changes override single fields. Enabling again replaces what was enabled before.
     total_steps is for a bare transformer, which has no scheduler to ask.
     fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs.
+    image: say that the model makes images, which gain at 4k (65,536 tokens) and not at usual sizes.
     """
     row = row_for(next(iter(transformers_of(target).values())))
+    if image is not row.image:
+        kind = "images" if row.image else "videos"
+        raise ValueError(f"image: expected {row.image} for {row.released}, which makes {kind}, got {image!r}; pass image={row.image}.")
     named = ParkConfig.DEFAULT_PROFILE if config is None and method == "park" else config
     made = configured_method(method, named, model=row.preset, **changes)
     if total_steps is not None:

@@ -153,7 +153,7 @@ class _Hooks:
         self.row = row
         self.names = names  # of the arguments of forward
         self.told = False  # of the forward under way, by whoever called it
-        self._packed: tuple[weakref.ref[Any], Grid | None] | None = None  # the last position_ids, and the grid that they hold
+        self._read: tuple[weakref.ref[Any], Grid | None] | None = None  # the last argument that was read, and the grid that it says
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
@@ -166,14 +166,13 @@ class _Hooks:
         clock.grid = self._grid(arguments, getattr(module, "config", None))
 
     def _grid(self, arguments: dict[str, Any], config: Any) -> Grid | None:
-        """A packed sequence is read once for all steps, because that waits for the GPU."""
         assert self.row is not None
-        places = arguments.get("position_ids")
-        if self.row.text != "packed" or places is None:
+        places = arguments.get(self.row.read_once)
+        if places is None:
             return self.row.grid(arguments, config)
-        if self._packed is None or self._packed[0]() is not places:
-            self._packed = weakref.ref(places), self.row.grid(arguments, config)
-        return self._packed[1]
+        if self._read is None or self._read[0]() is not places:
+            self._read = weakref.ref(places), self.row.grid(arguments, config)
+        return self._read[1]
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
