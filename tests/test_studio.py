@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
+from parkattn.engine import Engine
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park, ParkConfig
 from parkattn.planned import plan_key
@@ -158,15 +159,18 @@ def test_an_interruption_while_encoding_leaves_nothing_behind(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_the_observer_changes_no_output_and_measures_the_plans_recall():
+def test_the_observer_measures_the_plans_recall_in_nobodys_time():
     q, k, v, *_ = clustered_scene(heads=2, grid=(4, 8, 8), dim=32)
     config = ParkConfig(query_clusters=4, key_clusters=8, top_p=0.7, dense_steps=0)
-    observer, site = Observer(Park(config), recall_rows=10**6), CallSite(step=1, total_steps=4)
-    out, stats = observer(q, k, v, site)
-    alone = Park(config)
-    assert torch.equal(out, alone(q, k, v, site).out) and stats.phase == "refresh"
+    engine = Engine(Park(config))
+    engine.watch = observer = Observer(recall_rows=10**6)
+    engine.begin_run(total_steps=4)
+    engine.clock.step = 1
+    out = engine.attend(q, k, v, layer=0, dense=lambda: dense_attention(q, k, v))
+    alone, site = Park(config), CallSite(step=1, total_steps=4)
+    assert torch.equal(out, alone(q, k, v, site).out) and engine.log.calls[0].stats.phase == "refresh"
     plan = alone.plans.get(plan_key(site)).plan
-    assert torch.allclose(observer.calls[0].recall, attention_recall(q, k, plan))
+    assert torch.allclose(observer.recalls[0], attention_recall(q, k, plan))
     # an even sample of a quarter of the rows: within four standard errors of a share in [0, 1]
     assert (sampled_recall(q, k, plan, 64) - attention_recall(q, k, plan)).abs().max() < 4 * 0.5 / 64**0.5
     assert observer.measuring[1] > 0
@@ -174,23 +178,26 @@ def test_the_observer_changes_no_output_and_measures_the_plans_recall():
 
 def test_a_run_without_dense_calls_times_one_apart_and_one_with_them_none():
     q, k, v, *_ = clustered_scene(heads=2, grid=(4, 8, 8), dim=32)
-    for profile, dense_steps, timed in (("quality", None, 2), ("paper", 1, 0)):
+    cases = (("quality", {}, 0, 2), ("paper", {"dense_steps": 1}, 2, 0), ("quality", {"dense_layers": (0,), "own_dense": False}, 4, 2))
+    for profile, changes, by_method, timed in cases:
         asked_for = []
 
         def dense(calls=asked_for):
             calls.append(q)
             return dense_attention(q, k, v)
 
-        changes = {} if dense_steps is None else {"dense_steps": dense_steps}
-        observer = Observer(Park(ParkConfig.profile(profile, query_clusters=4, key_clusters=8, **changes)))
+        engine = Engine(Park(ParkConfig.profile(profile, query_clusters=4, key_clusters=8, **changes)))
+        engine.watch = observer = Observer()
+        engine.begin_run(total_steps=4)
         with torch.no_grad():
             for step, layer in itertools.product(range(4), range(2)):
-                observer(q, k, v, CallSite(layer=layer, step=step, total_steps=4, dense=dense))
-        by_method = sum(call.stats.phase == "dense" for call in observer.calls)
-        assert len(asked_for) == by_method + timed and bool(by_method) == (profile == "paper")
-        found = measured(observer, [1.0, 2.0, 3.0, 4.0], 4)
+                engine.clock.step = step
+                engine.attend(q, k, v, layer=layer, dense=dense)
+        assert len(asked_for) == by_method + timed and sum(c.stats.phase == "dense" for c in engine.log.calls) == by_method
+        found = measured(engine.log.calls, engine.summary(), observer, [1.0, 2.0, 3.0, 4.0], 4)
         assert found["attention_seconds_saved"] is not None and (3 in observer.measuring) == bool(timed)
         assert found["attention_saved_against"] == ("sample" if timed else "run")
+        assert timed or found["attention_seconds_saved"] == engine.summary().seconds_saved
 
 
 def test_a_run_that_gains_nothing_says_so_in_one_line_with_what_to_do():

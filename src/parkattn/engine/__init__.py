@@ -16,12 +16,11 @@ A host that can leave out whole forwards asks before each of them, and tells wha
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +65,7 @@ class Engine:
         self.method = method
         self.clock = Clock()
         self.log = RunLog()
+        self.watch: Watch | None = None
         self._unknown_step = unknown_step
         self._forecast = Forecast(method.tolerance if isinstance(method, Forecastable) else 0.0)
         self._remembers_with_gradient = False  # since the last forward that was told to be recomputed
@@ -122,7 +122,7 @@ class Engine:
 
     def note_unseen_forwards(self, reason: str) -> None:
         """Say in the log why no forward was forecast, where the host saw none that could have been."""
-        if self.forecasts and self.log.layers and not (self.log.forwards.computed or self.log.forwards.off):
+        if self.forecasts and self.log.calls and not (self.log.forwards.computed or self.log.forwards.off):
             self.log.forwards.off[reason] += 1
 
     def _forward_site(self, transformer: str) -> CallSite | None:
@@ -184,7 +184,7 @@ class Engine:
         )
         if reason is None and clock.step is None and not alone:
             reason = self._unknown_step
-        stop = stopwatch(q.device)
+        began, stop = time.perf_counter(), stopwatch(q.device)
         if reason is not None:
             out, stats = dense(), AttentionStats("dense", reason, q.new_ones(q.shape[:2]))
         elif alone:
@@ -192,9 +192,11 @@ class Engine:
         else:
             out, stats = self.method(q, k, v, site)
         if not recomputing:
-            self.log.add(site, stats, stop())
+            self.log.add(site, stats, stop(), began)
             if stats.phase != "reuse":
                 self._weigh()  # not at the end alone: a later plan may come without a residual
+            if self.watch is not None:
+                self.watch(q, k, site, stats)
         return out
 
     def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
@@ -213,56 +215,41 @@ class Engine:
         return Summary.of(self.method.name, self.log, self.state_bytes)
 
 
-@dataclass
-class LayerLog:
-    """Tensors are kept on their device and read when somebody asks."""
+Watch = Callable[[Tensor, Tensor, CallSite, AttentionStats], None]  # told of q, k and what a call did, in nobody's time
 
-    phases: collections.Counter[str] = field(default_factory=collections.Counter)
-    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
-    density: list[Tensor] = field(default_factory=list)
-    mass: list[Tensor] = field(default_factory=list)
-    error: list[Tensor] = field(default_factory=list)
-    seconds: dict[str, list[Callable[[], float]]] = field(default_factory=dict)  # phase -> one per call
+
+@dataclass(frozen=True)
+class LoggedCall:
+    """Tensors of statistics are kept on their device and read when somebody asks."""
+
+    site: CallSite  # without tensors
+    stats: AttentionStats  # without the plan
+    began: float  # by time.perf_counter
+    seconds: Callable[[], float]
 
 
 class RunLog:
-    """Statistics of every attention call since the run began."""
+    """Every attention call since the run began."""
 
     def __init__(self) -> None:
-        self.layers: dict[tuple[str, int], LayerLog] = {}
-        self.steps: dict[int, set[str]] = {}
-        self.backends: set[str] = set()
+        self.calls: list[LoggedCall] = []
         self.forwards = ForwardLog()
         self.peak_state_bytes = 0
 
-    def add(self, site: CallSite, stats: AttentionStats, seconds: Callable[[], float]) -> None:
-        log = self.layers.setdefault((site.transformer, site.layer), LayerLog())
-        log.phases[stats.phase] += 1
-        log.seconds.setdefault(stats.phase, []).append(seconds)
-        if stats.phase == "dense":
-            log.reasons[stats.reason] += 1
-        log.density.append(stats.density.mean())
-        if stats.estimated_mass is not None:
-            log.mass.append(stats.estimated_mass.mean())
-        if stats.error is not None:
-            log.error.append(stats.error.mean())
-        self.steps.setdefault(site.step, set()).add(stats.phase)
-        if stats.backend:
-            self.backends.add(stats.backend)
+    def add(self, site: CallSite, stats: AttentionStats, seconds: Callable[[], float], began: float = 0.0) -> None:
+        plain = dataclasses.replace(site, dense=None, key_valid=None, values=None)
+        self.calls.append(LoggedCall(plain, dataclasses.replace(stats, plan=None), began, seconds))
 
     def take(self, other: RunLog, names: Mapping[str, str]) -> None:
         """Add what another engine has seen of the transformers in names, under the names given there."""
-        self.layers |= {(names[name], layer): log for (name, layer), log in other.layers.items() if name in names}
-        for step, phases in other.steps.items():
-            self.steps.setdefault(step, set()).update(phases)
-        self.backends |= other.backends
+        for call in other.calls:
+            if (name := call.site.transformer) in names:
+                self.calls.append(dataclasses.replace(call, site=dataclasses.replace(call.site, transformer=names[name])))
         self.forwards.take(other.forwards)
         self.peak_state_bytes += other.peak_state_bytes
 
     def clear(self) -> None:
-        self.layers.clear()
-        self.steps.clear()
-        self.backends.clear()
+        self.calls.clear()
         self.forwards = ForwardLog()
         self.peak_state_bytes = 0
 

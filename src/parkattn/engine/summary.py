@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from parkattn.engine import RunLog
+    from parkattn.engine import LoggedCall, RunLog
     from parkattn.engine.forecast import ForwardLog
 
 _SLOWER = (
@@ -74,34 +74,26 @@ class Summary:
         advice: Sequence[str] = (),
     ) -> Summary:
         """missed: reason -> layers whose calls did not reach the engine, where a host knows of some. advice: the host's."""
-        names = tuple(dict.fromkeys((*PHASES, *(phase for entry in log.layers.values() for phase in entry.phases))))
-        rows: list[dict[str, Any]] = []
-        for (transformer, layer), entry in sorted(log.layers.items()):
-            rows.append({
-                "transformer": transformer,
-                "layer": layer,
-                **{phase: entry.phases[phase] for phase in names},
-                "density": _mean(entry.density),
-                "estimated_mass": _mean(entry.mass),
-                "error": _mean(entry.error),
-                "dense_because": dict(entry.reasons),
-            })  # fmt: skip
+        names = tuple(dict.fromkeys((*PHASES, *(call.stats.phase for call in log.calls))))
+        layers: dict[tuple[str, int], list[LoggedCall]] = {}
+        for call in log.calls:
+            layers.setdefault((call.site.transformer, call.site.layer), []).append(call)
+        rows = [_row(*where, calls, names) for where, calls in sorted(layers.items())]
         reasons = collections.Counter[str]()
         for row in rows:
             reasons.update(row["dense_because"])
         reasons.update(missed or {})
-        entries = log.layers.values()
-        times = [{phase: [read() for read in entry.seconds.get(phase, ())] for phase in names} for entry in entries]
+        times = [{phase: [c.seconds() for c in calls if c.stats.phase == phase] for phase in names} for calls in layers.values()]
         saved = _saved(times, "dense", statistics.median)
         at_most = _saved(times, "anchor", min) if saved is None else None
         if at_most is not None and at_most > 0:
             # a call takes no less than its share of a dense one
-            skipped = (sum(1 - value.item() for value in entry.density) for entry in entries)
+            skipped = (sum(1 - c.stats.density.mean().item() for c in calls) for calls in layers.values())
             at_most = min(
                 at_most, sum(min(layer["anchor"]) * part for layer, part in zip(times, skipped, strict=True) if layer.get("anchor"))
             )
-        density = _mean([value for entry in log.layers.values() for value in entry.density])
-        sparse = any(phase not in ("dense", "anchor") for entry in entries for phase in entry.phases)
+        density = _mean([call.stats.density for calls in layers.values() for call in calls])
+        sparse = any(call.stats.phase not in ("dense", "anchor") for call in log.calls)
         known = saved if at_most is None else at_most
         if known is not None and known < 0:
             slower = [_SLOWER.format(-known)]
@@ -112,12 +104,12 @@ class Summary:
             slower = [_MUCH.format(density)] if much else []
         return cls(
             method=method,
-            steps={phase: sorted(step for step, phases in log.steps.items() if phase in phases) for phase in names}
+            steps={phase: sorted({c.site.step for c in log.calls if c.stats.phase == phase}) for phase in names}
             | ({"forecast": sorted(log.forwards.steps)} if log.forwards.steps else {}),
             calls={phase: sum(row[phase] for row in rows) for phase in names},
             density=density,
             dense_because=dict(reasons.most_common()),
-            backends=sorted(log.backends),
+            backends=sorted({c.stats.backend for c in log.calls if c.stats.backend}),
             fused=dict(fused or {}),
             attention_seconds={phase: sum(sum(layer[phase]) for layer in times) for phase in names},
             seconds_saved=saved,
@@ -200,9 +192,24 @@ def _forwards(log: ForwardLog) -> dict[str, Any]:
     }
 
 
-def _mean(values: list[Tensor]) -> float | None:
+def _row(transformer: str, layer: int, calls: Sequence[LoggedCall], phases: Sequence[str]) -> dict[str, Any]:
+    found = [call.stats for call in calls]
+    counts = collections.Counter(stats.phase for stats in found)
+    return {
+        "transformer": transformer,
+        "layer": layer,
+        **{phase: counts[phase] for phase in phases},
+        "density": _mean([stats.density for stats in found]),
+        "estimated_mass": _mean([stats.estimated_mass for stats in found]),
+        "error": _mean([stats.error for stats in found]),
+        "dense_because": dict(collections.Counter(stats.reason for stats in found if stats.phase == "dense")),
+    }
+
+
+def _mean(values: Sequence[Tensor | None]) -> float | None:
     """None also where there is no finite one (tokens with NaN have no mass): JSON has no word for it."""
-    mean = sum(value.item() for value in values) / len(values) if values else math.nan
+    known = [value.mean().item() for value in values if value is not None]
+    mean = sum(known) / len(known) if known else math.nan
     return mean if math.isfinite(mean) else None
 
 

@@ -21,14 +21,14 @@ from parkattn.hosts.diffusers import Session, expect_layers
 from parkattn.methods import METHODS, configured_method, make_method, method_entry
 from parkattn.models import row_for
 from parkattn.settings import LARGEST_SEED, Clusters, MethodConfig
-from parkattn.site import AttentionMethod
+from parkattn.site import AttentionMethod, AttentionStats, CallSite
 from parklab.extras import package
 from parklab.record import environment
 from parklab.sprites import grammar
 from parklab.store import Cell, Making, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.lora import add_lora, judge_lora
-from parklab.studio.observe import RECALL_ROWS, Call, Observer, measured, synchronise
+from parklab.studio.observe import RECALL_ROWS, Observer, measured, synchronise
 from parklab.studio.picture import load_picture, picture_hash
 from parklab.studio.video import Frames, as_bytes, video_library, write_mp4
 
@@ -265,10 +265,10 @@ def generate_frames(
     total = request.steps
     assert total is not None
 
-    def begun(call: Call) -> None:
+    def begun(site: CallSite, stats: AttentionStats) -> None:
         # the first call of a step tells what the step will be
-        if progress is not None and call.site.layer == 0:
-            progress(StepReport(len(ends), total, call.stats.phase, call.stats.density.mean().item()))
+        if progress is not None and site.layer == 0:
+            progress(StepReport(len(ends), total, stats.phase, stats.density.mean().item()))
 
     def ended(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         synchronise(request.device)
@@ -278,12 +278,13 @@ def generate_frames(
             pipeline._interrupt = True
         return tensors
 
-    observer = Observer(method or make_method(request.method, config), recall_rows=recall_rows, on_call=begun)
+    observer = Observer(recall_rows=recall_rows, on_call=begun)
     if request.file_hashes and named_files(request.changes) != request.file_hashes:
         names = ", ".join(request.file_hashes)
         raise ValueError(f"{names}: expected the file as it was when the run began, got other bytes; run again.")
     begin = time.perf_counter()
-    with Session(pipe, observer, fuse=fuse) as session:
+    with Session(pipe, method or make_method(request.method, config), fuse=fuse) as session:
+        session.engine.watch = observer
         options = _call_options(request) | ({} if decode else {"output_type": "latent"})
         try:
             with checkpoints.stock_failures_in_one_line(pipe):
@@ -296,22 +297,21 @@ def generate_frames(
                 f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
                 f"memory; pass {advice}."
             ) from None
-        summary = session.summary().to_dict()
+        calls, summary = list(session.engine.log.calls), session.summary()
     if last_step is not None and hasattr(pipe, "_interrupt"):
         pipe._interrupt = False
     expect_finite_video("frames", frames, len(ends))
     done = time.perf_counter()
     if progress is not None:
         progress(StepReport(total, total, "done", 1.0))
-    found = measured(observer, ends, total)
+    found = measured(calls, summary, observer, ends, total)
     found["seconds"] = {
-        "text": (observer.began or begin) - begin,
+        "text": (calls[0].began if calls else begin) - begin,
         "denoise": sum(row.get("seconds", 0.0) for row in found["steps"]),
         "decode": done - (ends[-1] if ends else begin),
         "attention": sum(found["attention_seconds"].values()),
     }
     found["seconds"]["total"] = sum(found["seconds"][name] for name in ("text", "denoise", "decode"))
-    found["summary"] = summary
     return Generation(as_bytes(frames) if decode else np.empty((0, 0, 0, 3), np.uint8), found)
 
 
