@@ -28,10 +28,10 @@ from parkattn.park import ParkConfig
 from parkattn.site import CallSite
 from parklab import store
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler
-from parklab.experiments import reproduce
+from parklab.experiments import ablation, reproduce, runner
 from parklab.experiments.captures import Captured, Selection
 from parklab.store import Cell, Making, Store
-from parklab.studio import ablation, checkpoints, compare, density, generate, prompts, video
+from parklab.studio import checkpoints, compare, density, generate, prompts, video
 from parklab.studio.generate import Generation, Request
 
 STOP, POWER_CUT, DISORDER, KILL, NFS = "stop", "power cut", "power cut, renames out of order", "SIGKILL", "NFS"
@@ -194,12 +194,12 @@ def without_a_model() -> Iterator[list[str]]:
         seconds = {"text": 0.0, "denoise": 2.0, "decode": 0.0, "attention": 1.0, "total": 2.0}
         found = {
             "steps": steps, "density": 1.0, "density_sparse_steps": 0.5, "recall": None, "seconds": seconds,
-            "summary": {}, "phase_seconds": {"dense": 2.0}, "attention_seconds_saved": None, "heat": {"density": None, "recall": None},
+            "summary": {"calls": {"dense": 1, "reuse": 1}}, "phase_seconds": {"dense": 2.0}, "attention_seconds_saved": None, "heat": {"density": None, "recall": None},
         }  # fmt: skip
         return Generation(frames.astype(np.uint8), found)
 
-    def budgets(pipe: Any, request: Request, settings: Any, say: Any) -> dict[str, Any]:
-        return {name: {"value": 0.5, "density": 0.5} for name in settings.methods}
+    def budgets(lab: Any, *asked: Any) -> dict[str, Any]:
+        return {name: {"value": 0.5, "density": 0.5} for name in lab.evaluation.methods}
 
     stands_in: list[tuple[Any, str, Any]] = [
         (checkpoints, "find_model", lambda model: checkpoints.CHECKPOINT),
@@ -212,11 +212,12 @@ def without_a_model() -> Iterator[list[str]]:
         (ablation, "calibrate", budgets),
         (ablation, "held_out_scenes", functools.cache(ablation.held_out_scenes)),
     ]
-    for module in (generate, compare, ablation, density):
+    for module in (generate, compare, runner, density):
         stands_in.append((module, "fit_to_pipeline", lambda request, pipe: request))
         stands_in.append((module, "generate_frames", frames_of))
         stands_in.append((module, "environment", lambda: dict(WHEN)))
-    stands_in += [(module, "config_for", lambda request, pipe: ParkConfig()) for module in (generate, compare, ablation)]
+    stands_in += [(module, "config_for", lambda request, pipe: ParkConfig()) for module in (generate, compare, runner)]
+    stands_in.append((ablation, "environment", lambda: dict(WHEN)))
     stands_in.append((reproduce, "fit_to_pipeline", lambda request, pipe: request))
     call = Captured(*(torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0)), CallSite())
     stands_in.append((reproduce, "capture_calls", lambda *arguments: [call]))
@@ -247,8 +248,8 @@ def run_compare(folder: Path, seed: int, overwrite: bool = False, say: Any = lam
 
 
 def run_ablation(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
-    settings = ablation.AblationSettings(prompts=2, seeds=(seed,), methods=("park", "centroid"))
-    ablation.run_ablation(Request(prompt="held out"), settings, folder, overwrite=overwrite, say=say)
+    evaluation = ablation.ablation_of(2, seeds=(seed,), methods=("park", "centroid"))
+    ablation.run_ablation(evaluation, folder, overwrite=overwrite, say=say)
 
 
 def run_capture(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:

@@ -29,9 +29,10 @@ from fuzz_calls import Tally, report
 from parklab import cli, demo
 from parklab.baselines.density_profile import DensityProfile
 from parklab.bench import cpu, decisions, e2e_turns, gpu, sanitize
+from parklab.experiments import ablation
 from parklab.scene import clustered_scene
 from parklab.sprites.grammar import EXAMPLE
-from parklab.studio import ablation, checkpoints, density, doctor
+from parklab.studio import checkpoints, density, doctor
 
 MEMORY = 8 * 2**30  # bytes of address space, most of it the libraries'
 NUMBERS = (
@@ -260,7 +261,7 @@ def nothing_runs() -> Iterator[None]:
             (
                 ablation,
                 "calibrate",
-                lambda pipe, request, settings, say: {key: {"value": 0.5, "density": 0.5} for key in settings.methods},
+                lambda lab, *asked: {key: {"value": 0.5, "density": 0.5} for key in lab.evaluation.methods},
             ),
             (density, "fit_to_pipeline", lambda request, pipe: request),
             (density, "generate_frames", lambda *arguments, **options: None),

@@ -23,12 +23,9 @@ import torch
 import campaign_store
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
-from parkattn.park import ParkConfig
 from parkattn.site import CallSite
 from parklab.experiments import calibration, report, reproduce, runner
 from parklab.experiments.captures import Captured
-from parklab.studio import generate
-from parklab.studio.generate import Generation
 
 NAMES = ["tab:module_ablation", "matched_densities", "fig:generation_example"]
 # cells that finished ones no longer need: a damaged one is made again when a new cell asks for it
@@ -48,22 +45,12 @@ def run_reproduce(folder: Path, seed: int, overwrite: bool = False, say: Any = l
 def without_a_model() -> Iterator[None]:
     """disturbed_files' stand-ins, and those of the runner."""
     with disturb.without_a_model(), contextlib.ExitStack() as stack:
-        stub = generate.generate_frames
-
-        def frames_of(pipe: Any, request: Any, config: Any, **options: Any) -> Generation:
-            made = stub(pipe, request, config, **options)
-            return Generation(made.frames, made.measured | {"summary": {"calls": {"dense": 1, "reuse": 1}}})
-
         q, k, v = (torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0, 3.0))
         call = Captured(q, k, CallSite(values=v))
         stands_in: list[tuple[Any, str, Any]] = [
-            (runner, "fit_to_pipeline", lambda request, pipe: request),
-            (runner, "config_for", lambda request, pipe: ParkConfig()),
-            (runner, "generate_frames", frames_of),
             (runner, "capture_calls", lambda *arguments: [call]),
             (runner, "spread_layers", lambda pipe: [0, 1]),
             (calibration, "solve_budget", lambda density, target: (0.5, target)),
-            (runner, "environment", lambda: dict(disturb.WHEN)),
             (report, "environment", lambda: dict(disturb.WHEN)),
             (report, "draw", lambda figure: None),
             (reproduce, "held_out_scenes", functools.cache(reproduce.held_out_scenes)),

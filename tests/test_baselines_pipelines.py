@@ -23,9 +23,9 @@ from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS
 from parklab import baselines
 from parklab.baselines.density_profile import DensityProfile
+from parklab.experiments.ablation import budgeted_methods
 from parklab.sprites import grammar
 from parklab.studio import checkpoints
-from parklab.studio.ablation import budgeted_methods
 from parklab.studio.compare import choose_methods
 from parklab.studio.density import measure_profile
 from parklab.studio.generate import Request, config_for, generate_frames

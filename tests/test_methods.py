@@ -212,12 +212,11 @@ def test_outside_methods_are_compared_and_summarised_like_our_own(outside, tmp_p
 
 
 def test_an_outside_method_takes_part_in_an_ablation_at_equal_density(outside, tmp_path):
-    from parklab.studio.ablation import AblationSettings, run_ablation
-    from parklab.studio.generate import Request
+    from parklab.experiments.ablation import ablation_of, run_ablation
 
-    settings = AblationSettings(prompts=1, methods=("park", "tile-top-k"), density=0.5, budget="top_k")
-    request = Request(prompt="held out", changes={"tile": 16, "query_clusters": 4, "key_clusters": 16}, **SMALL)
-    table = run_ablation(request, settings, tmp_path)
+    changes = {"tile": 16, "query_clusters": 4, "key_clusters": 16}
+    evaluation = ablation_of(1, methods=("park", "tile-top-k"), changes=changes, **SMALL)
+    table = run_ablation(evaluation, tmp_path, budget="top_k")
     density = {line["method"]: line["density"] for line in table["lines"]}
     assert set(density) >= {"park", "tile-top-k"} and abs(density["park"] - density["tile-top-k"]) < 0.2
 

@@ -17,11 +17,12 @@ from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park, ParkConfig
 from parkattn.planned import plan_key
 from parkattn.site import CallSite
+from parklab.experiments import ablation
 from parklab.metrics.budget import CLOSE_ENOUGH, solve_budget
 from parklab.metrics.retrieval import attention_recall
 from parklab.scene import clustered_scene
 from parklab.store import Cell, Making, Store, sealed
-from parklab.studio import ablation, checkpoints, compare, generate, video
+from parklab.studio import checkpoints, compare, generate, video
 from parklab.studio.gain import what_was_saved, why_no_gain
 from parklab.studio.generate import Request
 from parklab.studio.observe import Observer, measured, sampled_recall
@@ -360,9 +361,10 @@ def test_false_position_finds_the_budget_of_a_density():
 
 def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "CHECKPOINT", model)
-    settings = ablation.AblationSettings(prompts=2, methods=("park", "centroid"), density=0.6, budget="top_p")
-    request = dataclasses.replace(asked(None), model=None, changes={"query_clusters": 2, "key_clusters": 4})
-    table = ablation.run_ablation(request, settings, tmp_path)
+    size = {name: getattr(asked(None), name) for name in ("steps", "height", "width", "frames", "device", "dtype")}
+    blocks = {"query_clusters": 2, "key_clusters": 4}
+    evaluation = ablation.ablation_of(2, methods=("park", "centroid"), densities=(0.6,), changes=blocks, **size)
+    table = ablation.run_ablation(evaluation, tmp_path)
     assert [(line["method"], line["runs"]) for line in table["lines"]] == [("park", 2), ("centroid", 2), ("dense again", 2)]
     floor = table["lines"][-1]
     assert floor["psnr"] == 100 and table["lines"][0]["psnr"] < 100
@@ -370,8 +372,8 @@ def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeyp
     said = []
     kept = (tmp_path / "results.jsonl").read_text().splitlines()
     assert len(kept) == 6 and all(json.loads(line)["environment"]["torch"] == torch.__version__ for line in kept)
-    next((tmp_path / "rows").glob("*-centroid-*.json")).unlink()
-    assert ablation.run_ablation(request, settings, tmp_path, say=said.append)["lines"] == table["lines"]
+    next((tmp_path / "cells").glob("quality-centroid-*.json")).unlink()
+    assert ablation.run_ablation(evaluation, tmp_path, say=said.append)["lines"] == table["lines"]
     assert len(said) == 1  # the one run that was missing
     with pytest.raises(ValueError, match=r"made with other settings \(settings.density = 0.6, asked 0.5\)"):
-        ablation.run_ablation(request, dataclasses.replace(settings, density=0.5), tmp_path)
+        ablation.run_ablation(dataclasses.replace(evaluation, densities=(0.5,)), tmp_path)

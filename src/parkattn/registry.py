@@ -29,8 +29,11 @@ class MethodEntry:
     paper: str = ""
     """Where it is described."""
 
-    def with_budget(self, config: MethodConfig, field: str, value: float) -> MethodConfig:
-        """The config with one of its budgets set, and those off that would compete with it."""
+    def budget(self, field: str, value: float) -> dict[str, Any]:
+        """The settings that give one of its budgets a value, and turn those off that would compete with it."""
         expect_choice("budget", field, self.budgets)
-        optional = {f.name for f in dataclasses.fields(config) if "None" in str(f.type)}
-        return config.replace(**{other: None for other in self.budgets if other != field and other in optional}, **{field: value})
+        optional = {f.name for f in dataclasses.fields(self.config) if "None" in str(f.type)}
+        return {other: None for other in self.budgets if other != field and other in optional} | {field: value}
+
+    def with_budget(self, config: MethodConfig, field: str, value: float) -> MethodConfig:
+        return config.replace(**self.budget(field, value))

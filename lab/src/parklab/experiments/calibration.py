@@ -40,12 +40,12 @@ def budget_cell(spare: Mapping[str, Any], wanted: Mapping[str, Any]) -> Cell:
     return named_cell("budget", label, {**spare, **{name: wanted[name] for name in fields if name in wanted}})
 
 
-def calibrated_field(method: str) -> str:
-    """The budget that a density is reached by."""
+def budget_field(method: str, asked: str | None = None) -> str:
+    """The budget that a density is reached by: the one asked for where the method has it."""
     budgets = method_entry(method).budgets
     if not budgets:
         raise ValueError(f"method: expected one whose density can be set, got {method!r}; {OWN_SETTINGS}")
-    return budgets[0]
+    return asked if asked in budgets else budgets[0]
 
 
 def captured_steps(which: str, steps: int | None) -> tuple[int, ...]:
@@ -55,9 +55,9 @@ def captured_steps(which: str, steps: int | None) -> tuple[int, ...]:
     return (first,) if which == "first" else tuple(sorted({first, steps - 1}))
 
 
-def find_budget(method: str, config: MethodConfig, density: float, calls: Sequence[Captured]) -> Record:
+def find_budget(method: str, config: MethodConfig, density: float, calls: Sequence[Captured], field: str | None = None) -> Record:
     """The budget with which the calls that the method leaves sparse have the density on average."""
-    field = calibrated_field(method)
+    field = field or budget_field(method)
 
     def reached(value: float) -> float:
         budgeted = _planned(make_method(method, method_entry(method).with_budget(config, field, value)))

@@ -1,4 +1,4 @@
-"""The commands `park reproduce` and `park capture`: parsing, one call, printing."""
+"""The commands `park ablation`, `park reproduce` and `park capture`: parsing, one call, printing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from parklab.studio.commands import changes_from
+from parklab.studio.commands import Overwrite, Settings, changes_from, numbers_from
+from parklab.studio.terminal import interruptible, say
 
 if TYPE_CHECKING:
     from parklab.experiments.reproduce import Outcome
@@ -22,6 +23,38 @@ Model = Annotated[str, typer.Option(help="tiny (the shipped model), a diffusers 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
+
+
+@app.command()
+def ablation(
+    out: Annotated[Path, typer.Option(help="Folder for results and the table.")] = Path("out/ablation"),
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
+    methods: Annotated[
+        str | None, typer.Option(help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given.")
+    ] = None,
+    density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
+    budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 12,
+    height: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = 128,
+    width: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = 192,
+    frames: Annotated[int, typer.Option(help="4n + 1 frames.")] = 17,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
+    from parklab.experiments.ablation import ablation_of, budgeted_methods, run_ablation, to_markdown
+    from parklab.experiments.reproduce import BLOCKS
+
+    evaluation = ablation_of(
+        prompts, seeds=numbers_from(seeds), methods=budgeted_methods(methods), densities=(density,),
+        changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames, device=device, dtype=dtype,
+    )  # fmt: skip
+    with interruptible(f"finished runs are kept in {out}; run again to go on"):
+        table = run_ablation(evaluation, out, budget=budget, overwrite=overwrite, say=say)
+    say(to_markdown(table))
 
 
 @app.command()

@@ -31,7 +31,7 @@ from parklab.experiments.bench_lines import measure_benchmark, read_lines
 from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture
 from parklab.experiments.calibration import (
     budget_cell,
-    calibrated_field,
+    budget_field,
     captured_steps,
     cost_at,
     cost_refusal,
@@ -113,7 +113,7 @@ class Lab:
 
     def times_cell(self, method: str, density: float | None = None) -> Cell:
         """On calls of the prompt that budgets are found on."""
-        asked = self._asked(self._spare(), self.evaluation.changes) | {"method": method, "density": density}
+        asked = self._asked(self.spare(), self.evaluation.changes) | {"method": method, "density": density}
         asked |= {"calls": QUICK_CALLS} if self.evaluation.quick else {}
         return named_cell("times", method + ("" if density is None else f"-at-{density:g}"), asked)
 
@@ -235,7 +235,7 @@ class Lab:
     def pipe(self) -> Any:
         return generate.pipeline_for(self.base, self.folder)
 
-    def _make(self, making: Making) -> None:
+    def _make(self, making: Making) -> Record:
         makers = {
             "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
             "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
@@ -244,8 +244,10 @@ class Lab:
         }  # fmt: skip
         kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
         found = kinds[making.cell.format](making)
-        making.commit({"format": making.cell.format, "request": dict(making.cell.request), **found, "environment": environment()})
+        asked = {"format": making.cell.format, "request": dict(making.cell.request)}
+        record = making.commit({**asked, **found, "environment": environment()})
         self.made.append(making.cell.name)
+        return record
 
     def _make_reference(self, making: Making) -> Record:
         frames, found = self._dense_video(making.cell)
@@ -319,7 +321,7 @@ class Lab:
 
     def _make_budget(self, making: Making) -> Record:
         name, density = making.cell.request["method"], making.cell.request["density"]
-        calibrated_field(name)  # a method without one needs no capture
+        budget_field(name)  # a method without one needs no capture
         calls = [call.to(self.base.device) for call in self._captured(making.cell)]
         request = self._set_for(self._fitted(making.cell), making.cell.request)
         return {"budget": find_budget(name, config_for(request, self.pipe), density, calls)}
@@ -355,12 +357,19 @@ class Lab:
         """The content of a large cell: what was last asked of its format, from the store, or made, and kept there if things are."""
         if self._held.get(cell.format, ("", None))[0] != cell.name:
             self._held.pop(cell.format, None)
-            record = self.store.find(cell) if self.evaluation.keep == "records" else self._need(cell)
+            record = self.store.find(cell) if self.evaluation.keep == "records" else self.need([cell])[cell.name]
             self._held[cell.format] = cell.name, make(cell) if record is None else read(record)
         return self._held[cell.format][1]
 
-    def _need(self, cell: Cell) -> Record:
-        return self.store.fill([cell], self._make)[cell.name]
+    def need(
+        self, cells: Sequence[Cell], *, overwrite: bool = False, made: Callable[[Record], None] = lambda record: None
+    ) -> dict[str, Record]:
+        """By cell name; one that cannot be made is an error. made: told of each that was not there."""
+
+        def make(making: Making) -> None:
+            made(self._make(making))
+
+        return self.store.fill(cells, make, overwrite=overwrite)
 
     def _within_budget(self, cell: Cell) -> tuple[Request, MethodConfig, dict[str, Any] | None]:
         """What a cell asks for, and the budget that gives its density."""
@@ -372,15 +381,16 @@ class Lab:
         return request, config, budget
 
     def _matched_budget(self, cell: Cell) -> dict[str, Any]:
-        budget: dict[str, Any] = self._need(self._budget_cell(cell))["budget"]
+        wanted = self._budget_cell(cell)
+        budget: dict[str, Any] = self.need([wanted])[wanted.name]["budget"]
         if reason := self._refusal(cell):
             raise UnreachableDensityError(reason)
         return budget
 
     def _budget_cell(self, cell: Cell) -> Cell:
-        return budget_cell(self._asked(self._spare()), cell.request)
+        return budget_cell(self._asked(self.spare()), cell.request)
 
-    def _spare(self) -> Request:
+    def spare(self) -> Request:
         """What is in no table."""
         return dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
 

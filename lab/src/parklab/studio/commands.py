@@ -1,4 +1,4 @@
-"""The commands `park generate`, `park compare`, `park demo`, `park ablation` and `park doctor`: parsing, one call, printing."""
+"""The commands `park generate`, `park compare`, `park demo` and `park doctor`: parsing, one call, printing."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def compare(
                 current["show"] = bars.begin(method)
 
         report = run(
-            request, names, out, profiles=wanted, prompts=prompts, seeds=_numbers(seeds) if seeds is not None else (),
+            request, names, out, profiles=wanted, prompts=prompts, seeds=numbers_from(seeds) if seeds is not None else (),
             overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, stage=bars.stage, say=say,
         )  # fmt: skip
     cases = report.get("cases", [])
@@ -254,40 +254,6 @@ def _why_slower(report: dict[str, Any]) -> str | None:
 
 
 @app.command()
-def ablation(
-    out: Annotated[Path, typer.Option(help="Folder for results and the table.")] = Path("out/ablation"),
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
-    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
-    methods: Annotated[
-        str | None, typer.Option(help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given.")
-    ] = None,
-    density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
-    budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
-    settings: Settings = None,
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 12,
-    height: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = 128,
-    width: Annotated[int, typer.Option(help="Pixels, a multiple of 16.")] = 192,
-    frames: Annotated[int, typer.Option(help="4n + 1 frames.")] = 17,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-) -> None:
-    """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
-    from parklab.studio.ablation import BLOCKS, AblationSettings, budgeted_methods, run_ablation, to_markdown
-    from parklab.studio.generate import Request
-
-    numbers = _numbers(seeds)
-    asked = AblationSettings(prompts=prompts, seeds=numbers, methods=budgeted_methods(methods), density=density, budget=budget)
-    request = Request(
-        prompt="held out", changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames,
-        device=device, dtype=dtype,
-    )  # fmt: skip
-    with interruptible(f"finished runs are kept in {out}; run again to go on"):
-        table = run_ablation(request, asked, out, overwrite=overwrite, say=say)
-    say(to_markdown(table))
-
-
-@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     model: Annotated[str, typer.Option(help="Model of the estimate.")] = ESTIMATED_MODEL,
@@ -316,7 +282,7 @@ def doctor(
     raise typer.Exit(0 if found["healthy"] else 1)
 
 
-def _numbers(seeds: str) -> tuple[int, ...]:
+def numbers_from(seeds: str) -> tuple[int, ...]:
     try:
         return tuple(int(seed) for seed in seeds.split(","))
     except ValueError:
