@@ -13,7 +13,7 @@ from parkattn.ops.cluster.definition import first_centroids, lloyd
 from parkattn.planned import make_plan, plan_key
 from parkattn.site import CallSite
 from parklab.baselines import svg2, svoo
-from parklab.baselines.density_profile import DensityProfile, DensityProfiler, profile_densities, required_density
+from parklab.baselines.density_profile import DensityProfile, DensityProfiler, required_density
 from plans import token_mask
 from restated import svg2 as restated_svg2
 from restated import svoo as restated_svoo
@@ -188,7 +188,10 @@ def test_one_head_missing_from_the_profile_gives_all_heads_the_fallback():
 def test_a_density_profile_holds_the_largest_density_of_every_head_and_survives_its_file(tmp_path):
     some, other = itertools.islice((c for c in problems(99, seed=34) if c.q.shape[1] == 1), 2)
     calls = [(some.q, some.k, site_of(some, step=1, layer=2, total_steps=4)), (other.q, other.k, site_of(other, step=1, layer=2))]
-    profile = profile_densities(calls)
+    profiler = DensityProfiler()
+    for call in calls:
+        profiler.note(*call)
+    profile = profiler.profile()
     assert profile.densities.shape == (4, 3, 1) and int(profile.densities.isnan().sum()) == 11
     most = max(float(required_density(q, k, text=site.text, key_valid=site.key_valid, scale=site.scale).amax()) for q, k, site in calls)
     assert float(profile.densities[1, 2]) == most

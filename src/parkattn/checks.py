@@ -33,6 +33,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def did_you_mean(given: object, known: Iterable[str], otherwise: str) -> str:
     """Advice that ends a message: the nearest known name, where one is near."""
     near = difflib.get_close_matches(str(given), sorted(known), n=1) if isinstance(given, str) else []

@@ -58,6 +58,11 @@ class CallSite:
     dense: Callable[[], Tensor] | None = None
     """The model's own dense attention of this call -> [b h n d]; None: PyTorch's."""
 
+    @property
+    def text_tokens(self) -> int:
+        """How many of the tokens are text."""
+        return 0 if self.text is None else self.text.stop - self.text.start
+
 
 @dataclass(frozen=True)
 class AttentionStats:

@@ -22,7 +22,7 @@ def environment() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "parkattn": _version(),
+        "parkattn": installed("parkattn") or "not installed",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": _cpu(),
@@ -49,11 +49,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in found if isinstance(record, dict)]
 
 
-def _version() -> str:
+def installed(package: str) -> str | None:
+    """Its version; None where it is not installed, or runs from a source tree on the path."""
     try:
-        return version("parkattn")
-    except PackageNotFoundError:  # run from a source tree on the path
-        return "not installed"
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

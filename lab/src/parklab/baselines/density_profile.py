@@ -10,7 +10,6 @@ Several inputs (prompts, guidance branches) are joined by their maximum. The aut
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,13 +168,3 @@ class DensityProfiler:
         for (step, layer), needed in self._needed.items():
             densities[step, layer, : len(needed)] = needed
         return DensityProfile(densities, self.mass)
-
-
-def profile_densities(
-    calls: Iterable[tuple[Tensor, Tensor, CallSite]], *, mass: float = MASS, samples: int | None = None
-) -> DensityProfile:
-    """The profile of recorded queries and keys, each with the call they come from."""
-    profiler = DensityProfiler(mass, samples)
-    for q, k, site in calls:
-        profiler.note(q, k, site)
-    return profiler.profile()

@@ -113,7 +113,7 @@ class SparsePrPlanner:
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        words = 0 if site.text is None else site.text.stop - site.text.start
+        words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         warm = earlier if config.warm_start else None
         held = {} if warm is None else warm.memory
@@ -230,7 +230,7 @@ def key_budget(q: Tensor, k: Tensor, site: CallSite, roles: Roles, density: floa
     """Key tokens that every query cluster may keep [b h]; taken [b h]: probe rows, which the density pays for."""
     if density >= 1:
         return torch.full_like(taken, k.shape[2])
-    words = 0 if site.text is None else site.text.stop - site.text.start
+    words = site.text_tokens
     every = torch.ones(q.shape[0], 1, dtype=torch.float64, device=q.device)
     queries = every * (q.shape[2] - words) if roles.clustered_queries is None else roles.clustered_queries.sum(-1, True).double()
     video = every * (k.shape[2] - words) if roles.clustered_keys is None else roles.clustered_keys.sum(-1, True).double()

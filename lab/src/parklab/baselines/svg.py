@@ -39,7 +39,7 @@ from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.settings import LARGEST_SEED, LONG_VIDEO, PlannedConfig
 from parkattn.site import CallSite
-from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid, words_in
+from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
 HEADS_AT_ONCE = 4  # bounds the [rows, keys] weights of profiling
 Layout = Literal["wan", "hunyuan"]
@@ -141,7 +141,7 @@ class SvgPlanner:
     def bands(self, q: Tensor, k: Tensor, site: CallSite) -> Bands:
         config = self.config
         frames, height, width = expect_grid(q, k, site)
-        cells, words = frames * height * width, words_in(site)
+        cells, words = frames * height * width, site.text_tokens
         layout: Layout = config.layout or ("hunyuan" if words else "wan")
         reach = band_reach(config.sparsity or DENSITY[layout], words, cells, config.block, layout)
         return Bands(layout, frames, height * width, reach, config.tile or (128 if cells >= LONG_VIDEO else 16))
@@ -198,7 +198,7 @@ def temporal_heads(
     dtype = compute_dtype(q.dtype)
     scale = q.shape[-1] ** -0.5 if site.scale is None else site.scale
     valid = None if roles.key_valid is None else _cells(roles.key_valid, site, 1)  # [b cells]
-    tokens = rows if not words_in(site) else _tokens(rows, site)
+    tokens = rows if not site.text_tokens else _tokens(rows, site)
     counted = q.new_ones(1, len(rows), dtype=dtype) if valid is None else valid[:, rows].to(dtype)  # [1 or b, r]
     masks = profile_masks(rows, bands, block)
     chosen = []
@@ -232,7 +232,7 @@ def _mean_square(x: Tensor, counted: Tensor) -> Tensor:
 
 def _cells(x: Tensor, site: CallSite, dim: int) -> Tensor:
     """x without the text along dim."""
-    if not words_in(site):
+    if not site.text_tokens:
         return x
     assert site.text is not None
     before, after = x.narrow(dim, 0, site.text.start), x.narrow(dim, site.text.stop, x.shape[dim] - site.text.stop)
@@ -242,7 +242,7 @@ def _cells(x: Tensor, site: CallSite, dim: int) -> Tensor:
 def _tokens(cells: Tensor, site: CallSite) -> Tensor:
     """Where cells are in the sequence."""
     assert site.text is not None
-    return cells + (cells >= site.text.start) * words_in(site)
+    return cells + (cells >= site.text.start) * site.text_tokens
 
 
 ENTRIES = (

@@ -99,7 +99,7 @@ def cluster_both(
     verbs: Backend, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None, config: AuthorsClusters
 ) -> tuple[Clustering, Clustering, dict[str, Tensor]]:
     """Clusters of queries and of keys by plain k-means, and what the next call begins from: the centroids, in q's dtype."""
-    words = 0 if site.text is None else site.text.stop - site.text.start
+    words = site.text_tokens
     counts = config.counts(q.shape[2] - words, k.shape[2] - words)
     found, memory = [], {}
     for name, x, count, multiple, valid in (

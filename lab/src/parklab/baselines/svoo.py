@@ -134,7 +134,7 @@ class SvooPlanner:
 
     def _cluster(self, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None) -> tuple[Clustering, Clustering]:
         config, verbs = self.config, resolve_for(q, self.config.backend)
-        words = 0 if site.text is None else site.text.stop - site.text.start
+        words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         valid = roles.clustered_queries, roles.clustered_keys
         if earlier is not None and config.warm_start:

@@ -19,11 +19,6 @@ from parkattn.site import CallSite
 HEADS_AT_ONCE = 8  # bounds the float32 copies of queries and keys that planning makes
 
 
-def words_in(site: CallSite) -> int:
-    """Number of text tokens of a call."""
-    return 0 if site.text is None else site.text.stop - site.text.start
-
-
 @dataclass(frozen=True)
 class Runs:
     """One side's video tokens, numbered in sequence order, in blocks of `size`; the last one may be shorter."""
@@ -76,7 +71,7 @@ def cut_runs(x: Tensor, video: Tensor | None, size: int, site: CallSite) -> Runs
     if video is None:
         return Runs(size, -(-n // size), torch.full((b,), n, device=x.device), None, None)
     # as many blocks as without padding: how much of it there is only the device knows
-    count = -(-(n - words_in(site)) // size)
+    count = -(-(n - site.text_tokens) // size)
     labels = torch.where(video, (video.cumsum(-1) - 1) // size, count).to(torch.int32)
     return Runs(size, count, video.sum(-1), labels.unsqueeze(1), (~video).to(torch.uint8).argsort(dim=-1, stable=True))
 
@@ -125,7 +120,7 @@ def expect_grid(q: Tensor, k: Tensor, site: CallSite) -> tuple[int, int, int]:
         raise ValueError("grid: expected (frames, height, width) of the video, got None; pass it in the CallSite.")
     frames, height, width = site.grid
     n, m = q.shape[2], k.shape[2]
-    cells = n - words_in(site)
+    cells = n - site.text_tokens
     if n != m:
         raise ValueError(f"k: expected {n} keys as there are queries, got {m}; use dense attention for this call.")
     if frames * height * width != cells:
@@ -149,7 +144,7 @@ def arrange_keys(of_cell: Tensor, count: int, k: Tensor, site: CallSite, roles: 
 def _label_tokens(of_cell: Tensor, count: int, site: CallSite, video: Tensor | None) -> Tensor:
     """[.. cells] -> [.. n] int32, `count` outside the video."""
     labels = of_cell.to(torch.int32)
-    if words := words_in(site):
+    if words := site.text_tokens:
         assert site.text is not None
         text = labels.new_full((*labels.shape[:-1], words), count)
         labels = torch.cat([labels[..., : site.text.start], text, labels[..., site.text.start :]], -1)

@@ -29,6 +29,7 @@ import torch
 
 from parkattn.engine.summary import PHASES, Summary
 from parkattn.hosts.diffusers import enable, summary
+from parkattn.hosts.diffusers.fused import FUSED
 from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
@@ -237,7 +238,7 @@ def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeMode
     with enable(transformer, model.config(dense_steps=2), total_steps=RUN_STEPS):
         with first_blocks(transformer, 1):
             first, second = (watched(lambda: run_forward(transformer, inputs, 999.0), device).seconds for _ in range(2))
-        return first - second if any(outcome.startswith("yes") for outcome in summary(transformer).fused) else None
+        return first - second if not summary(transformer).fused.keys().isdisjoint(FUSED) else None
 
 
 def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:

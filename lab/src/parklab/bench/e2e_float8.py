@@ -42,7 +42,8 @@ from parklab.bench.e2e import (
 )
 from parklab.bench.e2e_profile import compiled_again, compiled_dense
 from parklab.bench.e2e_run import sparse_density
-from parklab.bench.timing import Watched, free_memory, installed, steady_ms
+from parklab.bench.timing import Watched, free_memory, steady_ms
+from parklab.record import installed
 
 FLOAT8 = torch.float8_e4m3fn
 # rounding to 4 significant bits errs by 2^-4 at most and by 2^-4 / sqrt(3) on average; two operands, independently

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parkattn.hosts.diffusers import disable, enable, summary
+from parkattn.hosts.diffusers.fused import AS_ASKED
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import SMALL_HUNYUAN, SMALL_WAN, WholeModel, forward_inputs, random_transformer, run_forward
@@ -189,7 +190,7 @@ def _gate_fused(name: str, model: WholeModel, device: torch.device) -> Iterator[
             graphs = counts["unique_graphs"]
     yield verdict(f"{name}, fused: every block kept is stock dense", _share_of_allowed(found[0], stock, exact), 1)
     yield verdict(f"{name}, fused: a second run is equal", _apart(*found), 0)
-    missed = len(TIMESTEPS) * len(report.layers) - report.fused.get("yes, as asked", 0)
+    missed = len(TIMESTEPS) * len(report.layers) - report.fused.get(AS_ASKED, 0)
     yield verdict(f"{name}, fused: every block was", missed, 0, fused=report.fused)
     yield verdict(f"{name}, fused: nothing is compiled in the second session", counts["unique_graphs"] - graphs, 0)
 
@@ -257,5 +258,5 @@ def _gate_offloaded_blocks(model: WholeModel, device: torch.device) -> Iterator[
             report = summary(transformer)
     name = "group offload by blocks, compiled"
     yield verdict(f"{name}: the same output", _apart(*found), 0, calls=report.calls)
-    missed = len(TIMESTEPS) * len(report.layers) - report.fused.get("yes, as asked", 0)
+    missed = len(TIMESTEPS) * len(report.layers) - report.fused.get(AS_ASKED, 0)
     yield verdict(f"{name}: every block", missed, 0, fused=report.fused)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import attend_planned, resolve_for
+from parkattn.checks import first_line
 from parkattn.hosts.diffusers import enable
 from parkattn.methods import METHODS, make_method
 from parkattn.plan import Plan
@@ -55,7 +56,7 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, r
             try:
                 record |= _costs(method, q, k, v, site, min(repeats, 3))
             except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
-                record |= {"ok": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[0]}"}
+                record |= {"ok": False, "failure": f"{type(failure).__name__}: {first_line(failure)}"}
             yield record
             free_memory()
         del q, k, v, site
@@ -73,7 +74,7 @@ def through_model(model: WholeModel, label: str, device: torch.device, *, rehear
         try:
             record |= _forwards(name, transformer, inputs, device, rehearse)
         except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
-            record |= {"ok": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[0]}"}
+            record |= {"ok": False, "failure": f"{type(failure).__name__}: {first_line(failure)}"}
         yield record
         free_memory()
 

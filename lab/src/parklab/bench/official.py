@@ -18,13 +18,13 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parkattn.backend import attend_every_key, attend_planned, resolve_for
+from parkattn.checks import first_line
 from parkattn.methods import make_method
 from parkattn.ops.permute.definition import gather
 from parkattn.planned import PlannedMethod, make_plan
@@ -32,6 +32,7 @@ from parkattn.site import CallSite
 from parklab.baselines.sta import tile_of_cell
 from parklab.bench.problems import TINY, WAN_14B, Case, Shape, random_plan, rows, verdict
 from parklab.bench.timing import free_memory, median_ms, steady_ms
+from parklab.record import installed
 
 STA_GRID, STA_TILE, STA_WINDOW = (18, 48, 80), (6, 8, 8), (3, 3, 3)  # of their kernel
 DENSITY = 0.25
@@ -133,13 +134,13 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
 def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
     """One record per package; one that is absent, or fails, says so in its record."""
     for name, package in PACKAGES.items():
-        record: dict[str, Any] = {"benchmark": "official", "kernel": name, "method": package.method, "version": _version(name)}
+        record: dict[str, Any] = {"benchmark": "official", "kernel": name, "method": package.method, "version": installed(name)}
         absent = package.absence(device)
         if absent is None:
             try:
                 record |= _times(package, TINY if rehearse else WAN_14B, device, repeats)
             except Exception as failure:  # whatever another package does: the others are still timed
-                absent = f"failed: {type(failure).__name__}: {str(failure).splitlines()[0]}"
+                absent = f"failed: {type(failure).__name__}: {first_line(failure)}"
         yield record if absent is None else record | {"absent": absent}
         free_memory()
 
@@ -156,10 +157,3 @@ def _times(package: Package, shape: Shape, device: torch.device, repeats: int) -
 def _tensors(package: Package, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     grid = package.grid
     return rows(shape if grid is None else shape._replace(tokens=grid[0] * grid[1] * grid[2]), device)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -7,13 +7,12 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
 import torch
 
-from parklab.record import environment
+from parklab.record import environment, installed
 
 Call = Callable[[], object]
 SETTLING_S = 0.5
@@ -102,13 +101,6 @@ def _each_ms(call: Call, repeats: int) -> list[float]:
         stop.record()
     torch.cuda.synchronize()
     return [float(start.elapsed_time(stop)) for start, stop in events]
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from parkattn.checks import first_line
 from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.park import ParkConfig
 from parkattn.settings import MethodConfig
@@ -187,8 +188,7 @@ class Lab:
             try:
                 self._make(making)
             except (ValueError, NotImplementedError, RuntimeError, ImportError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise CellError(making.cell, reason, unreachable=isinstance(error, UnreachableDensityError)) from error
+                raise CellError(making.cell, first_line(error), unreachable=isinstance(error, UnreachableDensityError)) from error
             finished(making.cell)
 
         known = self.unreachable(rest)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from parkattn.checks import first_line
 from parklab.metrics.fidelity import Frames, as_network_input, expect_pair
 
 DISPLAY = "standard_4k"
@@ -102,4 +103,4 @@ def _load(name: str) -> tuple[Any, str | None]:
     except ModuleNotFoundError as missing:
         return None, f"no package {(missing.name or name).partition('.')[0]}"
     except (ImportError, RuntimeError, OSError) as error:  # such as a torchvision that was built for another torch
-        return None, f"{name.partition('.')[0]} that does not load ({str(error).splitlines()[0]})"
+        return None, f"{name.partition('.')[0]} that does not load ({first_line(error)})"

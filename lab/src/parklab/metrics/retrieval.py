@@ -16,11 +16,6 @@ from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 QUERIES_AT_ONCE = 1024
 
 
-def density(plan: Plan) -> Tensor:
-    """Token pairs computed / token pairs of dense attention."""
-    return plan.density()
-
-
 def attention_recall(q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
     """Share of the dense attention weight that lies in kept blocks (eq. attention_recall)."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -63,10 +63,6 @@ class Scene:
         return "sentence" if zlib.crc32(self.sentence.encode()) % 10 == 0 else None
 
 
-def scene_at(indices: tuple[int, ...]) -> Scene:
-    return Scene(*(slot[i] for slot, i in zip(SLOTS, indices, strict=True)))
-
-
 def every_scene() -> Iterator[Scene]:
     """All sentences, in a fixed order (the last slot varies fastest)."""
     return (Scene(*words) for words in product(*SLOTS))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from parkattn.checks import expect_choice, ran_out_of_memory
+from parkattn.checks import expect_choice, first_line, ran_out_of_memory
 from parklab.extras import package
 from parklab.sprites import CHECKPOINT
 from parklab.studio.model_folder import INDEX, LARGEST_CONFIG, Component, judge_folder, judge_index, read_json
@@ -335,7 +335,7 @@ def _download(name: str) -> Path:
         # a second dot marks a variant, such as model.fp16.safetensors
         return Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*.*.safetensors"]))
     except Exception as error:  # the hub's errors have no common base
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         if first.startswith("model: expected"):
             raise
         raise ValueError(

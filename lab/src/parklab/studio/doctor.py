@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from parkattn.backend import resolve
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, first_line
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import ParkConfig, park_attention
 from parklab.extras import install_command
-from parklab.record import environment
+from parklab.record import environment, installed
 from parklab.scene import clustered_scene
 from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints
@@ -69,7 +68,7 @@ def examine(
     video = {"frames": frames or size.video[0], "height": height, "width": width}
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     test = self_test()
-    problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if _version(name) is None]
+    problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if installed(name) is None]
     stages = stage_choices()
     problems += [f"{stage['stage']}: {stage['why']}" for stage in stages if stage["uses"] == "nothing"]
     problems += [] if test["passed"] else [f"self-test: {test['detail']}"]
@@ -77,8 +76,8 @@ def examine(
         "healthy": not problems,
         "problems": problems,
         "environment": environment() | {"platform": platform.platform()},
-        "packages": {name: _version(name) for name in (*NEEDED, *OPTIONAL)},
-        "missing": [{"package": name, "for": why, "install": line} for name, (why, line) in OPTIONAL.items() if _version(name) is None],
+        "packages": {name: installed(name) for name in (*NEEDED, *OPTIONAL)},
+        "missing": [{"package": name, "for": why, "install": line} for name, (why, line) in OPTIONAL.items() if installed(name) is None],
         "gpu": gpu_facts(),
         "video": video_facts(),
         "shipped_model": shipped_facts(),
@@ -119,7 +118,7 @@ def self_test() -> dict[str, Any]:
             apart = park_attention(q, k, v, keep_all).float() - dense_attention(q.float(), k.float(), v.float())
         except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
             passed = False
-            reports.append(f"{device}: {str(error).splitlines()[0]}")
+            reports.append(f"{device}: {first_line(error)}")
             continue
         # float32: another order of summation over 256 keys; bfloat16: weights and output are rounded to 8 bits each
         bound = 256 * torch.finfo(dtype).eps if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
@@ -157,13 +156,6 @@ def shipped_facts() -> dict[str, Any]:
     except ValueError as error:
         return {"whole": False, "why": str(error)}
     return {"whole": True, "why": f"{sum(f.stat().st_size for f in CHECKPOINT.rglob('*') if f.is_file()) / 2**20:.0f} MiB in {CHECKPOINT}"}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Table | str]:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from parkattn.checks import shown
+from parkattn.checks import first_line, shown
 
 # steps x blocks x elements of hidden_states from which on compiling pays in one run: on an H200 it takes 15 s, and a fused block saves 7e-11 s
 # per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %), twice that in a run with guidance, which cannot be known before
 WORTH_IT = 1.5e11
 COMPILER = "inductor"
+FUSED = AS_ASKED, LARGE_ENOUGH = "yes, as asked", "yes, the run is large enough"  # outcomes of blocks that ran compiled
 # names under which diffusers registers what offloads a group of blocks
 OFFLOADING = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 
@@ -87,7 +88,7 @@ class Fusing:
         kind: Any = type(block)
         try:
             out = _compiled(kind.forward, COMPILER)(block, *args, **kwargs)
-            self.outcomes["yes, as asked" if self.wanted else "yes, the run is large enough"] += 1
+            self.outcomes[AS_ASKED if self.wanted else LARGE_ENOUGH] += 1
             return out
         except _refusals() as failure:
             # a graph that cannot be made has not run, so nothing of this call has happened yet
@@ -148,7 +149,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 def _in_one_line(failure: Exception) -> str:
     if "LimitHit" in type(failure).__name__:  # whose own words are "Hard failure"
         return "this block has as many graphs as torch._dynamo.config.recompile_limit allows"
-    return (str(failure).strip() or type(failure).__name__).splitlines()[0][:200]
+    return first_line(failure)[:200]
 
 
 def _inside_offloading(block: Any) -> Any:
