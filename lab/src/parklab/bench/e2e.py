@@ -226,6 +226,15 @@ def prepare(
     return Prepared(model, device, transformer, inputs, top_k, compiled, fusing_s)
 
 
+def compile_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], done: Callable[[str], None] = lambda part: None) -> None:
+    """Each kind of forward once, on the first blocks, before it is timed. done(part): is told what is ready."""
+    with enable(ready.transformer, config, total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
+        for step, phase in enumerate(phases):
+            run_forward(ready.transformer, ready.inputs, 999.0 - step)
+            done(f"kernels of step {step}: {phase}")
+    free_memory()
+
+
 def compile_blocks(transformer: Any, device: torch.device) -> None:
     transformer.compile_repeated_blocks(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
 

@@ -30,6 +30,7 @@ from parklab.bench.e2e import (
     RUN_STEPS,
     Prepared,
     WholeModel,
+    compile_phases,
     first_blocks,
     largest,
     memory_record,
@@ -42,7 +43,7 @@ from parklab.bench.e2e import (
 )
 from parklab.bench.e2e_profile import compiled_again, compiled_dense
 from parklab.bench.e2e_run import sparse_density
-from parklab.bench.timing import Watched, free_memory, steady_ms
+from parklab.bench.timing import Watched, steady_ms
 from parklab.record import installed
 
 FLOAT8 = torch.float8_e4m3fn
@@ -156,7 +157,7 @@ def run_float8(
             torch._dynamo.reset()  # graphs of the other linears
             made = make_float8(ready.transformer, device)
             ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, model, device)
-            compile_phases(ready)
+            compile_phases(ready, paper_config(ready), PHASES_MEASURED)
             calls = compiled_dense(ready)
             keep({"model": name, "benchmark": "e2e preparation", "part": "float8 linears"})
         note = functools.partial(_keep_with, keep, {"model": name, "linears": linears})
@@ -170,14 +171,6 @@ def run_float8(
 
 def _keep_with(keep: Note, names: dict[str, str], part: dict[str, Any]) -> None:
     keep({**names, **part})
-
-
-def compile_phases(ready: Prepared) -> None:
-    """Each kind of forward once, on the first blocks, before it is timed."""
-    with enable(ready.transformer, paper_config(ready), total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
-        for step in range(len(PHASES_MEASURED)):
-            run_forward(ready.transformer, ready.inputs, 999.0 - step)
-    free_memory()
 
 
 def measure_linears(ready: Prepared, calls: dict[torch.nn.Module, Any], note: Note) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from parkattn.engine.summary import Summary
-from parkattn.hosts.diffusers import enable
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import (
     PHASES_MEASURED,
@@ -28,6 +27,7 @@ from parklab.bench.e2e import (
     Prepared,
     WholeModel,
     compile_blocks,
+    compile_phases,
     composed,
     first_blocks,
     largest,
@@ -93,11 +93,7 @@ def prepare_profile(
 ) -> PreparedProfile:
     """Also runs each kind of forward once, on the first blocks, which compiles its kernels. done(part): is told what is ready."""
     ready = prepare(model, device, compiled=compiled, density=density, done=done)
-    config = timed_config(ready, profile)
-    with enable(ready.transformer, config, total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
-        for step in range(len(PHASES_TIMED)):
-            run_forward(ready.transformer, ready.inputs, 999.0 - step)
-            done(f"kernels of step {step}: {PHASES_TIMED[step]}")
+    compile_phases(ready, timed_config(ready, profile), PHASES_TIMED, done)
     calls: dict[torch.nn.Module, Any] = {}
     if not compiled:
         calls = compiled_dense(ready)

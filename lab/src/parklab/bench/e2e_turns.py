@@ -1,13 +1,13 @@
 """Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the GPU alone.
 
-    python -m parklab.bench.e2e_turns --record FILE [--full] [--budget SECONDS] [--only gate wan2.1-14b ...] [--profile fast] [--float8]
+    park bench e2e --record FILE [--full] [--budget SECONDS] [--only gate --only wan2.1-14b ...] [--profile fast] [--float8]
 
 A hang or a CUDA error costs one model. Every figure is in FILE as soon as it is there.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -52,13 +52,10 @@ def run_all(
     for name in names:
         expect_choice("only", name, SECTIONS)
     together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
-    options = [
-        f"--{name}" for name, chosen in {"full": full, "compiled": compiled, "rehearse": rehearse, "float8": float8}.items() if chosen
-    ]
-    options += ["--profile", profile, *([] if density is None else ["--density", str(density)])]
+    options = {"full": full, "compiled": compiled, "rehearse": rehearse, "profile": profile, "density": density, "float8": float8}
 
     def start(name: str) -> _Section:
-        return _Section(name, [sys.executable, "-m", "parklab.bench.e2e_turns", "--section", name, "--record", str(record), *options])
+        return _Section(name, [sys.executable, "-m", "parklab.bench.e2e_turns", name, str(record), json.dumps(options)])
 
     sections = {name: start(name) for name in names} if together else {}
     outcome: dict[str, str] = {}
@@ -140,19 +137,9 @@ class _Section:
 
 
 COLUMNS = (
-    "model",
-    "density",
-    "dense s",
-    "refresh s",
-    "warm s",
-    "reuse s",
-    "not fused",
-    "50 steps",
-    "saved s",
-    "dense GB",
-    "PARK GB",
-    "plans GB",
-)
+    "model", "density", "dense s", "refresh s", "warm s", "reuse s", "not fused",
+    "50 steps", "saved s", "dense GB", "PARK GB", "plans GB",
+)  # fmt: skip
 
 
 def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
@@ -174,39 +161,15 @@ def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
 
 
 PROFILE_COLUMNS = (
-    "model",
-    "profile",
-    "density",
-    "dense s",
-    "compiled",
-    "own s",
-    "cold s",
-    "warm s",
-    "reuse s",
-    "anchors",
-    "x stock",
-    "x compiled",
-    "x own",
-    "state GB",
-)
+    "model", "profile", "density", "dense s", "compiled", "own s", "cold s", "warm s",
+    "reuse s", "anchors", "x stock", "x compiled", "x own", "state GB",
+)  # fmt: skip
 
 
 FLOAT8_COLUMNS = (
-    "model",
-    "linears",
-    "density",
-    "dense s",
-    "compiled",
-    "refresh s",
-    "reuse s",
-    "of bf16",
-    "attention",
-    "products",
-    "rest",
-    "weights GB",
-    "dense GB",
-    "PARK GB",
-)
+    "model", "linears", "density", "dense s", "compiled", "refresh s", "reuse s", "of bf16",
+    "attention", "products", "rest", "weights GB", "dense GB", "PARK GB",
+)  # fmt: skip
 
 
 def columns_of(profile: str, float8: bool = False) -> tuple[str, ...]:
@@ -269,28 +232,6 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m parklab.bench.e2e_turns", description="Whole models: see `park bench e2e --help`.")
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="*", choices=SECTIONS)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--profile", choices=list(ParkConfig.PROFILES), default="paper")
-    parser.add_argument("--density", type=float)
-    parser.add_argument("--float8", action="store_true")
-    parser.add_argument("--budget", type=float, default=1200)
-    asked = parser.parse_args()
-    chosen = {name: getattr(asked, name) for name in ("full", "compiled", "rehearse", "profile", "density", "float8")}
-    if asked.section:
-        run_section(asked.section, asked.record, **chosen, turn=wait_for_turn)
-        return
-    outcome, rows = run_and_tabulate(asked.record, only=asked.only, **chosen, budget_s=asked.budget)
-    for row in (columns_of(asked.profile, asked.float8), *rows):
-        _say("  ".join(f"{cell:>12}" for cell in row))
-    sys.exit(any(result != "passed" for result in outcome.values()))
-
-
 if __name__ == "__main__":
-    main()
+    section, lines, given = sys.argv[1:]  # as `run_all` starts it
+    run_section(section, Path(lines), **json.loads(given), turn=wait_for_turn)

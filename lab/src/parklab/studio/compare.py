@@ -158,14 +158,8 @@ def compare(
     variants = choose_variants(request, methods, profiles)
     stage(READING)
     cases = choose_cases(request, prompts, seeds)
-    requests: dict[str, Request] = {}
-    places: dict[str, tuple[Case, str]] = {}
-    for variant, own in variants.items():
-        asked, folder = prepare(dataclasses.replace(own, prompt=cases[0].prompt, seed=cases[0].seed))
-        for case in cases:
-            name = case.file(variant)
-            requests[name] = dataclasses.replace(asked, prompt=understood(case.prompt, folder), seed=case.seed)
-            places[name] = case, variant
+    requests, folder = prepare_cases(variants, cases)
+    places = {case.file(variant): (case, variant) for variant in variants for case in cases}
     store, pipe, warm = Store(out, say), None, set[str]()
 
     def make(making: Making) -> None:
@@ -195,6 +189,16 @@ def compare(
     command = repeat_comparison(requests[cells[0].name], request, methods, profiles, out, prompts, seeds, recall_rows)
     stage("measuring the videos and writing the page")
     return write_report(found, out, say, command=command)
+
+
+def prepare_cases(variants: Mapping[str, Request], cases: Sequence[Case]) -> tuple[dict[str, Request], Path]:
+    """The request of every variant in every case, by name, and the folder of their model."""
+    requests, folder = {}, Path()
+    for variant, own in variants.items():
+        asked, folder = prepare(dataclasses.replace(own, prompt=cases[0].prompt, seed=cases[0].seed))
+        for case in cases:
+            requests[case.file(variant)] = dataclasses.replace(asked, prompt=understood(case.prompt, folder), seed=case.seed)
+    return requests, folder
 
 
 def expect_written(record: Record, path: Path) -> None:
