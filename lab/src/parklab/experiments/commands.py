@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from parklab.studio.commands import Overwrite, Settings, changes_from, numbers_from
-from parklab.studio.terminal import interruptible, say
+from parklab.studio.commands import Device, Dtype, Offload, Overwrite, Settings, changes_from, numbers_from
+from parklab.studio.terminal import console, interruptible, say
 
 if TYPE_CHECKING:
     from parklab.experiments.reproduce import Outcome
 
 app = typer.Typer(add_completion=False)
-console = Console(markup=False, emoji=False)
 
 Model = Annotated[str, typer.Option(help="tiny (the shipped model), a diffusers folder or a hub id.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
+EverySetting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")]
+Scales = Annotated[list[str] | None, typer.Option(help="Guidance scales, separated by commas or repeated; the model's own when not given.")]
+Densities = Annotated[
+    list[str] | None,
+    typer.Option("--densities", "--density", help="Of matched_densities and matched_costs, separated by commas; 0.5 when not given."),
+]
+Measures = Annotated[
+    str | None, typer.Option(help="Of quality, separated by commas, or all (park metrics); what is installed when not given.")
+]
+Records = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="JSON lines of park bench pama, qrkc, scaling, parklab.bench.frontier or --pack to draw instead of measuring; repeatable."
+    ),
+]
+Fuse = Annotated[bool, typer.Option("--fuse", help="Compile the blocks around attention: pays where many videos are made on a GPU.")]
+UNTIMED = "No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several processes on one GPU."
+Draw = Annotated[
+    bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
+]
+Pack = Annotated[
+    Path | None, typer.Option(help="Make nothing: all cells of --out (and of --records) into one file of JSON lines, for --records.")
+]
+Keep = Annotated[str, typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed.")]
 
 
 @app.command()
@@ -65,77 +86,41 @@ def reproduce(
     prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 2 when not given.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")] = None,
     seeds: Annotated[list[str] | None, typer.Option(help="Seeds, separated by commas or repeated; 0 when not given.")] = None,
-    guidance: Annotated[
-        list[str] | None, typer.Option(help="Guidance scales, separated by commas or repeated; the model's own when not given.")
-    ] = None,
+    guidance: Scales = None,
     methods: Annotated[str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")] = None,
-    densities: Annotated[
-        list[str] | None,
-        typer.Option("--densities", "--density", help="Of matched_densities and matched_costs, separated by commas; 0.5 when not given."),
-    ] = None,
+    densities: Densities = None,
     size: Annotated[str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")] = None,
     steps: Annotated[int | None, typer.Option()] = None,
     frames: Annotated[int | None, typer.Option()] = None,
     height: Annotated[int | None, typer.Option()] = None,
     width: Annotated[int | None, typer.Option()] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")
-    ] = None,
-    measures: Annotated[
-        str | None, typer.Option(help="Of quality, separated by commas, or all (park metrics); what is installed when not given.")
-    ] = None,
+    settings: EverySetting = None,
+    measures: Measures = None,
     weights: Annotated[Path | None, typer.Option(help="Folder with the backbones of VBench's dimensions (docs/metrics.md).")] = None,
     capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
-    records: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSON lines of park bench pama, qrkc, scaling, parklab.bench.frontier or --pack to draw instead of measuring; repeatable."
-        ),
-    ] = None,
+    records: Records = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
-    fuse: Annotated[
-        bool, typer.Option("--fuse", help="Compile the blocks around attention: pays where many videos are made on a GPU.")
-    ] = False,
-    untimed: Annotated[
-        bool,
-        typer.Option(
-            "--untimed",
-            help="No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several processes on one GPU.",
-        ),
-    ] = False,
+    fuse: Fuse = False,
+    untimed: Annotated[bool, typer.Option("--untimed", help=UNTIMED)] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")] = False,
-    draw: Annotated[
-        bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
-    ] = False,
-    pack: Annotated[
-        Path | None, typer.Option(help="Make nothing: all cells of --out (and of --records) into one file of JSON lines, for --records.")
-    ] = None,
-    keep: Annotated[
-        str, typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed.")
-    ] = "all",
+    draw: Draw = False,
+    pack: Pack = None,
+    keep: Keep = "all",
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
     """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
     from parklab.experiments.campaign import CampaignStore
-    from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
     from parklab.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
 
     if listed:
-        table = Table(Column("name", no_wrap=True), "what it is", "runs here")  # a name that is cut or broken could not be asked for
-        for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
-            if label in NOT_BUILT:
-                table.add_row(label, NOT_BUILT[label].title, f"no: {NOT_BUILT[label].reason}")
-            else:
-                needs = EXPERIMENTS[label].needs
-                table.add_row(label, EXPERIMENTS[label].title, f"with {needs}" if needs else "yes")
-        console.print(table)
+        _list_experiments()
         return
     if pack is not None:
-        packed, left = CampaignStore(out, _say, "cells", records or ()).pack(pack)
-        _say(f"wrote {pack}: {packed} cells" + (f"; {left} with files of their own stay in {out / 'cells'}" if left else ""))
+        packed, left = CampaignStore(out, say, "cells", records or ()).pack(pack)
+        say(f"wrote {pack}: {packed} cells" + (f"; {left} with files of their own stay in {out / 'cells'}" if left else ""))
         return
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
@@ -151,39 +136,44 @@ def reproduce(
         changes=changes_from(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload, fuse=fuse or None, timed=not untimed,
         measures=measures, weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
     )  # fmt: skip
-    columns = (
-        TextColumn("cells"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("cells", total=None)
-
-        def advance(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        try:
-            outcome = run_experiments(names, evaluation, out, part=parse_shard(shard), advance=advance, say=_say)
-        except KeyboardInterrupt:
-            _say(f"stopped; finished cells are kept in {out}, run again to go on")
-            raise typer.Exit(130) from None
+    with interruptible(f"finished cells are kept in {out}, run again to go on"), _cells_bar() as advance:
+        outcome = run_experiments(names, evaluation, out, part=parse_shard(shard), advance=advance, say=say)
     _show(outcome, out, quick)
+
+
+@contextlib.contextmanager
+def _cells_bar() -> Iterator[Callable[[int, int], None]]:
+    """Calling it with what is done, and of how many, moves the bar."""
+    parts = TextColumn("cells"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    with Progress(*parts, console=console) as progress:
+        task = progress.add_task("cells", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _list_experiments() -> None:
+    from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
+
+    table = Table(Column("name", no_wrap=True), "what it is", "runs here")  # a name that is cut or broken could not be asked for
+    for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
+        if label in NOT_BUILT:
+            table.add_row(label, NOT_BUILT[label].title, f"no: {NOT_BUILT[label].reason}")
+        else:
+            needs = EXPERIMENTS[label].needs
+            table.add_row(label, EXPERIMENTS[label].title, f"with {needs}" if needs else "yes")
+    console.print(table)
 
 
 def _show(outcome: Outcome, out: Path, quick: bool = False) -> None:
     if quick:
-        _say("--quick tests that everything works; findings of one short video say nothing about methods")
+        say("--quick tests that everything works; findings of one short video say nothing about methods")
     for section in outcome.sections:
         for finding in section.result.findings if section.result else ():
-            _say(f"{section.label}: {finding.line()}")
+            say(f"{section.label}: {finding.line()}")
     left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
     failed = f", {len(outcome.failures)} failed" if outcome.failures else ""
-    _say(f"{outcome.made} cells made, {outcome.kept} there already{left_out}{failed}; report in {out / 'index.html'}")
+    say(f"{outcome.made} cells made, {outcome.kept} there already{left_out}{failed}; report in {out / 'index.html'}")
     for name, reason in outcome.failures.items():
-        _say(f"failed: {name}: {reason}")
+        say(f"failed: {name}: {reason}")
     if outcome.failures:
         raise typer.Exit(1)
 
@@ -225,8 +215,8 @@ def capture(
         prompt=prompt, model=known_model(model), method="dense", seed=seed, steps=steps, frames=frames, height=height, width=width,
         guidance=guidance, device=device, dtype=dtype, offload=offload,
     )  # fmt: skip
-    calls, size = capture_file(request, selection, out, overwrite=overwrite, say=_say)
-    _say(f"wrote {out}: {calls} calls, {size / 2**20:.1f} MiB")
+    calls, size = capture_file(request, selection, out, overwrite=overwrite, say=say)
+    say(f"wrote {out}: {calls} calls, {size / 2**20:.1f} MiB")
 
 
 def _numbers(name: str, texts: list[str], kind: Any) -> tuple[Any, ...]:
@@ -235,7 +225,3 @@ def _numbers(name: str, texts: list[str], kind: Any) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(kind(part) for text in texts for part in text.split(",")))
     except ValueError:
         raise ValueError(f"{name}: expected numbers separated by commas, got {','.join(texts)!r}; write 0,1,2.") from None
-
-
-def _say(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)

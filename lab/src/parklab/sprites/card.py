@@ -77,34 +77,8 @@ def card_text(training: dict, following: dict, size_bytes: int) -> str:
     """The model card; every figure comes from the two records."""
     model, config, stages = training["model"], training["training"], training["stages"]
     count, final = training["parameters"], {name: stage["history"][-1][1] for name, stage in stages.items() if stage["history"]}
-    rows = "\n".join(
-        f"| {r['size'][0]} x {r['size'][1]} x {r['size'][2]} | {r['tokens']:,} | {r['steps']} | {r['guidance']:g} | {r['prompts']} | {_percent(r['colour'])} | "
-        f"{_percent(r['shape'])} | **{_percent(r['colour_and_shape'])}** | {_percent(r['motion'])} |"
-        for r in following["results"]
-    )
-    kinds = "\n".join(
-        f"- {r['tokens']:,} tokens: " + ", ".join(
-            f"{_percent(r[key])} where the {kind} was never seen" for kind, key in
-            (("colour-shape pair", "colour_and_shape_held_out_pair"), ("sentence", "colour_and_shape_held_out_sentence")) if key in r)
-        for r in following["results"]
-    )  # fmt: skip
-    met = all(r["colour_and_shape"] >= BAR for r in following["results"])
-    verdict = f"The project's bar is {_percent(BAR)} for colour and shape together: {'met' if met else '**not met by this checkpoint**'}."
-    rule = following.get("rule")
-    checked = "" if not rule else (
-        f"\nThe rule itself, on {rule['prompts']} true renders: {_percent(rule['true_renders']['colour_and_shape'])} right on their own "
-        f"sentences, {_percent(rule['shuffled_prompts']['colour_and_shape'])} on shuffled sentences "
-        f"(motion: {_percent(rule['true_renders']['motion'])} and {_percent(rule['shuffled_prompts']['motion'])}).\n"
-    )  # fmt: skip
-    limit = "" if "reconstructions" not in following else (
-        f"\nThe rule on true renders after the autoencoder ({following['reconstructions']['psnr_db']:.1f} dB), which limits every figure above: "
-        f"{_percent(following['reconstructions']['colour_and_shape'])}.\n"
-    )  # fmt: skip
+    rows, kinds, verdict, guided, checked, limit = _followed(following)
     notes = "".join(f"\n\n{note}" for note in training.get("notes", []))
-    guided = "".join(
-        f"- {r['tokens']:,} tokens with guidance {r['guidance']:g}: {_percent(r['colour_and_shape'])} (motion {_percent(r['motion'])})\n"
-        for r in following.get("with_guidance", [])
-    )
     sizes = ", ".join(f"{f} x {h} x {w}" for f, h, w, *_ in training["sizes"])
     return f"""# Sprites: the small video model in the box
 
@@ -154,6 +128,38 @@ Held-out prompts only, judged automatically by the rule in `parklab.sprites.foll
 
 {kinds}
 {guided}{checked}{limit}"""
+
+
+def _followed(following: dict) -> tuple[str, ...]:
+    """How well prompts are followed: rows, by kind, against the bar, with guidance, and the limits of the rule itself."""
+    rows = "\n".join(
+        f"| {r['size'][0]} x {r['size'][1]} x {r['size'][2]} | {r['tokens']:,} | {r['steps']} | {r['guidance']:g} | {r['prompts']} | {_percent(r['colour'])} | "
+        f"{_percent(r['shape'])} | **{_percent(r['colour_and_shape'])}** | {_percent(r['motion'])} |"
+        for r in following["results"]
+    )
+    kinds = "\n".join(
+        f"- {r['tokens']:,} tokens: " + ", ".join(
+            f"{_percent(r[key])} where the {kind} was never seen" for kind, key in
+            (("colour-shape pair", "colour_and_shape_held_out_pair"), ("sentence", "colour_and_shape_held_out_sentence")) if key in r)
+        for r in following["results"]
+    )  # fmt: skip
+    met = all(r["colour_and_shape"] >= BAR for r in following["results"])
+    verdict = f"The project's bar is {_percent(BAR)} for colour and shape together: {'met' if met else '**not met by this checkpoint**'}."
+    rule = following.get("rule")
+    checked = "" if not rule else (
+        f"\nThe rule itself, on {rule['prompts']} true renders: {_percent(rule['true_renders']['colour_and_shape'])} right on their own "
+        f"sentences, {_percent(rule['shuffled_prompts']['colour_and_shape'])} on shuffled sentences "
+        f"(motion: {_percent(rule['true_renders']['motion'])} and {_percent(rule['shuffled_prompts']['motion'])}).\n"
+    )  # fmt: skip
+    limit = "" if "reconstructions" not in following else (
+        f"\nThe rule on true renders after the autoencoder ({following['reconstructions']['psnr_db']:.1f} dB), which limits every figure above: "
+        f"{_percent(following['reconstructions']['colour_and_shape'])}.\n"
+    )  # fmt: skip
+    guided = "".join(
+        f"- {r['tokens']:,} tokens with guidance {r['guidance']:g}: {_percent(r['colour_and_shape'])} (motion {_percent(r['motion'])})\n"
+        for r in following.get("with_guidance", [])
+    )
+    return rows, kinds, verdict, guided, checked, limit
 
 
 def write_card(folder: Path) -> Path:

@@ -55,6 +55,12 @@ Image = Annotated[
     str | None, typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape.")
 ]
 Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parklab\\[lora]'.")]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        help="Names separated by commas, or all; dense is always among them. When not given: PARK and its ablations, with several profiles PARK alone."
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
@@ -149,12 +155,7 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
 @app.command()
 def compare(
     prompt: Annotated[str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Names separated by commas, or all; dense is always among them. When not given: PARK and its ablations, with several profiles PARK alone."
-        ),
-    ] = None,
+    methods: Methods = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line (# begins a comment): a gallery.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
@@ -208,8 +209,13 @@ def compare(
             request, names, out, profiles=wanted, prompts=prompts, seeds=numbers_from(seeds) if seeds is not None else (),
             overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, stage=bars.stage, say=say,
         )  # fmt: skip
+    _show_comparison(report, request.prompt)
+    say(f"open {(out / 'index.html').resolve().as_uri()}")
+
+
+def _show_comparison(report: dict[str, Any], prompt: str) -> None:
     cases = report.get("cases", [])
-    shown = request.prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
+    shown = prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
     table = Table("method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {shown}")
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
@@ -227,7 +233,6 @@ def compare(
         say(row["verdict"])
     for note in (report["timing_warning"], _why_slower(report)):
         warn(note)
-    say(f"open {(out / 'index.html').resolve().as_uri()}")
 
 
 @app.command()

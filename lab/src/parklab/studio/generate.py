@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,17 +287,8 @@ def generate_frames(
     with Session(pipe, method or make_method(request.method, config), fuse=fuse) as session:
         session.engine.watch = observer
         options = _call_options(request) | ({} if decode else {"output_type": "latent"})
-        try:
-            with checkpoints.stock_failures_in_one_line(pipe):
-                frames = pipe(**options, callback_on_step_end=ended).frames[0]
-        except (MemoryError, RuntimeError) as error:
-            if not ran_out_of_memory(error):
-                raise
-            advice = "--offload model, or a smaller size" if isinstance(error, torch.OutOfMemoryError) else "a smaller size"
-            raise ValueError(
-                f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
-                f"memory; pass {advice}."
-            ) from None
+        with _out_of_memory_in_one_line(request), checkpoints.stock_failures_in_one_line(pipe):
+            frames = pipe(**options, callback_on_step_end=ended).frames[0]
         calls, summary = list(session.engine.log.calls), session.summary()
     if last_step is not None and hasattr(pipe, "_interrupt"):
         pipe._interrupt = False
@@ -313,6 +305,20 @@ def generate_frames(
     }
     found["seconds"]["total"] = sum(found["seconds"][name] for name in ("text", "denoise", "decode"))
     return Generation(as_bytes(frames) if decode else np.empty((0, 0, 0, 3), np.uint8), found)
+
+
+@contextlib.contextmanager
+def _out_of_memory_in_one_line(request: Request) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        advice = "--offload model, or a smaller size" if isinstance(error, torch.OutOfMemoryError) else "a smaller size"
+        raise ValueError(
+            f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
+            f"memory; pass {advice}."
+        ) from None
 
 
 def expect_finite_video(name: str, values: Any, step: int) -> None:

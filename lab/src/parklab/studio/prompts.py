@@ -112,6 +112,22 @@ def shard_from_environment() -> Shard:
     return Shard(rank, ranks, local)
 
 
+def _requests_of(items: list[Item], request: Request, folder: Path, prompts: Path) -> dict[Item, Request]:
+    asked: dict[Item, Request] = {}
+    lines: dict[str, int] = {}
+    for item in items:
+        try:
+            prompt = understood(item.prompt, folder)
+        except ValueError as error:
+            raise ValueError(f"{prompts} line {item.line}: {error}") from None
+        if lines.setdefault(prompt, item.line) != item.line:
+            raise ValueError(
+                f"prompts: expected every prompt once, got lines {lines[prompt]} and {item.line} of {prompts} with the same; remove one."
+            )
+        asked[item] = replace(request, prompt=prompt)
+    return asked
+
+
 def generate_videos(
     request: Request,
     prompts: Path,
@@ -135,18 +151,7 @@ def generate_videos(
     take_device(request.device, shard)
     stage(READING)
     request, folder = prepare(replace(request, prompt=items[0].prompt))
-    asked: dict[Item, Request] = {}
-    lines: dict[str, int] = {}
-    for item in items:
-        try:
-            prompt = understood(item.prompt, folder)
-        except ValueError as error:
-            raise ValueError(f"{prompts} line {item.line}: {error}") from None
-        if lines.setdefault(prompt, item.line) != item.line:
-            raise ValueError(
-                f"prompts: expected every prompt once, got lines {lines[prompt]} and {item.line} of {prompts} with the same; remove one."
-            )
-        asked[item] = replace(request, prompt=prompt)
+    asked = _requests_of(items, request, folder, prompts)
     store = Store(out, say)
     cells = {item: video_cell(asked[item], item.video) for item in items}
     store.tidy()
