@@ -44,15 +44,7 @@ from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.settings import PlannedConfig, Selection
 from parkattn.site import CallSite
-from parklab.baselines.svg2 import (
-    AuthorsClusters,
-    by_weight,
-    centroid_weights,
-    cluster_both,
-    first_ranks,
-    planned_blocks,
-    share_of,
-)
+from parklab.baselines.svg2 import AuthorsClusters, by_weight, centroid_weights, cluster_both, first_ranks, planned_blocks, share_of
 
 LEAST_ERROR = 1e-8
 CENTROIDS_AT_ONCE = 128  # bounds the [keys, query centroids] terms of one head

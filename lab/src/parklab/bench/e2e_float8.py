@@ -80,14 +80,7 @@ class ScaledLinear(torch.nn.Module):
         return out.unflatten(0, x.shape[:-1])
 
 
-def scaled_product(
-    rows: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def scaled_product(rows: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return torch._scaled_mm(rows, weight.t(), scale, weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
@@ -134,15 +127,7 @@ def error_of(rounded: torch.nn.Module, linear: torch.nn.Linear) -> float:
         return float((rounded(x).float() - exact).norm() / exact.norm())
 
 
-def run_float8(
-    name: str,
-    model: WholeModel,
-    device: torch.device,
-    keep: Note,
-    *,
-    density: float | None,
-    turn: Callable[[], float],
-) -> None:
+def run_float8(name: str, model: WholeModel, device: torch.device, keep: Note, *, density: float | None, turn: Callable[[], float]) -> None:
     """One model's section: products alone, then every forward with bfloat16 linears and again with float8 ones."""
     ready = prepare(model, device, density=DENSITY if density is None else density)
     calls = compiled_dense(ready)

@@ -194,12 +194,7 @@ def speedups(park_s: float, baselines: dict[str, float], steps: int = RUN_STEPS)
 
 
 def state_record(
-    ready: Prepared,
-    config: ParkConfig,
-    report: Summary,
-    residual: int,
-    plain: Summary,
-    **peaks: float | None,
+    ready: Prepared, config: ParkConfig, report: Summary, residual: int, plain: Summary, **peaks: float | None
 ) -> dict[str, Any]:
     """residual: bytes of one branch's residuals; what else is held is its plans.
 

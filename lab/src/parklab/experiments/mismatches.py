@@ -69,10 +69,7 @@ def _recalls(
     for name in REPRESENTATIONS:
         estimate = reference if name == "exact" else ESTIMATORS[name](q, k, *sides, scale=scale)
         tv[name] = _listed(measures.weight_tv(estimate, reference, queries.sizes))
-        masks = {
-            "top_p": select_top_p(estimate, TOP_P, sizes=keys.sizes),
-            "top_k": select_top_k(estimate, TOP_K, sizes=keys.sizes),
-        }
+        masks = {"top_p": select_top_p(estimate, TOP_P, sizes=keys.sizes), "top_k": select_top_k(estimate, TOP_K, sizes=keys.sizes)}
         for kind, mask in masks.items():
             recall[kind][name] = _listed(kept_mass(reference, mask, queries.sizes))
     return recall, tv

@@ -26,15 +26,8 @@ PAPER: dict[str, Printed] = {
     "tab:query_key_compression": Printed(
         "Top-p block-retrieval recall (p = 0.9) in percent, by what represents queries and keys",
         (
-            "Ordering",
-            "Query",
-            "Key",
-            "HunyuanVideo Mean",
-            "HunyuanVideo P05",
-            "HunyuanVideo Worst",
-            "Wan 2.1-14B Mean",
-            "Wan 2.1-14B P05",
-            "Wan 2.1-14B Worst",
+            "Ordering", "Query", "Key", "HunyuanVideo Mean", "HunyuanVideo P05", "HunyuanVideo Worst",
+            "Wan 2.1-14B Mean", "Wan 2.1-14B P05", "Wan 2.1-14B Worst",
         ),
         (
             ("Clustered", "Full", "Full", "91.29", "90.02", "90.01", "91.71", "90.02", "90.01"),
@@ -50,15 +43,8 @@ PAPER: dict[str, Printed] = {
     "tab:query_key_compression_topk": Printed(
         "Top-k block-retrieval recall (10 % of the key blocks) in percent",
         (
-            "Ordering",
-            "Query",
-            "Key",
-            "HunyuanVideo Mean",
-            "HunyuanVideo P05",
-            "HunyuanVideo Worst",
-            "Wan 2.1-14B Mean",
-            "Wan 2.1-14B P05",
-            "Wan 2.1-14B Worst",
+            "Ordering", "Query", "Key", "HunyuanVideo Mean", "HunyuanVideo P05", "HunyuanVideo Worst",
+            "Wan 2.1-14B Mean", "Wan 2.1-14B P05", "Wan 2.1-14B Worst",
         ),
         (
             ("Clustered", "Full", "Full", "77.05", "27.41", "18.97", "73.48", "32.81", "19.66"),
@@ -205,4 +191,4 @@ PAPER: dict[str, Printed] = {
         ("Part", "Time"),
         (("together", "below 2 ms"),),
     ),
-}
+}  # fmt: skip

@@ -28,14 +28,7 @@ SPRITE_RGB = (
     (0.72, 0.12, 0.95),
     (1.00, 1.00, 1.00),
 )
-GROUND_RGB = (
-    (0.25, 0.45, 1.00),
-    (0.25, 0.90, 0.35),
-    (1.00, 0.28, 0.25),
-    (0.68, 0.30, 1.00),
-    (0.80, 0.52, 0.28),
-    (0.75, 0.75, 0.75),
-)
+GROUND_RGB = ((0.25, 0.45, 1.00), (0.25, 0.90, 0.35), (1.00, 0.28, 0.25), (0.68, 0.30, 1.00), (0.80, 0.52, 0.28), (0.75, 0.75, 0.75))
 TILE = 192  # pixels of the periodic texture tile; the tile is magnified 0.8x to 1.4x
 TABLE = 160  # pixels of a signed-distance table, which spans [-1.6, 1.6] sprite radii
 

@@ -139,11 +139,7 @@ def build_pipeline(config: SpriteModelConfig | None = None, seed: int = 0, **par
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        builders = {
-            "vae": build_autoencoder,
-            "transformer": build_transformer,
-            "text_encoder": build_text_encoder,
-        }
+        builders = {"vae": build_autoencoder, "transformer": build_transformer, "text_encoder": build_text_encoder}
         made = {name: parts[name] if name in parts else build(config).eval() for name, build in builders.items()}
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=config.flow_shift

@@ -27,10 +27,7 @@ from parklab.studio.model_folder import read_header
 
 ADAPTER = "lora"
 LARGEST_RANK = 1024
-FIRST, SECOND = (
-    r"\.lora_A\.(?:\w+\.)?weight|\.lora_down\.weight|\.lora\.down\.weight",
-    r"\.lora_B\.|\.lora_up\.|\.lora\.up\.",
-)
+FIRST, SECOND = (r"\.lora_A\.(?:\w+\.)?weight|\.lora_down\.weight|\.lora\.down\.weight", r"\.lora_B\.|\.lora_up\.|\.lora\.up\.")
 TENSORS = re.compile(rf"(?:{FIRST}|{SECOND}|\.alpha$|\.diff$|\.diff_b$)")
 METADATA = "lora_adapter_metadata"
 
@@ -50,11 +47,7 @@ def judge_lora(path: str) -> str:
         raise _refusal(path, kinds, "pass a LoRA, not a whole model")
     firsts = [shape for name, shape in shapes.items() if re.search(FIRST, name)]
     if not firsts or any(len(shape) < 2 or shape[0] > LARGEST_RANK for shape in firsts):
-        raise _refusal(
-            path,
-            f"{len(firsts)} first matrices, ranks {sorted({shape[0] for shape in firsts if shape})}",
-            "pass a LoRA",
-        )
+        raise _refusal(path, f"{len(firsts)} first matrices, ranks {sorted({shape[0] for shape in firsts if shape})}", "pass a LoRA")
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
