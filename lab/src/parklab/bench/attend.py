@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from parkattn.backend import Backend, ReferenceBackend, resolve
-from parkattn.backend.triton import INT8_HEAD_DIMS, TritonBackend, triton_backend
+from parkattn.backend.triton import INT8_HEAD_DIMS, TritonBackend
 from parkattn.ops.attend.definition import attend_with_lse
 from parkattn.ops.permute.definition import gather
 from parkattn.plan import Plan
@@ -46,7 +46,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 def kernels_for(device: torch.device, dim: int) -> list[str]:
     """The attention kernels this device runs at this head dim; the first is what the Triton backend takes."""
-    return ["gluon", "triton"] if triton_backend("", device, torch.bfloat16, dim).gluon else ["triton"]
+    backend = resolve("triton", device, torch.bfloat16, dim)
+    return ["gluon", "triton"] if isinstance(backend, TritonBackend) and backend.gluon else ["triton"]
 
 
 def gate(
