@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,7 +225,9 @@ def test_running_out_of_gpu_memory_is_one_line(park, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "load_pipeline", lambda *arguments, **options: Full())
     monkeypatch.setattr(generate, "config_for", lambda *arguments: ParkConfig())
-    monkeypatch.setattr(generate, "Session", lambda *arguments, **options: contextlib.nullcontext())
+    monkeypatch.setattr(
+        generate, "Session", lambda *arguments, **options: contextlib.nullcontext(SimpleNamespace(engine=SimpleNamespace()))
+    )
     assert holds(refused(park, tmp_path, SENTENCE, "--height", "32", "--width", "48"), "got out of memory; pass --offload model")
 
 
@@ -244,7 +247,7 @@ def test_doctor_is_healthy_here_and_says_what_to_gain(park):
 
 
 def test_doctor_names_what_generate_lacks(park, monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "accelerate" else "1")
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "accelerate" else "1")
     missing = json.loads(park("doctor", "--json")[1])["missing"]
     assert [(row["package"], row["for"]) for row in missing] == [("accelerate", "generate, compare")]
 
