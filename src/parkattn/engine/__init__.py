@@ -59,7 +59,10 @@ class Clock:
 
 
 class Engine:
-    """One method in the attention calls of one model. unknown_step: why calls are dense while the step is not known."""
+    """One method in the attention calls of one model. unknown_step: why calls are dense while the step is not known.
+
+    watch, where it is set, is told of every call once it is timed and logged.
+    """
 
     def __init__(self, method: AttentionMethod, unknown_step: str = "the step is unknown: engine.clock.step is None") -> None:
         self.method = method
@@ -215,7 +218,7 @@ class Engine:
         return Summary.of(self.method.name, self.log, self.state_bytes)
 
 
-Watch = Callable[[Tensor, Tensor, CallSite, AttentionStats], None]  # told of q, k and what a call did, in nobody's time
+Watch = Callable[[Tensor, Tensor, CallSite, AttentionStats], None]  # (q, k, site, stats)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import ClipSize
-from .gradients import Descent, GraphedGradients, autocast
+from .gradients import Descent, autocast
 from .grammar import GROUNDS, MOTIONS, SHAPES, TEXTURES, every_scene
 from .model import SpriteModelConfig, build_text_encoder, build_transformer
 from .recipe import TrainConfig, draw_scenes, mixture
@@ -53,7 +53,6 @@ class Flow:
         sentences = tokenizer([s.sentence for s in every_scene()] + [""], padding="max_length", max_length=12, return_tensors="pt")
         self.token_table, self.mask_table = sentences.input_ids.to(device), sentences.attention_mask.to(device)
         self.pools: dict[ClipSize, Pool] = {}
-        self.graphs: dict[tuple[ClipSize, int], GraphedGradients] = {}
 
     def _pool(self, size: ClipSize, count: int, seed: int) -> Pool:
         """The pool of a size, part of it renewed."""
@@ -123,15 +122,7 @@ class Flow:
         stage.end()
 
     def _step(self, size: ClipSize, length: int, batch: tuple[Tensor, ...]) -> None:
-        compute = partial(self.loss, length=length)
-        if self.config.graphs:
-            if (size, length) not in self.graphs:
-                self.graphs[size, length] = GraphedGradients(compute, batch, self.parameters)
-            error = self.graphs[size, length](*batch)
-        else:
-            self.descent.clear()
-            loss, error = compute(*batch)
-            loss.backward()
+        error = self.descent.gradients(partial(self.loss, length=length), batch, (size, length) if self.config.graphs else None)
         self.descent.step(self.stage.rate(self.config.rate, self.config.warmup))
         # an average whose width grows with the steps: it forgets the start without a horizon to be chosen
         keep = (1 - 1 / (self.stage.step + 1)) ** (1 / self.config.average)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_([p for p, _ in members], updates, alpha=-0.2 * max(shape) ** 0.5 * group["lr"])
 
 
+Compute = Callable[..., tuple[Tensor, Tensor]]  # of a batch: the loss, and what is reported of it
 ADAM_SHARE = 0.5  # AdamW's rate where Muon leads: embeddings and norms want smaller steps than orthogonalised matrices
 
 
@@ -68,6 +69,7 @@ class Descent:
         inside = [p for name, p in parameters.items() if name in matrices]
         rest = [p for name, p in parameters.items() if name not in matrices]
         self.parameters = parameters
+        self.graphs: dict[Hashable, GraphedGradients] = {}
         self.optimizers: list[torch.optim.Optimizer] = [Muon(inside)] if inside else []
         fused = next(iter(parameters.values())).is_cuda
         self.optimizers.append(torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=fused))
@@ -75,6 +77,17 @@ class Descent:
     def clear(self) -> None:
         for p in self.parameters.values():
             p.grad = None
+
+    def gradients(self, compute: Compute, batch: tuple[Tensor, ...], graph: Hashable | None) -> Tensor:
+        """Of compute's loss, left in the parameters; returns its report. graph: what passes are replayed under, None where they are not."""
+        if graph is not None:
+            if graph not in self.graphs:
+                self.graphs[graph] = GraphedGradients(compute, batch, self.parameters)
+            return self.graphs[graph](*batch)
+        self.clear()
+        loss, report = compute(*batch)
+        loss.backward()
+        return report
 
     def step(self, rate: float) -> None:
         nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)
@@ -102,9 +115,7 @@ class Descent:
 class GraphedGradients:
     """Replays `compute(*inputs) -> (loss, report)` and the backward pass; the gradients then lie in the parameters."""
 
-    def __init__(
-        self, compute: Callable[..., tuple[Tensor, Tensor]], inputs: tuple[Tensor, ...], parameters: dict[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, compute: Compute, inputs: tuple[Tensor, ...], parameters: dict[str, nn.Parameter]) -> None:
         self.inputs, self.parameters, self.graph = tuple(x.clone() for x in inputs), list(parameters.values()), torch.cuda.CUDAGraph()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())

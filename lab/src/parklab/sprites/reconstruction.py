@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import ClipSize, render
-from .gradients import Descent, GraphedGradients, autocast
+from .gradients import Descent, autocast
 from .model import SpriteModelConfig, build_autoencoder
 from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture
 from .training_state import Stage, say
@@ -73,7 +73,6 @@ class Autoencoding:
     def _descend(self, index: int, compute: Callable[[Tensor], tuple[Tensor, Tensor]], save_when_due: Callable[[], None]) -> None:
         config, stage, descent, parameters = self.config, self.stages[index], self.descents[index], self.trained[index]
         sizes = ((ClipSize(5, 48, 64), 1.0),) if config.small else AUTOENCODER_SIZES
-        graphs: dict[ClipSize, GraphedGradients] = {}
         self.vae.requires_grad_(False)
         for p in parameters.values():
             p.requires_grad_(True)
@@ -82,19 +81,13 @@ class Autoencoding:
             seed = config.seed * 10**7 + index * 10**6 + stage.step
             size, share = sizes[stage.step % len(sizes)]
             clips = render(draw_scenes(self.scenes, round(share * config.autoencoder_batch), seed), size, seed, self.device)
-            if config.graphs:
-                if size not in graphs:
-                    graphs[size] = GraphedGradients(compute, (clips,), parameters)
-                error = graphs[size](clips)
-            else:
-                descent.clear()
-                loss, error = compute(clips)
-                loss.backward()
+            error = descent.gradients(compute, (clips,), size if config.graphs else None)
             descent.step(stage.rate(config.autoencoder_rate, 100))
             stage.record(error)
             save_when_due()
         stage.end()
         descent.clear()
+        descent.graphs.clear()
         self.vae.requires_grad_(False)
 
     @torch.no_grad()
