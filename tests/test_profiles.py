@@ -204,5 +204,5 @@ def test_a_method_takes_fields_by_name_as_enable_does():
     assert make_method("park", compensate=True).config == ParkConfig(compensate=True)
     assert make_method("park", {"top_p": 0.5}, compensate=True).config == ParkConfig(top_p=0.5, compensate=True)
     for give in (lambda: make_method("dense", top_p=0.5), lambda: enable(tiny.wan(), method="dense", top_p=0.5)):
-        with pytest.raises(ValueError, match="expected no fields, since it has none, got top_p; leave them out"):
+        with pytest.raises(ValueError, match="expected fields out of tolerance, got top_p; correct or remove"):
             give()

@@ -194,9 +194,9 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
 
 
 def for_method(request: Request, method: str) -> Request:
-    """The request for one of several methods: a preset and settings that only others have are left out."""
+    """The request for one of several methods: a preset and settings that only others have are left out, and dense stays the reference."""
     config = method_entry(method).config
-    known = {field.name for field in dataclasses.fields(config)}
+    known = {field.name for field in dataclasses.fields(config)} if method != "dense" else set()
     preset = request.preset if request.preset in (*config.PROFILES, *config.PRESETS) else None
     changes = {name: value for name, value in request.changes.items() if name in known}
     hashes = {name: value for name, value in request.file_hashes.items() if name in changes}
@@ -206,7 +206,7 @@ def for_method(request: Request, method: str) -> Request:
 def expect_settings_used(request: Request, methods: Sequence[str]) -> None:
     """Every setting must be one of some method's: a misspelt one would be left out of all."""
     used = {name for method in methods for name in for_method(request, method).changes}
-    configured = [method for method in methods if dataclasses.fields(method_entry(method).config)]
+    configured = [method for method in methods if method != "dense" and dataclasses.fields(method_entry(method).config)]
     for name, value in request.changes.items():
         if name not in used and configured:
             configured_method(configured[0], **{name: value})  # says which names there are

@@ -102,6 +102,6 @@ def why_dense(context: Any, request: ServedRequest) -> str | None:
     step, total = context.denoise_step_idx, context.total_denoise_steps
     if step is None or total is None:
         return "the pipeline does not record its step, or how many there are"
-    if step > 0 and not request.engine.log.steps:
+    if step > 0 and not request.engine.log.calls:
         return "step-wise execution: every step has a context of its own, and none names its request"
     return None
