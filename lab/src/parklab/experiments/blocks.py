@@ -35,3 +35,8 @@ def blocks_for(preset: str | None, changes: Mapping[str, Any]) -> ParkConfig:
     known = {field.name for field in dataclasses.fields(ParkConfig)}
     counts = ParkConfig.for_model(preset).long_video_blocks
     return ParkConfig(long_video_blocks=counts).replace(**{name: value for name, value in changes.items() if name in known})
+
+
+def settings_of_plans(config: ParkConfig) -> dict[str, Any]:
+    """What a cell about retrieval asks for: plans depend neither on the precision of attention nor on forecasts of forwards."""
+    return {name: value for name, value in config.to_dict().items() if name not in ("precision", "tolerance")}

@@ -29,7 +29,7 @@ from parkattn.methods import configured_method, make_method, method_entry
 from parkattn.park import ParkConfig
 from parkattn.settings import MethodConfig
 from parklab.experiments.bench_lines import measure_benchmark, read_lines
-from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture
+from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture, settings_of_plans
 from parklab.experiments.calibration import (
     budget_cell,
     budget_field,
@@ -133,9 +133,9 @@ class Lab:
         if e.captures:
             given = None if e.model is None else preset_in(self.folder)
             blocks = {path: blocks_for(given or preset_of_capture(path, e.said), e.said) for path in e.captures}
-            asked = {path: {"config": config.to_dict(), "file": file_hash(path)} for path, config in blocks.items()}
+            asked = {path: {"config": settings_of_plans(config), "file": file_hash(path)} for path, config in blocks.items()}
             return [named_cell("retrieval", path.stem, each) for path, each in asked.items()]
-        own = {"config": blocks_for(preset_in(self.folder), e.changes).to_dict()}
+        own = {"config": settings_of_plans(blocks_for(preset_in(self.folder), e.changes))}
         return [named_cell("retrieval", "captured", self._asked(request) | own) for request in self.requests()]
 
     def requests(self) -> list[Request]:
