@@ -127,7 +127,8 @@ def ltx2() -> Any:
 
 def ltx2_inputs() -> dict[str, Any]:
     """Guidance by the prompt, by a layer left out and by the other modality."""
-    return {"height": 128, "width": 128, "num_frames": 5, **masked_embeds(), "spatio_temporal_guidance_blocks": [1]}
+    guidance = {"guidance_scale": 3.0, "stg_scale": 1.0, "modality_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
+    return {"height": 128, "width": 128, "num_frames": 5, **masked_embeds(), **guidance}
 
 
 def motif() -> Any:

@@ -32,8 +32,8 @@ AT_FULL_SIZE = {
 MODELS = (
     *AT_FULL_SIZE.items(),
     (
-        ", ".join(row.released for row in ROWS.values() if row.released not in AT_FULL_SIZE),
-        "in small sizes on a CPU, each in a pipeline of its own (ConsisID, Cosmos 3: the transformer)",
+        "; ".join(row.released for row in ROWS.values() if row.released not in AT_FULL_SIZE),
+        "in small sizes on a CPU, videos in their own pipelines (ConsisID, Cosmos 3 and images: the transformer)",
     ),
     (
         "the small trained model in the package",
