@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 
 import parkattn
-from parkattn.models import MODELS
+from parkattn.models import MODELS, row_for
 
 KEEP_ALL = parkattn.ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0, reference_steps=4)
 
@@ -28,6 +28,6 @@ def _then_enabled(initialise: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(initialise)
     def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        parkattn.enable(self, KEEP_ALL)
+        parkattn.enable(self, KEEP_ALL, image=row_for(self).image)
 
     return initialised
