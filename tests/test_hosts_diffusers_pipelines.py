@@ -13,6 +13,7 @@ import tiny_families as families  # noqa: E402
 import tiny_newer_families as newer  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, summary  # noqa: E402
+from parkattn.hosts.diffusers.session import _loops_of  # noqa: E402
 from parkattn.models import MODELS, row_for  # noqa: E402
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, everything_on, tolerance, trace  # noqa: E402
 
@@ -116,6 +117,19 @@ def test_a_run_that_fails_inside_a_block_leaves_nothing_behind(family):
         kind.run(pipe, seed=1)
     hook.remove()
     assert torch.equal(kind.run(pipe), fresh)
+
+
+@pytest.mark.skipif("minimax h3" not in FAMILIES, reason="this diffusers lacks MiniMax-H3")
+def test_the_transformer_for_references_is_enabled_too_and_every_loop_of_the_whole_pipeline_is_watched():
+    pipe, kind = newer.minimax_h3("transformer_ref"), FAMILIES["minimax h3"]
+    dense = kind.run(pipe)
+    enable(pipe, EVERY_BLOCK, **ONE_OF_EACH)
+    torch.testing.assert_close(kind.run(pipe), dense, rtol=0, atol=tolerance(dense, steps=families.STEPS, guidance=1.0))
+    report = summary(pipe)
+    assert report.calls == {"dense": 2, "refresh": 2, "reuse": 2} and {row["transformer"] for row in report.layers} == {"transformer_ref"}
+    assert report.state_bytes == 0
+    whole = SimpleNamespace(_blocks=diffusers.MiniMaxH3Blocks())
+    assert {type(loop).__name__ for loop in _loops_of(whole)} == {"MiniMaxH3DenoiseStep", "MiniMaxH3Ref2VADenoiseStep"}
 
 
 @pytest.mark.parametrize("extra", [{}, {"ar_step": 1, "causal_block_size": 1}, {"ar_step": 5}], ids=str)

@@ -148,13 +148,14 @@ def cosmos() -> Any:
     return without_text("CosmosTextToWorldPipeline", made("cosmos"), scheduler, safety_checker=Harmless())
 
 
-def minimax_h3(**sizes: Any) -> Any:
+def minimax_h3(component: str = "transformer", **sizes: Any) -> Any:
     """The denoising loop of the modular pipeline; what comes before it are encoders and the layout of the sequence."""
-    from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+    from diffusers.modular_pipelines.minimax_h3 import denoise
 
-    pipe = MiniMaxH3DenoiseStep().init_pipeline()
+    loop = denoise.MiniMaxH3DenoiseStep if component == "transformer" else denoise.MiniMaxH3Ref2VADenoiseStep
+    pipe = loop().init_pipeline()
     schedulers = {"scheduler": diffusers.MiniMaxH3Scheduler(), "audio_scheduler": diffusers.MiniMaxH3Scheduler(shift=4.0)}
-    pipe.update_components(transformer=made("minimax h3", **sizes), **schedulers)
+    pipe.update_components(**{component: made("minimax h3", **sizes)}, **schedulers)
     return quiet(pipe)
 
 
