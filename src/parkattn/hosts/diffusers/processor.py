@@ -23,7 +23,7 @@ from parkattn.hosts.diffusers.instances import itself
 from parkattn.hosts.diffusers.sequence_parallel import mask_in_one_piece, run_in_ulysses, why_not_ulysses
 from parkattn.models import ModelRow
 
-_UNKNOWN_LAYOUT = "which tokens are the video is unknown: several videos in one sequence, or a transformer compiled whole; compile blocks alone (block.compile())"
+_UNKNOWN_LAYOUT = "which tokens are the video is unknown: several videos or images in one sequence, or a transformer compiled whole; compile blocks alone (block.compile())"
 _KEYS_SPREAD = "keys of text without queries cannot be told from the video's where ranks hold a part of them"
 _SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffusers sets on processors, and cache-dit
 

@@ -178,7 +178,7 @@ class _Hooks:
         if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
             return
         self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
-        if self.row.by_grid:
+        if self.row.by_grid and not self.tracker.clock.recomputed:
             self.tracker.clock.grid = None  # of this forward alone: one that is compiled whole would take it for its own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
