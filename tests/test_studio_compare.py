@@ -67,15 +67,17 @@ def test_every_prompt_is_made_with_every_seed_in_one_folder(gallery):
 def test_recall_that_was_not_measured_is_not_taken_for_measured(model, tmp_path):  # noqa: F811
     request = asked(model, steps=2)
     run(request, tmp_path, recall_rows=0)
-    assert run(request, tmp_path, recall_rows=0)[:2] == ([], ["dense", "park"])
+    assert run(request, tmp_path, recall_rows=0)[:2] == ([], ["dense", "park-quality"])
     with pytest.raises(ValueError, match=r"made with other settings \(recall_rows = 0, asked 8\); pass --overwrite"):
         run(request, tmp_path)
     assert run(request, tmp_path, overwrite=True)[2]["methods"][1]["recall"] is not None
-    path = tmp_path / "park.json"
+    path = tmp_path / "park-quality.json"
     record = json.loads(path.read_text())
     del record["measured"]
     path.write_text(json.dumps(sealed(record)))
-    with pytest.raises(ValueError, match=r"out: expected .*park.json as park compare writes it, got none of steps; pass --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"out: expected .*park-quality.json as park compare writes it, got none of steps; pass --overwrite"
+    ):
         run(request, tmp_path)
 
 
