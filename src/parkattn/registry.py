@@ -36,4 +36,5 @@ class MethodEntry:
         return {other: None for other in self.budgets if other != field and other in optional} | {field: value}
 
     def with_budget(self, config: MethodConfig, field: str, value: float) -> MethodConfig:
+        """The config with one of its budgets set, and those off that would compete with it."""
         return config.replace(**self.budget(field, value))
