@@ -137,7 +137,7 @@ class ParkPlanner:
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        words = site.text_tokens
+        words = 0 if site.text is None else site.text.stop - site.text.start
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         warm = earlier if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries) else None
         iterations = config.kmeans_iterations if warm is None else config.warm_iterations
