@@ -267,7 +267,7 @@ TYPES = {
     **dict.fromkeys(("x", "q", "k", "v", "centroids", "centred", "root", "keys", "values", "key_means", "value_means"), "*{0}"),
     **dict.fromkeys(("old", "mu", "means", "half", "shift", "partial", "log_sizes", "lse", "sums"), "*fp32"),
     **dict.fromkeys(("labels", "order", "offsets", "counts", "starts", "shifts", "totals", "items", "sizes"), "*i32"),
-    "valid": "*i8", "scale": "fp32",
+    "valid": "*i8", "scale": "fp32", "mean": "*fp32", "steps": "*fp32",
 }
 
 
@@ -285,7 +285,7 @@ def kernels_and_tiles(arch, d, torch_dtype):
     yield importance._block_mass, block | {"EVEN": False}, two, False
     yield cluster._assign, block | {"HAS_VALID": False}, tiles.assign_tile(*key), False
     yield cluster._segment_sum, block | {"SPLITS": 4}, tiles.segment_tile(*key), False
-    yield permute._gather_with_means, block, tiles.segment_tile(*key), False
+    yield permute._gather_with_means, block | {"INT8": False, "BLOCKS": 1}, tiles.segment_tile(*key), False
     yield permute._block_means, block, tiles.segment_tile(*key), False
     yield cluster._metric_partial, block | {"HAS_VALID": False, "BM": min(d, 128)}, tiles.metric_tile(*key), False
     yield cluster._transform, block | {"BN": min(d, 128)}, tiles.transform_tile(*key), True
