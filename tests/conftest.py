@@ -1,6 +1,5 @@
 import gc
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +12,6 @@ LONG = (
     "test_bench_e2e", "test_baselines_pipelines", "test_properties_attention", "test_kernels_retrieval", "test_baselines_routed",
     "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",
 )  # fmt: skip
-
-HERE = Path(__file__).parent
-# a source distribution has no records: what reads them is tested in a checkout
-READ_RECORDS = ("docs", "experiments_calibration", "house", "real_models", "studio_memory", "studio_steadiness", "tables")
-collect_ignore = [] if (HERE.parent / "benchmarks").is_dir() else [f"test_{name}.py" for name in READ_RECORDS]
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten_the_interpreter()
