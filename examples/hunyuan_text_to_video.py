@@ -24,10 +24,18 @@ def generate(pipe, prompt: str, seed: int = 0, **options):
 
 
 def main() -> None:
-    pipe = HunyuanVideoPipeline.from_pretrained("hunyuanvideo-community/HunyuanVideo", torch_dtype=torch.bfloat16).to("cuda")
+    pipe = HunyuanVideoPipeline.from_pretrained("hunyuanvideo-community/HunyuanVideo", torch_dtype=torch.bfloat16).to(
+        "cuda"
+    )
     pipe.vae.enable_tiling()
     dense, sparse, report = generate(
-        pipe, "a cat walks on the grass", height=720, width=1280, num_frames=125, num_inference_steps=50, output_type="np"
+        pipe,
+        "a cat walks on the grass",
+        height=720,
+        width=1280,
+        num_frames=125,
+        num_inference_steps=50,
+        output_type="np",
     )
     export_to_video(dense, "hunyuan-dense.mp4", fps=24)
     export_to_video(sparse, "hunyuan-park.mp4", fps=24)

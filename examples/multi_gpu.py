@@ -26,11 +26,15 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     rank = torch.distributed.get_rank()
     torch.cuda.set_device(rank)
-    pipe = HunyuanVideoPipeline.from_pretrained("hunyuanvideo-community/HunyuanVideo", torch_dtype=torch.bfloat16).to("cuda")
+    pipe = HunyuanVideoPipeline.from_pretrained("hunyuanvideo-community/HunyuanVideo", torch_dtype=torch.bfloat16).to(
+        "cuda"
+    )
     pipe.vae.enable_tiling()
     split_over_ranks(pipe)
     seed = torch.Generator().manual_seed(0)  # every rank must draw the same noise
-    frames = pipe("a cat walks on the grass", height=720, width=1280, num_frames=125, generator=seed, output_type="np").frames[0]
+    frames = pipe(
+        "a cat walks on the grass", height=720, width=1280, num_frames=125, generator=seed, output_type="np"
+    ).frames[0]
     if rank == 0:
         export_to_video(frames, "hunyuan.mp4", fps=24)
         sys.stdout.write(f"{summary(pipe)}\n")

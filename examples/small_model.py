@@ -1,4 +1,5 @@
-"""PARK in a diffusers pipeline without a download or a GPU: the small trained model in the package, a minute or two on a CPU.
+"""PARK in a diffusers pipeline without a download or a GPU: the small trained model in the package, a minute or two on
+a CPU.
 
 python examples/small_model.py "a red circle moves right over blue waves"
 """
@@ -34,7 +35,15 @@ def main() -> None:
     pipe = WanPipeline.from_pretrained(CHECKPOINT)
     size = {"height": 160, "width": 256, "num_frames": 33}
     # what the model was trained for: about 16 steps, no guidance, short sentences
-    report = generate(pipe, prompt, Path("small_model.mp4"), **size, num_inference_steps=16, guidance_scale=1.0, max_sequence_length=32)
+    report = generate(
+        pipe,
+        prompt,
+        Path("small_model.mp4"),
+        **size,
+        num_inference_steps=16,
+        guidance_scale=1.0,
+        max_sequence_length=32,
+    )
     sys.stdout.write(f"{report}\nwrote small_model.mp4\n")
 
 

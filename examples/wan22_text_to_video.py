@@ -24,7 +24,9 @@ def generate(pipe, prompt: str, **options):
 def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.2-T2V-A14B-Diffusers", torch_dtype=torch.bfloat16)
     pipe.enable_model_cpu_offload()  # plans are released at the end of a run, so they do not stay on the GPU
-    frames, report = generate(pipe, "two boats in a storm", height=720, width=1280, num_frames=81, num_inference_steps=40)
+    frames, report = generate(
+        pipe, "two boats in a storm", height=720, width=1280, num_frames=81, num_inference_steps=40
+    )
     export_to_video(frames, "wan22.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 

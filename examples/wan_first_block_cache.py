@@ -25,7 +25,9 @@ def generate(pipe, prompt: str, threshold: float = 0.1, **options):
 
 def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-14B-Diffusers", torch_dtype=torch.bfloat16).to("cuda")
-    frames, report = generate(pipe, "a cat walks on the grass", height=720, width=1280, num_frames=81, num_inference_steps=50)
+    frames, report = generate(
+        pipe, "a cat walks on the grass", height=720, width=1280, num_frames=81, num_inference_steps=50
+    )
     export_to_video(frames, "wan-cached.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 

@@ -25,7 +25,9 @@ def main() -> None:
     model = "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
     pipe = WanImageToVideoPipeline.from_pretrained(model, torch_dtype=torch.bfloat16).to("cuda")
     image = load_image(sys.argv[1]).resize((1280, 720))
-    frames, report = generate(pipe, image, "the camera moves forward", height=720, width=1280, num_frames=81, num_inference_steps=50)
+    frames, report = generate(
+        pipe, image, "the camera moves forward", height=720, width=1280, num_frames=81, num_inference_steps=50
+    )
     export_to_video(frames, "wan-i2v.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 

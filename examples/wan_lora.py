@@ -23,7 +23,9 @@ def generate(pipe, prompt: str, load_lora, **options):
 
 def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-14B-Diffusers", torch_dtype=torch.bfloat16).to("cuda")
-    frames, report = generate(pipe, "a cat walks on the grass", lambda p: p.load_lora_weights(sys.argv[1]), height=720, width=1280)
+    frames, report = generate(
+        pipe, "a cat walks on the grass", lambda p: p.load_lora_weights(sys.argv[1]), height=720, width=1280
+    )
     export_to_video(frames, "wan-lora.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 

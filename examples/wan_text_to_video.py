@@ -23,7 +23,9 @@ def generate(pipe, prompt: str, **options):
 def main() -> None:
     pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", torch_dtype=torch.bfloat16).to("cuda")
     prompt = sys.argv[1] if len(sys.argv) > 1 else "a cat walks on the grass"
-    frames, report = generate(pipe, prompt, height=720, width=1280, num_frames=81, num_inference_steps=50, guidance_scale=5.0)
+    frames, report = generate(
+        pipe, prompt, height=720, width=1280, num_frames=81, num_inference_steps=50, guidance_scale=5.0
+    )
     export_to_video(frames, "wan.mp4", fps=16)
     sys.stdout.write(f"{report}\n")
 

@@ -2,9 +2,9 @@
 
 The long form of tests/test_store.py and test_store_received.py: generate, --prompts, compare, ablation, capture and
 profile (with frames that cost nothing) are cut off before every file operation, in an empty folder and while a finished
-one is overwritten (stops); by full and bad disks (full); by SIGKILL; several processes share a folder; finished folders are
-damaged (corrupt); folders come with journals, locks, links and FIFOs of others (received); locks follow NFS's rule (nfs);
-requests differ in null, absent and true alone (requests). Every count but the runs must be 0, else exit code 1.
+one is overwritten (stops); by full and bad disks (full); by SIGKILL; several processes share a folder; finished folders
+are damaged (corrupt); folders come with journals, locks, links and FIFOs of others (received); locks follow NFS's rule
+(nfs); requests differ in null, absent and true alone (requests). Every count but the runs must be 0, else exit code 1.
 """
 
 from __future__ import annotations
@@ -173,14 +173,22 @@ def corrupted(trial: Trial) -> Tally:
 
 
 def _journal(names: Any, form: str = store.JOURNAL) -> Plant:
-    """A sealed journal and a temporary file that fits it; OUTSIDE stands for the other folder. form: of an earlier version."""
+    """A sealed journal and a temporary file that fits it; OUTSIDE stands for the other folder. form: of an earlier
+    version.
+    """
 
     def plant(folder: Path, outside: Path, mark: str) -> None:
         (folder / f".park-{mark}-0badc0de.tmp").write_bytes(PLANTED)
         (folder / "link").symlink_to(outside)
-        told = {name.replace("OUTSIDE", str(outside)): value for name, value in names.items()} if isinstance(names, dict) else names
+        told = (
+            {name.replace("OUTSIDE", str(outside)): value for name, value in names.items()}
+            if isinstance(names, dict)
+            else names
+        )
         moves = [[f".park-{mark}-0badc0de.tmp", name, SHA256] for name in told] if isinstance(told, dict) else told
-        journal = store.sealed({"format": form, "files": told if form == store.JOURNAL else {}, "moves": moves, "of": "test"})
+        journal = store.sealed(
+            {"format": form, "files": told if form == store.JOURNAL else {}, "moves": moves, "of": "test"}
+        )
         files.journal_path(folder, mark).write_text(json.dumps(journal))
 
     return plant
@@ -191,7 +199,9 @@ def _node(ending: str, make: Callable[[Path, Path], object]) -> Plant:
 
 
 def _in_the_way(make: Callable[[Path, Path], object]) -> Plant:
-    return lambda folder, outside, mark: [make(folder / name, outside) for name in ("raw", "tables", "cells", "rows")].clear()
+    return lambda folder, outside, mark: [
+        make(folder / name, outside) for name in ("raw", "tables", "cells", "rows")
+    ].clear()
 
 
 NODES: dict[str, Callable[[Path, Path], object]] = {
@@ -209,7 +219,9 @@ JOURNALS: dict[str, Any] = {
     "another hash": {"a.bin": "0" * 64},
 }  # fmt: skip
 # what came with a folder: by name how it is put there, and whether a run may end with one line about it
-RECEIVED: dict[str, tuple[Plant, bool]] = {f"journal, {name}": (_journal(told), False) for name, told in JOURNALS.items()}
+RECEIVED: dict[str, tuple[Plant, bool]] = {
+    f"journal, {name}": (_journal(told), False) for name, told in JOURNALS.items()
+}
 for _name in ("up", "absolute", "null", "a number"):
     RECEIVED[f"older journal, {_name}"] = _journal(JOURNALS[_name], "parkattn.journal.1"), False
 for _what, _make in NODES.items():
@@ -264,7 +276,9 @@ def receive(trial: Trial, what: str, plant: Plant, mark: str, may_refuse: bool) 
 
 
 def over_nfs(trial: Trial) -> Tally:
-    """Exclusive locks need files that are open for writing: they are, and so the folder is not taken for one without locks."""
+    """Exclusive locks need files that are open for writing: they are, and so the folder is not taken for one without
+    locks.
+    """
     place, said, tally = trial._place("nfs"), list[str](), Tally(runs=1)
     try:
         with disturb.disturbed(how=disturb.NFS):
@@ -290,7 +304,9 @@ def mistaken(trial: Trial) -> Tally:
         for asked, other in (pair, pair[::-1]):
             keep, tally = Store(trial._place("requests")), Tally(runs=1)
             cells = [Cell(name="a", format="test", request=request) for request in (asked, other)]
-            keep.fill(cells[:1], lambda making: [making.commit({"format": "test", "request": making.cell.request})].clear())
+            keep.fill(
+                cells[:1], lambda making: [making.commit({"format": "test", "request": making.cell.request})].clear()
+            )
             tally.lost += keep.look(cells[0]).state != store.FINISHED
             tally.mixed += keep.look(cells[1]).state != store.OTHER
             found += tally

@@ -11,11 +11,9 @@ import torch
 SMALL = {
     "query_clusters": 4,
     "key_clusters": 6,
-    "kmeans_iterations": 2,
     "min_tokens": 0,
     "dense_steps": 0,
-    "refresh_interval": 2,
-    "reference_steps": 4,
+    "refresh_interval": 25,  # of 50 steps: 2 of 4
 }
 KEEP_ALL = {**SMALL, "top_p": 1.0}
 SPARSE = {**SMALL, "top_p": None, "top_k": 0.34}

@@ -49,8 +49,10 @@ def method_row(name: str, level: float, *, equal: bool = False) -> dict:
     }  # fmt: skip
 
 
-def write_page(folder, methods: dict[str, int], *, prompts=("a </script> sentence & more",), warning=None, equal=()):
-    """methods: the red of each one's first frame; a further case is that many levels greener."""
+def write_page(
+    folder, methods: dict[str, int], *, prompts=("a </script> sentence & more",), warning=None, equal=(), speeds=()
+):
+    """methods: the red of each one's first frame; a further case is that many levels greener. speeds: of each method."""
     cases, clips, stills = [], [], []
     for number, prompt in enumerate(prompts):
         made = {}
@@ -61,6 +63,8 @@ def write_page(folder, methods: dict[str, int], *, prompts=("a </script> sentenc
             write_mp4(folder / f"{name}.mp4", frames, FPS)
             made[name] = (folder / f"{name}.mp4").read_bytes()
         rows = [method_row(name, 0.4 if name != "dense" else 1.0, equal=name in equal) for name in methods]
+        for row, speed in zip(rows, speeds, strict=False):
+            row["speedup"] = speed
         cases.append({
             "name": f"case-{number}" if len(prompts) > 1 else "", "prompt": prompt, "seed": number, "tokens": 5400, "methods": rows,
             "timing_warning": warning, "videos": {name: f"{name}-{number}.mp4" for name in methods}, "side_by_side": "side_by_side.mp4",
@@ -113,7 +117,9 @@ def until(tab, condition: str) -> None:
 def at_frame(tab, frame: int) -> None:
     """Paused there, and drawn. frame: counted from 0."""
     until(tab, f"{TIMES}.every(t => t > 0)")
-    tab.evaluate(f"document.getElementById('scrub').value = {frame}; document.getElementById('scrub').dispatchEvent(new Event('input'))")
+    tab.evaluate(
+        f"document.getElementById('scrub').value = {frame}; document.getElementById('scrub').dispatchEvent(new Event('input'))"
+    )
     until(tab, f"document.getElementById('clock').textContent.startsWith('frame {frame + 1} ')")
     until(tab, "[...document.querySelectorAll('video')].every(v => !v.seeking)")
 

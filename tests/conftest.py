@@ -1,5 +1,7 @@
 import gc
 import os
+import shutil
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,11 @@ LONG = (
     "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",
 )  # fmt: skip
 
+# Debian's chromium, or PARK_CHROMIUM=/path
+BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+QUIET += ["--disable-background-networking", "--disable-component-update"]
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten_the_interpreter()
 
@@ -21,6 +28,35 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def one_thread():
     """Two cores shared by many small problems: threads cost more than they give."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def graphs_of_one_module():
+    """torch.compile allows a stock block eight graphs per process: those of other modules must not use them up."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    if BROWSER is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium, or set PARK_CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=BROWSER, args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(autouse=True)
+def closed_afterwards(request):
+    """Videos of an earlier test must not go on playing."""
+    yield
+    if "browser" in request.fixturenames:
+        for context in request.getfixturevalue("browser").contexts:
+            context.close()
 
 
 def pytest_collection_modifyitems(items):

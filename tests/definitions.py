@@ -155,7 +155,8 @@ def deviations(k, labels, count):
     """delta_j = k_j - c_v(j); tokens without a block deviate by 0."""
     means = block_means(k, labels, count)
     rows = [
-        token - means[label] if label < count else torch.zeros_like(token) for token, label in zip(k.double(), labels.tolist(), strict=True)
+        token - means[label] if label < count else torch.zeros_like(token)
+        for token, label in zip(k.double(), labels.tolist(), strict=True)
     ]
     return torch.stack(rows)
 

@@ -32,7 +32,8 @@ from parklab.experiments import ablation, reproduce, runner
 from parklab.experiments.captures import Captured, Selection
 from parklab.store import Cell, Making, Store
 from parklab.studio import checkpoints, compare, density, generate, prompts, video
-from parklab.studio.generate import Generation, Request
+from parklab.studio.generate import Generation
+from parklab.studio.request import Request
 
 STOP, POWER_CUT, DISORDER, KILL, NFS = "stop", "power cut", "power cut, renames out of order", "SIGKILL", "NFS"
 FULL_DISK, BAD_DISK = "full disk", "bad disk"

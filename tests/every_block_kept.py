@@ -1,4 +1,5 @@
-"""A pytest plugin for diffusers' own tests: every supported transformer that they make runs PARK with every block kept, which is dense.
+"""A pytest plugin for diffusers' own tests: every supported transformer that they make runs PARK with every block kept,
+which is dense.
 
 PYTHONPATH=tests python -m pytest -p every_block_kept DIFFUSERS/tests/models/transformers/test_models_transformer_wan.py
 """
@@ -13,8 +14,11 @@ import diffusers
 
 import parkattn
 from parkattn.models import MODELS, row_for
+from parklab.research import ResearchConfig
 
-KEEP_ALL = parkattn.ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0, reference_steps=4)
+KEEP_ALL = ResearchConfig(
+    query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0, reference_steps=4
+)
 
 
 def pytest_configure(config: Any) -> None:

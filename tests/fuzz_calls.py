@@ -35,7 +35,7 @@ from parkattn.settings import MethodConfig
 ONE_LINE = re.compile(r"[^\n]*\S: expected [^\n]+, got[^\n]*; [^\n]+[.?]")
 REFUSALS = (TypeError, ValueError, OSError, ModuleNotFoundError)
 SECONDS = 60  # for one call: far above what any takes, so that only a hang meets it
-SMALL = {"query_clusters": 2, "key_clusters": 3, "kmeans_iterations": 2}
+SMALL = {"query_clusters": 2, "key_clusters": 3}
 Call = Callable[[], Any]
 
 
@@ -129,24 +129,28 @@ class Pool:
         q, k, _ = self.qkv = self.tensors[:3]
         self.config = parkattn.ParkConfig(**SMALL)
         self.plans = (
-            parkattn.build_plan(q, k, self.config),
-            parkattn.build_plan(q[:1], k[:1], self.config),
-            parkattn.build_plan(q[:, :, :5], k, self.config),
-            parkattn.build_plan(q, k, self.config, text=slice(5, 7)),
+            parkattn.build_plan(q, k, self.config), parkattn.build_plan(q[:1], k[:1], self.config),
+            parkattn.build_plan(q[:, :, :5], k, self.config), parkattn.build_plan(q, k, self.config, text=slice(5, 7)),
             parkattn.build_plan(q, k, self.config, key_valid=torch.arange(7).expand(2, 7) < 5),
-        )
-        self.configs = (self.config, parkattn.ParkConfig(), MethodConfig(), *(entry.config() for entry in METHODS.values()))
+        )  # fmt: skip
+        self.configs = (
+            self.config, parkattn.ParkConfig(), MethodConfig(), *(entry.config() for entry in METHODS.values()),
+        )  # fmt: skip
         self.masks = tuple(x for x in self.tensors if x.shape == (2, 7))
         self.slices = tuple(slice(a, b, c) for a in (None, 0, 5, -1, 1.5, "a", 2**64, True) for b in (None, 7, 6, 9, "b", 2**64) for c in (None, 1, 2))  # fmt: skip
         self.transformers = {name: model for name, (model, _, _) in tiny.transformers().items()}
-        self.targets = (*self.transformers.values(), tiny.wan(), tiny.wan(experts=2), torch.nn.Linear(2, 2), torch.nn.ModuleList())
+        self.targets = (
+            *self.transformers.values(), tiny.wan(), tiny.wan(experts=2), torch.nn.Linear(2, 2), torch.nn.ModuleList(),
+        )  # fmt: skip
         self.methods = (parkattn.make_method("park"), parkattn.make_method("dense"), parkattn.Park, *METHODS)
 
     def pick(self, values: Any) -> Any:
         return values[self.random.randrange(len(values))]
 
     def junk(self) -> Any:
-        kinds = (NUMBERS, NUMBERS, TEXTS, THINGS, THINGS, self.tensors, self.plans, self.configs, self.slices, self.methods)
+        kinds = (
+            NUMBERS, NUMBERS, TEXTS, THINGS, THINGS, self.tensors, self.plans, self.configs, self.slices, self.methods,
+        )  # fmt: skip
         return self.pick(self.pick(kinds))
 
     def spoil(self, good: dict[str, Any], likely: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -154,7 +158,8 @@ class Pool:
         changed = dict(good)
         names = sorted({*good, *(likely or {})})
         for name in self.random.sample(names, min(len(names), self.pick((0, 1, 1, 1, 2, 2, 3)))):
-            changed[name] = self.pick((likely or {})[name]) if name in (likely or {}) and self.random.random() < 0.6 else self.junk()
+            near = name in (likely or {}) and self.random.random() < 0.6
+            changed[name] = self.pick((likely or {})[name]) if near else self.junk()
         return changed
 
     def fields(self, config: type[MethodConfig]) -> dict[str, Any]:
@@ -171,7 +176,9 @@ class Pool:
 
 def api_calls(pool: Pool, folder: Path) -> Iterator[tuple[str, Call]]:
     """Without end."""
-    kinds = (attention, attention, plans, plans, configs, configs, methods, methods, calls_of_methods, files, hosts, entries)
+    kinds = (
+        attention, attention, plans, plans, configs, configs, methods, methods, calls_of_methods, files, hosts, entries,
+    )  # fmt: skip
     while True:
         yield pool.pick(kinds)(pool, folder)
 
@@ -179,7 +186,8 @@ def api_calls(pool: Pool, folder: Path) -> Iterator[tuple[str, Call]]:
 def said(name: str, arguments: dict[str, Any]) -> str:
     def short(value: Any) -> str:
         try:
-            return f"{tuple(value.shape)} {value.dtype} {value.device}" if isinstance(value, torch.Tensor) else repr(value)[:60]
+            is_tensor = isinstance(value, torch.Tensor)
+            return f"{tuple(value.shape)} {value.dtype} {value.device}" if is_tensor else repr(value)[:60]
         except ValueError:  # a whole number of more digits than Python prints
             return "a huge number"
 
@@ -193,14 +201,17 @@ def _tensor_arguments(pool: Pool, names: str) -> dict[str, Any]:
     if draw < 0.3:
         return good
     if draw < 0.5:
-        same = pool.pick(pool.tensors)
-        return dict.fromkeys(good, same)
+        return dict.fromkeys(good, pool.pick(pool.tensors))
     return pool.spoil(good, dict.fromkeys(good, pool.tensors))
 
 
+def _plan_arguments(pool: Pool, plan: str) -> dict[str, Any]:
+    likely = {"config": pool.configs, plan: pool.plans, "text": pool.slices, "key_valid": pool.masks, "scale": NUMBERS}
+    return pool.spoil({"config": pool.config}, likely)
+
+
 def attention(pool: Pool, folder: Path) -> tuple[str, Call]:
-    likely = {"config": pool.configs, "plan": pool.plans, "text": pool.slices, "key_valid": pool.masks, "scale": NUMBERS}
-    given = _tensor_arguments(pool, "qkv") | pool.spoil({"config": pool.config}, likely)
+    given = _tensor_arguments(pool, "qkv") | _plan_arguments(pool, "plan")
 
     def call() -> None:
         out = parkattn.park_attention(**given)
@@ -210,34 +221,27 @@ def attention(pool: Pool, folder: Path) -> tuple[str, Call]:
 
 
 def plans(pool: Pool, folder: Path) -> tuple[str, Call]:
-    likely = {"config": pool.configs, "start": pool.plans, "text": pool.slices, "key_valid": pool.masks, "scale": NUMBERS}
-    given = _tensor_arguments(pool, "qk") | pool.spoil({"config": pool.config}, likely)
+    given = _tensor_arguments(pool, "qk") | _plan_arguments(pool, "start")
     return said("build_plan", given), lambda: parkattn.build_plan(**given).density()
 
 
 def configs(pool: Pool, folder: Path) -> tuple[str, Call]:
     config = pool.pick([entry.config for entry in METHODS.values()])
     given = pool.fields(config)
-    way = pool.pick(("make", "from_dict", "replace", "preset", "for_model", "round trip", "mapping"))
     name = pool.pick((*config.PRESETS, *TEXTS, pool.junk()))
+    model = name if isinstance(name, str) or name is None else None
+    ways: dict[str, Call] = {
+        "make": lambda: config(**given), "from_dict": lambda: config.from_dict(given),
+        "replace": lambda: config().replace(**given), "preset": lambda: config.preset(name, **given),
+        "for_model": lambda: config.for_model(model, **given), "mapping": lambda: config.from_dict(name),
+        "round trip": lambda: config.from_dict(config(**given).to_dict()),
+    }  # fmt: skip
+    way = pool.pick(list(ways))
     q, k, _ = pool.qkv
 
     def call() -> None:
-        made: Any = None
-        if way == "make":
-            made = config(**given)
-        elif way == "from_dict":
-            made = config.from_dict(given)
-        elif way == "replace":
-            made = config().replace(**given)
-        elif way == "preset":
-            made = config.preset(name, **given)
-        elif way == "for_model":
-            made = config.for_model(name if isinstance(name, str) or name is None else None, **given)
-        elif way == "mapping":
-            made = config.from_dict(name)
-        else:
-            made = config.from_dict(config(**given).to_dict())
+        made = ways[way]()
+        if way == "round trip":
             assert made == config(**given), "from_dict(to_dict) is another config"
         if isinstance(made, parkattn.ParkConfig):
             parkattn.build_plan(q, k, made.replace(backend="reference"))
@@ -264,10 +268,11 @@ def calls_of_methods(pool: Pool, folder: Path) -> tuple[str, Call]:
     tensors = _tensor_arguments(pool, "qkv")
     good = {"layer": 0, "step": 10, "total_steps": 50}
     likely = {"text": pool.slices, "key_valid": pool.masks, "scale": NUMBERS, "grid": ((1, 1, 7), (7, 1, 1), (2, 2, 2)), "total_steps": NUMBERS,
-              "step": NUMBERS, "layer": NUMBERS, "branch": TEXTS, "transformer": TEXTS, "noise_levels": ((1.0, 0.5), ())}  # fmt: skip
+              "step": NUMBERS, "layer": NUMBERS, "branch": TEXTS, "transformer": TEXTS, "noise_levels": ((1.0, 0.5), ()), "ranks": THINGS}  # fmt: skip
     given = pool.spoil(good, likely)
     name = pool.pick(list(METHODS))
-    small = {key: value for key, value in SMALL.items() if key in {f.name for f in dataclasses.fields(METHODS[name].config)}}
+    known = {f.name for f in dataclasses.fields(METHODS[name].config)}
+    small = {key: value for key, value in SMALL.items() if key in known}
 
     def call() -> None:
         site = parkattn.CallSite(**given)
@@ -292,7 +297,7 @@ def files(pool: Pool, folder: Path) -> tuple[str, Call]:
         path.write_bytes(pool.pick((b"", b"{}", b"\0" * 9, b"\xff" * 64, b"[" * 10_000)))
     elif way in ("tensor", "facts"):
         tensors = safetensors.torch.load_file(path)
-        counts = {"query_clusters": str(plan.query_clusters), "key_clusters": str(plan.key_clusters), "padding": str(int(plan.padding))}
+        counts = {name: str(int(getattr(plan, name))) for name in ("query_clusters", "key_clusters", "padding")}
         facts = {"format": "parkattn.plan.1", **counts}
         name = pool.pick(sorted(tensors))
         if way == "facts":
@@ -309,14 +314,17 @@ def files(pool: Pool, folder: Path) -> tuple[str, Call]:
             tensors[name] = pool.pick(changes)().contiguous()
         path.write_bytes(safetensors.torch.save(tensors, metadata=facts))
     if way == "path":
-        where = pool.pick(
-            (folder, folder / "absent", folder / "absent" / "x", "", None, 5, b"x", pool.junk(), "é" * 300, "a\0b", folder / "\udcff")
-        )
+        odd = ("", None, 5, b"x", pool.junk(), "é" * 300, "a\0b")
+        where = pool.pick((folder, folder / "absent", folder / "absent" / "x", *odd, folder / "\udcff"))
         return said("Plan.load", {"path": where}), lambda: parkattn.Plan.load(where)
     if way == "save":
-        where = pool.pick((folder, folder / "absent" / "x", None, 5, 1.5, folder / ("é" * 300), folder / "a\0b", [], folder / "fine"))
+        where = pool.pick(
+            (folder, folder / "absent" / "x", None, 5, 1.5, folder / ("é" * 300), folder / "a\0b", [], folder / "fine")
+        )
         return said("Plan.save", {"path": where}), lambda: plan.save(where)
-    device = pool.pick(("cpu", "cuda", "cuda:99", "meta", "x", None, -1, 5, torch.device("cpu"), pool.junk())) if way == "device" else "cpu"
+    device = "cpu"
+    if way == "device":
+        device = pool.pick(("cpu", "cuda", "cuda:99", "meta", "x", None, -1, 5, torch.device("cpu"), pool.junk()))
     q, k, v = pool.qkv
 
     def call() -> None:
@@ -330,11 +338,9 @@ def hosts(pool: Pool, folder: Path) -> tuple[str, Call]:
     target = pool.pick(pool.targets) if pool.random.random() < 0.8 else pool.junk()
     config = pool.pick([entry.config for entry in METHODS.values()])
     likely = {
-        "config": (*pool.configs, *TEXTS, pool.fields(config)),
-        "method": pool.methods,
-        "total_steps": NUMBERS,
+        "config": (*pool.configs, *TEXTS, pool.fields(config)), "method": pool.methods, "total_steps": NUMBERS,
         "fuse": (None, True, False),
-    }
+    }  # fmt: skip
     given = pool.spoil({"total_steps": 50}, likely)
     changes = {key: value for key, value in pool.fields(parkattn.ParkConfig).items() if key not in ("target", *given)}
     verb = pool.pick(("enable", "enable", "enable", "disable", "summary", "sequence_parallel_plan"))
@@ -352,7 +358,8 @@ def hosts(pool: Pool, folder: Path) -> tuple[str, Call]:
 
 def entries(pool: Pool, folder: Path) -> tuple[str, Call]:
     good = {"name": "mine", "make": parkattn.Park, "line": "a line", "config": parkattn.ParkConfig}
-    given = pool.spoil(good, {"name": TEXTS, "budgets": ((), ("top_p",), ("x",), "top_p"), "config": (MethodConfig, dict, None)})
+    likely = {"name": TEXTS, "budgets": ((), ("top_p",), ("x",), "top_p"), "config": (MethodConfig, dict, None)}
+    given = pool.spoil(good, likely)
     whole = pool.random.random() < 0.7
 
     def call() -> None:

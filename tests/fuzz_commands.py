@@ -1,7 +1,8 @@
 """python tests/fuzz_commands.py [--lines N] [--seed N]
 
-Wrong command lines of `park`. Each may succeed or end with exit code 2 and one line `park: name: expected X, got Y; do Z.`; anything else
-is a raw error. They run in this process with frames that cost nothing, in a temporary folder, without a network or a measurement.
+Wrong command lines of `park`. Each may succeed or end with exit code 2 and one line `park: name: expected X, got Y; do
+Z.`; anything else is a raw error. They run in this process with frames that cost nothing, in a temporary folder,
+without a network or a measurement.
 """
 
 from __future__ import annotations
@@ -36,84 +37,46 @@ from parklab.studio import checkpoints, density, doctor
 
 MEMORY = 8 * 2**30  # bytes of address space, most of it the libraries'
 NUMBERS = (
-    "0",
-    "1",
-    "-1",
-    "2",
-    "7",
-    "16",
-    "0.5",
-    "1.5",
-    "-0.5",
-    "nan",
-    "inf",
-    "1e400",
-    "x",
-    "",
-    "1e3",
-    "0x10",
-    str(2**31),
-    str(2**63),
-    str(2**64),
-)
+    "0", "1", "-1", "2", "7", "16", "0.5", "1.5", "-0.5", "nan", "inf", "1e400", "x", "", "1e3", "0x10", str(2**31),
+    str(2**63), str(2**64),
+)  # fmt: skip
 NUMBERS += ("9" * 5000, "None", "True", "1,2", " 1", "١", "1_0")
-WORDS = ("", " ", "x", "park", "prak", "dense,park", "dense,,park", "all", "auto", "cpu", "cuda", "cuda:7", "cuda:x", "float32", "float8")
-WORDS += ("none", "model", "wan2.1-14b", "wan2.1-1.3b", "wan2.1", "hunyuanvideo", "NVIDIA H200", "H100", "top_p", "top_k", "topp", "\udcff")
+WORDS = (
+    "", " ", "x", "park", "prak", "dense,park", "dense,,park", "all", "auto", "cpu", "cuda", "cuda:7", "cuda:x",
+    "float32", "float8",
+)  # fmt: skip
 WORDS += (
-    "é" * 300,
-    "a\nb",
-    "[red]",
-    "[/]",
-    "--",
-    "-",
-    "-x",
-    "../..",
-    "/dev/null",
-    "/proc/self/mem",
-    "no/such",
-    ".",
-    "~",
-    "a;b",
-    "%s",
-    "{}",
-)
+    "none", "model", "wan2.1-14b", "wan2.1-1.3b", "wan2.1", "hunyuanvideo", "NVIDIA H200", "H100", "top_p", "top_k",
+    "topp", "\udcff",
+)  # fmt: skip
+WORDS += (
+    "é" * 300, "a\nb", "[red]", "[/]", "--", "-", "-x", "../..", "/dev/null", "/proc/self/mem", "no/such", ".", "~",
+    "a;b", "%s", "{}",
+)  # fmt: skip
 PROMPTS = (
-    EXAMPLE,
-    EXAMPLE.upper(),
-    EXAMPLE + ".",
-    "a cat",
-    "a red circle",
-    "",
-    " ",
-    "a red circle moves right over red red",
-    "\udcff",
-    "x" * 9999,
-    "a cat [/red] sits",
-    "__VIDEOS__ and __DATA__",
-)
-SETTINGS = ("top_p=0.8", "top_p=2", "topp=0.8", "top_p", "=", "top_p=", "=1", "top_k=0.1", "seed=-1", f"seed={2**64}", "dense_layers=[99]")
+    EXAMPLE, EXAMPLE.upper(), EXAMPLE + ".", "a cat", "a red circle", "", " ", "a red circle moves right over red red",
+    "\udcff", "x" * 9999, "a cat [/red] sits", "__VIDEOS__ and __DATA__",
+)  # fmt: skip
+SETTINGS = (
+    "top_p=0.8", "top_p=2", "topp=0.8", "top_p", "=", "top_p=", "=1", "top_k=0.1", "seed=-1", f"seed={2**64}",
+    "dense_layers=[99]",
+)  # fmt: skip
 SETTINGS += (
-    "dense_layers=3",
-    "dense_steps=1e9",
-    "key_metric=euclidian",
-    "backend=triton",
-    "check_finite=yes",
-    "top_p=NaN",
-    "\udcff=1",
-    "top_p=[[[[",
-)
-SETTINGS += ("refresh_steps=[1,2]", "query_clusters=null", "long_video_blocks=[1]", "top_p=" + "9" * 5000, "method=park", "compensate=true")
+    "dense_layers=3", "dense_steps=1e9", "key_metric=euclidian", "backend=triton", "check_finite=yes", "top_p=NaN",
+    "\udcff=1", "top_p=[[[[",
+)  # fmt: skip
 SETTINGS += (
-    "compensate=True",
-    "top_p=.5",
-    "anchors=None",
-    "top_p=None",
-    "density_profile=pipe",
-    "density_profile=nan.jsonl",
-    "x=[/b]",
-    "top_p=" + "[" * 5000,
-)
-LABELS = ("all", "frontier", "tab:module_ablation", "query_key_compression", "tab:module_ablatoin", "fig:overview", "scaling", "", "\udcff")
+    "refresh_steps=[1,2]", "query_clusters=null", "long_video_blocks=[1]", "top_p=" + "9" * 5000, "method=park",
+    "compensate=true",
+)  # fmt: skip
+SETTINGS += (
+    "compensate=True", "top_p=.5", "anchors=None", "top_p=None", "density_profile=pipe", "density_profile=nan.jsonl",
+    "x=[/b]", "top_p=" + "[" * 5000,
+)  # fmt: skip
+LABELS = (
+    "all", "frontier", "tab:module_ablation", "query_key_compression", "tab:module_ablatoin", "fig:overview", "scaling",
+    "", "\udcff",
+)  # fmt: skip
 MEASURES = ("all", "psnr", "psnr,ssim", "psnr,,ssim", "pnsr", "vmaf", "imaging_quality", "", ",", "psnr, ssim")
 SIZES = ("9x64x96", "9x64", "x", "0x0x0", "9x64x96x3", "١x64x96", "-1x2x3", f"{2**64}x1x1")
 GIVEN = ("pipe.mp4", "nan.jsonl", "deep.jsonl", "huge.npy", "cut.mp4", "nan.safetensors")
@@ -135,20 +98,23 @@ class Lines:
             hostile_files.CASES[case][2](folder / name)
         self.paths = tuple(
             str(folder / name)
-            for name in ("out", "out/a.mp4", "b.mp4", "file", "file/x", "model", "prompts.txt", "bad.txt", "twice.txt", *GIVEN)
+            for name in (
+                "out",
+                "out/a.mp4",
+                "b.mp4",
+                "file",
+                "file/x",
+                "model",
+                "prompts.txt",
+                "bad.txt",
+                "twice.txt",
+                *GIVEN,
+            )
         )
         self.paths += (
-            "relative",
-            "relative/c.mp4",
-            "é" * 300 + ".mp4",
-            "d.mp4",
-            "\udcff.mp4",
-            "a\nb.mp4",
-            "",
-            ".",
-            "/proc/nothing/x.mp4",
-            "/dev/full",
-        )
+            "relative", "relative/c.mp4", "é" * 300 + ".mp4", "d.mp4", "\udcff.mp4", "a\nb.mp4", "", ".",
+            "/proc/nothing/x.mp4", "/dev/full",
+        )  # fmt: skip
 
     def pick(self, values: Any) -> Any:
         return values[self.random.randrange(len(values))]
@@ -158,7 +124,9 @@ class Lines:
             yield self.line()
 
     def line(self) -> list[str]:
-        command = self.pick((*COMMANDS, "generate", "compare", "ablation", "doctor", "reproduce", "reproduce", "metrics", "capture"))
+        command = self.pick(
+            (*COMMANDS, "generate", "compare", "ablation", "doctor", "reproduce", "reproduce", "metrics", "capture")
+        )
         words = command.split()
         if self.random.random() < 0.05:
             words[-1] = self.pick(("generat", "bench x", "", "-h", "--helpp", "\udcff", "doctor "))
@@ -174,7 +142,10 @@ class Lines:
         if self.random.random() < 0.1:
             words.append(self.pick((*WORDS, "--overwrit", "--sead=1", "--help", "--version", "--json")))
         ending = {"generate": ".mp4", "capture": ".safetensors", "profile": ".safetensors"}.get(command, "")
-        if command in ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture", "profile") and "--out" not in words:
+        if (
+            command in ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture", "profile")
+            and "--out" not in words
+        ):
             words += ["--out", str(self.folder / f"{self.random.randrange(10**6)}{ending}")]
         return words
 
@@ -182,37 +153,67 @@ class Lines:
         if kind == "flag":
             return [f"--{name}"]
         kinds = {
-            "number": NUMBERS,
-            "path": self.paths,
-            "word": WORDS,
-            "setting": SETTINGS,
-            "measures": MEASURES,
-            "size": SIZES,
-            "shard": SHARDS,
-        }
+            "number": NUMBERS, "path": self.paths, "word": WORDS, "setting": SETTINGS, "measures": MEASURES,
+            "size": SIZES, "shard": SHARDS,
+        }  # fmt: skip
         usual = kinds[kind]
-        value = self.pick(usual) if self.random.random() < 0.85 else self.pick(self.pick((NUMBERS, WORDS, self.paths, SETTINGS)))
+        value = (
+            self.pick(usual)
+            if self.random.random() < 0.85
+            else self.pick(self.pick((NUMBERS, WORDS, self.paths, SETTINGS)))
+        )
         return [f"--{name}={value}"] if self.random.random() < 0.5 else [f"--{name}", value]
 
 
 _RUN = dict.fromkeys(("seed", "steps", "height", "width", "frames", "fps", "guidance", "text-tokens"), "number")
-_RUN |= {"model": "word", "preset": "word", "set": "setting", "negative": "word", "device": "word", "dtype": "word", "offload": "word"}
+_RUN |= {
+    "model": "word", "preset": "word", "set": "setting", "negative": "word", "device": "word", "dtype": "word",
+    "offload": "word",
+}  # fmt: skip
 _RUN |= {"overwrite": "flag", "out": "path", "image": "path", "lora": "path", "profile": "word"}
-_VIDEO = {name: _RUN[name] for name in ("model", "steps", "frames", "height", "width", "device", "dtype", "offload", "out")}
+_VIDEO = {
+    name: _RUN[name] for name in ("model", "steps", "frames", "height", "width", "device", "dtype", "offload", "out")
+}
 OPTIONS: dict[str, dict[str, str]] = {
     "generate": _RUN | {"prompts": "path", "method": "word"},
     "compare": _RUN | {"methods": "word", "recall-rows": "number", "prompts": "path", "seeds": "number"},
-    "ablation": {name: _RUN[name] for name in ("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")}
+    "ablation": {
+        name: _RUN[name]
+        for name in ("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")
+    }
     | {"prompts": "number", "seeds": "number", "methods": "word", "density": "number", "budget": "word"},
     "reproduce": _VIDEO
-    | {"prompts": "number", "prompt-file": "path", "seeds": "number", "guidance": "number", "methods": "word", "densities": "number"}
-    | {"set": "setting", "capture-file": "path", "records": "path", "measures": "measures", "weights": "path", "size": "size"}
+    | {
+        "prompts": "number",
+        "prompt-file": "path",
+        "seeds": "number",
+        "guidance": "number",
+        "methods": "word",
+        "densities": "number",
+    }
+    | {
+        "set": "setting",
+        "capture-file": "path",
+        "records": "path",
+        "measures": "measures",
+        "weights": "path",
+        "size": "size",
+    }
     | {"list": "flag", "quick": "flag", "draw": "flag", "keep": "word", "shard": "shard"},
     "capture": _VIDEO
     | dict.fromkeys(("layers", "heads", "capture-steps", "limit-mib", "seed", "guidance"), "number")
     | {"branches": "word", "values": "flag"},
-    "profile": _VIDEO | dict.fromkeys(("samples", "seed", "guidance"), "number") | {"prompt": "word", "overwrite": "flag"},
-    "metrics": {"measures": "measures", "frames": "word", "fps": "number", "weights": "path", "device": "word", "out": "path"},
+    "profile": _VIDEO
+    | dict.fromkeys(("samples", "seed", "guidance"), "number")
+    | {"prompt": "word", "overwrite": "flag"},
+    "metrics": {
+        "measures": "measures",
+        "frames": "word",
+        "fps": "number",
+        "weights": "path",
+        "device": "word",
+        "out": "path",
+    },
     "doctor": {
         "json": "flag",
         "model": "word",
@@ -249,7 +250,9 @@ def nothing_runs() -> Iterator[None]:
     """No model, no network, no measurement: what is left is what words mean."""
 
     def offline(name: str) -> Path:
-        raise ValueError(f"model: expected a folder or a reachable hub id, got {name!r} (offline); check the name and the network.")
+        raise ValueError(
+            f"model: expected a folder or a reachable hub id, got {name!r} (offline); check the name and the network."
+        )
 
     find_model = checkpoints.find_model
     tested = doctor.self_test()
@@ -282,7 +285,11 @@ def nothing_runs() -> Iterator[None]:
 def run_line(words: list[str]) -> None:
     """Raises for what is neither success nor a refusal in one line."""
     out, err = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", ["park", *words]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        mock.patch.object(sys, "argv", ["park", *words]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             cli.main()
             code: Any = 0

@@ -1,11 +1,13 @@
-"""Gluon kernels without a GPU: their Python is run as it stands, with PyTorch behind the language and a thread for every partition.
+"""Gluon kernels without a GPU: their Python is run as it stands, with PyTorch behind the language and a thread for
+every partition.
 
-Triton's interpreter knows no Gluon. What a warp-specialised kernel needs is little: pointers, shared memory, mbarriers, copies by TMA,
-asynchronous products, hardware barriers. Time is the enemy here as on the GPU: copies are carried out in any order by a thread of their
-own, and what they will overwrite is NaN from the moment they are issued; products read shared memory when they are issued or,
-with `late`, only when they are waited for; and one of the threads may be `slow`. So a slot given back too early, a wait too few and a
-record overwritten show as wrong numbers, a wait too many as a time-out, and a load past its buffer as an error. What no thread can
-show is the order of one warp's own instructions, which the machine code decides.
+Triton's interpreter knows no Gluon. What a warp-specialised kernel needs is little: pointers, shared memory, mbarriers,
+copies by TMA, asynchronous products, hardware barriers. Time is the enemy here as on the GPU: copies are carried out in
+any order by a thread of their own, and what they will overwrite is NaN from the moment they are issued; products read
+shared memory when they are issued or, with `late`, only when they are waited for; and one of the threads may be `slow`.
+So a slot given back too early, a wait too few and a record overwritten show as wrong numbers, a wait too many as a
+time-out, and a load past its buffer as an error. What no thread can show is the order of one warp's own instructions,
+which the machine code decides.
 """
 
 from __future__ import annotations
@@ -211,7 +213,9 @@ class Machine:
 
     def specialize(self, partitions) -> None:
         running = [threading.Thread(target=self.partition, args=(i, *p)) for i, p in enumerate(partitions)]
-        engine = threading.Thread(target=self.carry, args=(lambda: not any(t.is_alive() for t in running), len(partitions)))
+        engine = threading.Thread(
+            target=self.carry, args=(lambda: not any(t.is_alive() for t in running), len(partitions))
+        )
         for thread in running:
             thread.start()
         engine.start()
@@ -363,13 +367,21 @@ def on_cpu(kernel, *, seed: int = 0, late: bool = False, slow: int | None = None
             modules[module] = names = dict(vars(sys.modules[module]))
             for name, value in names.items():
                 kind = type(value).__name__
-                names[name] = function_of(value) if kind.endswith("JITFunction") else value.value if kind == "constexpr" else value
+                names[name] = (
+                    function_of(value)
+                    if kind.endswith("JITFunction")
+                    else value.value
+                    if kind == "constexpr"
+                    else value
+                )
             names.update({name: stand_in for name, stand_in in stand_ins.items() if name in names})
         return modules[module]
 
     def function_of(jitted) -> types.FunctionType:
         plain = jitted.fn
-        return types.FunctionType(plain.__code__, names_of(plain.__module__), plain.__name__, plain.__defaults__, plain.__closure__)
+        return types.FunctionType(
+            plain.__code__, names_of(plain.__module__), plain.__name__, plain.__defaults__, plain.__closure__
+        )
 
     def launch(programs: int, *arguments, num_warps, maxnreg, enable_fp_fusion, **constants) -> None:
         given = [Memory.of(x) if isinstance(x, torch.Tensor) else x for x in arguments]

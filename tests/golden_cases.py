@@ -16,6 +16,11 @@ import torch
 from interpreted import hasten_the_interpreter
 from parkattn import METHODS, CallSite, ParkConfig, build_plan, enable, make_method, park_attention
 
+try:
+    from parklab.research import ResearchConfig, studied_entry
+except ImportError:  # the tree before, where every setting is the library's
+    ResearchConfig, studied_entry = ParkConfig, str
+
 OURS = ("dense", "park", "park-no-pama", "park-no-qrkc", "centroid")
 PRESETS = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-14b", "hunyuanvideo")
 SMALL = {"query_clusters": 4, "key_clusters": 9, "kmeans_iterations": 3}
@@ -64,7 +69,7 @@ def attention(backend: str):
     n, heads, dim, dtype = (300, 2, 32, torch.float32) if backend == "reference" else (64, 1, 64, torch.float16)
     q, k, v = tokens(0, n, heads, dim, dtype)
     for label, changes in settings():
-        config = ParkConfig(**{**SMALL, **changes}, backend=backend)
+        config = ResearchConfig(**{**SMALL, **changes}, backend=backend)
         for role, text, key_valid in roles(n):
             if backend == "triton" and (role == "text" or label in ("floor", "sqrt", "top-k")):  # interpreted: slow
                 continue
@@ -76,7 +81,7 @@ def attention(backend: str):
             yield f"{label}, {role}, warm", plan_digest(warm)
     if backend == "reference":
         for name in PRESETS:
-            config = ParkConfig.preset(name, backend=backend, kmeans_iterations=2)
+            config = ResearchConfig.preset(name, backend=backend, kmeans_iterations=2)
             plan = build_plan(*tokens(1, 1200, 1, 32, dtype)[:2], config)
             yield f"preset {name}", plan_digest(plan)
         yield from every_method()
@@ -97,15 +102,18 @@ def every_method():
 
 def methods(backend: str, n: int, heads: int, dim: int, dtype: torch.dtype):
     for name in OURS if backend == "reference" else OURS[:2]:
-        config = ParkConfig(**SMALL, backend=backend, dense_steps=1, refresh_interval=2, reference_steps=6)
-        method = make_method(name, config)
+        config = ResearchConfig(**SMALL, backend=backend, dense_steps=1, refresh_interval=2, reference_steps=6)
+        method = make_method(studied_entry(name), config)
         for step in range(6 if backend == "reference" else 2):
             q, k, v = tokens(2, n, heads, dim, dtype)
             q = q + 0.05 * step
             for role, text, key_valid in list(roles(n))[:: 1 if backend == "reference" else 3]:
                 site = {"layer": 1, "step": step, "total_steps": 6, "branch": role, "text": text}
                 made = method(q, k, v, CallSite(**site, scale=0.2, key_valid=key_valid))
-                yield f"{name}, step {step}, {role}", [made.stats.phase, made.stats.reason, digest(made.out, made.stats.density)]
+                yield (
+                    f"{name}, step {step}, {role}",
+                    [made.stats.phase, made.stats.reason, digest(made.out, made.stats.density)],
+                )
 
 
 def video():
@@ -123,7 +131,9 @@ def video():
         with enable(pipe, ParkConfig(**blocks), method=name) if name != "dense" else enable(pipe, method="dense"):
             options = {"height": 64, "width": 96, "num_frames": 5, "num_inference_steps": 4, "guidance_scale": 3.0}
             generator = torch.Generator("cpu").manual_seed(3)
-            frames = pipe("a red circle moves right over blue waves", **options, generator=generator, output_type="pt").frames
+            frames = pipe(
+                "a red circle moves right over blue waves", **options, generator=generator, output_type="pt"
+            ).frames
         yield f"video {name}", digest(frames)
 
 

@@ -1,7 +1,7 @@
 """Files that commands are given, made to hang, to fill memory or to pass for measurements.
 
-CASES: name -> words of `park` (FILE is the file, GOOD a whole video of its kind), the file's ending, and how it is made. Each must be
-refused in one line.
+CASES: name -> words of `park` (FILE is the file, GOOD a whole video of its kind), the file's ending, and how it is
+made. Each must be refused in one line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,16 @@ MEMORY = 2**31  # bytes beyond what is taken: an allocation above it is an error
 SHAPE = (3, 32, 32, 3)
 METRICS = ["metrics", "FILE", "GOOD"]
 RECORDS = ["reproduce", "NAME", "--draw", "--records", "FILE"]
-CAPTURE = ["reproduce", "tab:query_key_compression", "--capture-file", "FILE", "--set", "query_clusters=2", "--set", "key_clusters=2"]
+CAPTURE = [
+    "reproduce",
+    "tab:query_key_compression",
+    "--capture-file",
+    "FILE",
+    "--set",
+    "query_clusters=2",
+    "--set",
+    "key_clusters=2",
+]
 PROMPTS = ["generate", "--prompts", "FILE"]
 PROFILE = ["generate", EXAMPLE, "--method", "svoo", "--set", "density_profile=FILE"]
 FRONTIER_LINE = {
@@ -114,11 +123,15 @@ def lacking(path: Path, line: dict[str, Any], field: str) -> None:
     lines(path, {name: value for name, value in line.items() if name != field})
 
 
-def capture(path: Path, *, facts: Any = None, about: str | None = None, scale: Any = None, **tensors: torch.Tensor) -> None:
+def capture(
+    path: Path, *, facts: Any = None, about: str | None = None, scale: Any = None, **tensors: torch.Tensor
+) -> None:
     site = SITE | {"scale": scale}
     told = {"format": FORMAT, "sites": {"a": site}, "about": {}} if facts is None else facts
     parts = {"q": torch.ones(1, 2, 16, 4), "k": torch.ones(1, 2, 16, 4), **tensors}
-    data = safetensors.torch.save({f"a.{name}": part for name, part in parts.items()}, {ABOUT: about or json.dumps(told)})
+    data = safetensors.torch.save(
+        {f"a.{name}": part for name, part in parts.items()}, {ABOUT: about or json.dumps(told)}
+    )
     put(path, data)
 
 
@@ -138,7 +151,10 @@ def _cases() -> dict[str, tuple[list[str], str, Damage]]:
             "a link to nothing": lambda path: path.symlink_to("nowhere"), "8 GiB": partial(sparse, size=2**33), "empty": partial(put, content=b""),
             "junk": partial(put, content=b"\xff\xfe\0junk" * 99),
         }.items():  # fmt: skip
-            if (what, kind) != ("capture", "8 GiB"):  # a capture may be as large; its header is empty then, as that of "empty"
+            if (what, kind) != (
+                "capture",
+                "8 GiB",
+            ):  # a capture may be as large; its header is empty then, as that of "empty"
                 found[f"{what}: {kind}"] = words, ending, damage
     found |= {f"npy: {name}": (METRICS, "npy", damage) for name, damage in {
         "a junk header": partial(npy, header="{" * 60), "a header of code": partial(npy, header="__import__('os').mkdir('ran')"),
@@ -161,14 +177,20 @@ def _cases() -> dict[str, tuple[list[str], str, Damage]]:
     }.items()}  # fmt: skip
     for name, line in LINES.items():
         words = [
-            word.replace("NAME", {"pama": "tab:pama_kernel_overhead", "qrkc": "fig:qrkc_breakdown"}.get(name, name)) for word in RECORDS
+            word.replace("NAME", {"pama": "tab:pama_kernel_overhead", "qrkc": "fig:qrkc_breakdown"}.get(name, name))
+            for word in RECORDS
         ]
         for field, value in line.items():
             if field in ("format", "benchmark"):
                 continue
             if field != "guidance" and (name, field) != ("pama", "ms"):
                 found[f"{name} lines: no {field}"] = words, "jsonl", partial(lacking, line=line, field=field)
-            for wrong in ([], {"a": 1}, True, *(("x", float("nan"), float("inf"), 10**400) if isinstance(value, (int, float)) else (1,))):
+            for wrong in (
+                [],
+                {"a": 1},
+                True,
+                *(("x", float("nan"), float("inf"), 10**400) if isinstance(value, (int, float)) else (1,)),
+            ):
                 changed = partial(lines, line=line, **{field: wrong})
                 found[f"{name} lines: {field} {type(wrong).__name__} {str(wrong)[:9]}"] = words, "jsonl", changed
         found[f"{name} lines: environment a list"] = words, "jsonl", partial(lines, line=line, environment=[1])
@@ -185,7 +207,9 @@ def _cases() -> dict[str, tuple[list[str], str, Damage]]:
         "a scale of text": partial(capture, scale="x"), "no scale but NaN": partial(capture, scale=float("nan")),
         "padding of numbers": partial(capture, key_valid=torch.ones(1, 16)),
     }.items()}  # fmt: skip
-    found |= {f"profile: mass {mass}": (PROFILE, "safetensors", partial(profile, mass=mass)) for mass in ("x", "nan", "2")}
+    found |= {
+        f"profile: mass {mass}": (PROFILE, "safetensors", partial(profile, mass=mass)) for mass in ("x", "nan", "2")
+    }
     return found
 
 
@@ -195,7 +219,11 @@ CASES = _cases()
 def run(*words: str) -> tuple[int, str]:
     """Exit code, and what `park` said on both streams."""
     out = io.StringIO()
-    with mock.patch.object(sys, "argv", ["park", *words]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with (
+        mock.patch.object(sys, "argv", ["park", *words]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
         try:
             cli.main()
         except SystemExit as ended:

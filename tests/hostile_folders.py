@@ -1,4 +1,5 @@
-"""Model folders made to run code, to hang, to fill memory or to pass for whole: one small function of a good folder each.
+"""Model folders made to run code, to hang, to fill memory or to pass for whole: one small function of a good folder
+each.
 
 JUDGED are refused from names, sizes, JSON and headers alone; LOADED only when the weights meet the model.
 Code that runs leaves the file `ran` beside the folder.
@@ -6,203 +7,50 @@ Code that runs leaves the file `ran` beside the folder.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import shutil
-import socket
-import struct
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-Damage = Callable[[Path], None]
-
-INDEX = "model_index.json"
-WEIGHTS = {
-    "transformer": "transformer/diffusion_pytorch_model.safetensors",
-    "vae": "vae/diffusion_pytorch_model.safetensors",
-    "text_encoder": "text_encoder/model.safetensors",
-}
-CONFIGS = (
-    "transformer/config.json",
-    "vae/config.json",
-    "text_encoder/config.json",
-    "scheduler/scheduler_config.json",
-    "tokenizer/tokenizer_config.json",
+from folder_damage import (
+    INDEX,
+    WEIGHTS,
+    Damage,
+    Marker,
+    change,
+    drop,
+    edit_header,
+    edit_tensors,
+    fill,
+    first,
+    link,
+    link_to_fifo,
+    many_files,
+    move_out,
+    name_component,
+    nest,
+    only_pickle,
+    put,
+    put_code,
+    put_pickle,
+    put_socket,
+    ran,
+    raw_header,
+    remove_three,
+    replace_by_fifo,
+    replaces,
+    set_entry,
+    set_rules,
+    shard,
+    twice,
 )
+
+CONFIGS = (
+    "transformer/config.json", "vae/config.json", "text_encoder/config.json", "scheduler/scheduler_config.json",
+    "tokenizer/tokenizer_config.json",
+)  # fmt: skip
 DEEP = "[" * 100_000 + "]" * 100_000
-
-
-class Marker:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
-def ran(folder: Path) -> Path:
-    return folder.parent / "ran"
-
-
-def put_code(folder: Path, name: str) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    source = "Pipeline = X = WanPipeline = type('X', (), {'from_pretrained': classmethod(lambda *a, **o: None)})\n"
-    path.write_text(f"import pathlib\npathlib.Path({str(ran(folder))!r}).touch()\n{source}")
-
-
-def put_pickle(folder: Path, name: str) -> None:
-    (folder / name).write_bytes(pickle.dumps(Marker(ran(folder))))
-
-
-def only_pickle(folder: Path) -> None:
-    drop(folder, WEIGHTS["text_encoder"])
-    put_pickle(folder, "text_encoder/pytorch_model.bin")
-
-
-def put(folder: Path, name: str, content: str | bytes) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def change(folder: Path, name: str, **values: Any) -> None:
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def replaces(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
-
-
-def set_rules(folder: Path, part: str, rules: list[Any]) -> None:
-    change(folder, "tokenizer/tokenizer.json", **{part: {"type": "Sequence", f"{part}s": rules}})
-
-
-def name_component(folder: Path, part: str, entry: Any, code: str | None = None) -> None:
-    change(folder, INDEX, **{part: entry})
-    if code is not None:
-        put_code(folder, code)
-
-
-def drop(folder: Path, name: str) -> None:
-    path = folder / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def replace_by_fifo(folder: Path, name: str) -> None:
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-
-
-def put_socket(folder: Path, name: str) -> None:
-    here = Path.cwd()
-    os.chdir(folder)  # a socket's path has 108 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(name)
-    finally:
-        os.chdir(here)
-
-
-def link(folder: Path, name: str, target: str) -> None:
-    path = folder / name
-    if path.is_dir() and not path.is_symlink():
-        shutil.move(path, folder.parent / "outside")
-    else:
-        path.unlink(missing_ok=True)
-    path.symlink_to(target)
-
-
-def move_out(folder: Path, name: str) -> None:
-    """The good file, behind a link that leaves the folder."""
-    outside = folder.parent / "outside.file"
-    shutil.move(folder / name, outside)
-    (folder / name).symlink_to(outside)
-
-
-def link_to_fifo(folder: Path, name: str) -> None:
-    os.mkfifo(folder / "pipe")
-    link(folder, name, str(folder / "pipe"))
-
-
-def many_files(folder: Path) -> None:
-    for i in range(2001):
-        (folder / f"{i}.txt").touch()
-
-
-def nest(folder: Path, depth: int) -> None:
-    (folder / "/".join("d" * depth)).mkdir(parents=True)
-
-
-def read_weights(path: Path) -> tuple[dict[str, Any], bytes]:
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
-def write_weights(path: Path, header: Any, body: bytes, length: int | None = None) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + body)
-
-
-def edit_header(folder: Path, edit: Callable[[dict[str, Any]], Any], part: str = "transformer") -> None:
-    header, body = read_weights(folder / WEIGHTS[part])
-    made = edit(header)
-    write_weights(folder / WEIGHTS[part], header if made is None else made, body)
-
-
-def first(header: dict[str, Any]) -> dict[str, Any]:
-    return header[min(name for name in header if name != "__metadata__")]
-
-
-def set_entry(**values: Any) -> Damage:
-    return partial(edit_header, edit=lambda header: first(header).update(values))
-
-
-def raw_header(folder: Path, text: bytes, length: int | None = None) -> None:
-    write_weights(folder / WEIGHTS["transformer"], text, b"", length)
-
-
-def twice(header: dict[str, Any]) -> bytes:
-    return json.dumps(header).encode()[:-1] + b"," + json.dumps(header).encode()[1:]
-
-
-def shard(folder: Path, weight_map: Any = None, part: str = "transformer", **extra: Any) -> None:
-    """The single file under a shard's name, with a list of it; `weight_map` maps the good list to the one that is written."""
-    path = folder / WEIGHTS[part]
-    header, _ = read_weights(path)
-    name = "diffusion_pytorch_model-00001-of-00001.safetensors"
-    path.rename(path.with_name(name))
-    good = {tensor: name for tensor in header if tensor != "__metadata__"}
-    made = {"metadata": {}, "weight_map": weight_map(good) if callable(weight_map) else weight_map} | extra
-    path.with_name(f"{path.name}.index.json").write_text(json.dumps(made))
-
-
-def edit_tensors(folder: Path, part: str, edit: Callable[[dict[str, Any]], None]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    path = folder / WEIGHTS[part]
-    tensors = {name: value.clone() for name, value in load_file(path).items()}
-    edit(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def remove_three(tensors: dict[str, Any]) -> None:
-    for name in sorted(tensors)[:3]:
-        del tensors[name]
-
-
-def fill(value: float) -> Callable[[dict[str, Any]], None]:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[max(tensors)].view(-1)[-1] = value
-
-    return edit
 
 
 def _judged() -> dict[str, Damage]:
@@ -242,7 +90,16 @@ def _judged() -> dict[str, Damage]:
     for name in ("__init__", "../vae", "evil", "vae_22", "unet", "tokenizer/../vae"):
         found[f"component {name}"] = partial(name_component, part=name, entry=["diffusers", "AutoencoderKLWan"])
     found["a string as a setting"] = partial(change, name=INDEX, boundary_ratio="half")
-    for value in (["None", "X"], ["pipeline", "WanPipeline"], None, 5, "DiffusionPipeline", "StableDiffusionPipeline", "os.system", "../x"):
+    for value in (
+        ["None", "X"],
+        ["pipeline", "WanPipeline"],
+        None,
+        5,
+        "DiffusionPipeline",
+        "StableDiffusionPipeline",
+        "os.system",
+        "../x",
+    ):
         found[f"_class_name {value!r}"] = partial(change, name=INDEX, _class_name=value)
     for label, text in {
         "empty": "", "list": "[]", "null": "null", "number": "5", "cut": '{"a"', "NaN": '{"a": NaN}', "deep": DEEP, "twice": '{"a":1,"a":2}',
@@ -253,12 +110,22 @@ def _judged() -> dict[str, Damage]:
     for name in CONFIGS:
         found[f"{name} a list"] = partial(put, name=name, content="[1]")
         found[f"{name} cut"] = partial(put, name=name, content='{"a"')
-        found[f"{name} auto_map"] = partial(change, name=name, auto_map={"AutoModel": "evil.X", "AutoTokenizer": ["evil.X", None]})
-    found["auto_map inside"] = partial(change, name="text_encoder/config.json", text_config={"x": [{"auto_map": {"AutoConfig": "e.X"}}]})
-    found["quantised"] = partial(change, name="transformer/config.json", quantization_config={"quant_method": "torchao"})
-    found["attention from a hub"] = partial(change, name="text_encoder/config.json", _attn_implementation="evil/kernels")
+        found[f"{name} auto_map"] = partial(
+            change, name=name, auto_map={"AutoModel": "evil.X", "AutoTokenizer": ["evil.X", None]}
+        )
+    found["auto_map inside"] = partial(
+        change, name="text_encoder/config.json", text_config={"x": [{"auto_map": {"AutoConfig": "e.X"}}]}
+    )
+    found["quantised"] = partial(
+        change, name="transformer/config.json", quantization_config={"quant_method": "torchao"}
+    )
+    found["attention from a hub"] = partial(
+        change, name="text_encoder/config.json", _attn_implementation="evil/kernels"
+    )
     found["another class"] = partial(change, name="vae/config.json", _class_name="AutoencoderKLMochi")
-    found["adapter"] = partial(put, name="text_encoder/adapter_config.json", content='{"base_model_name_or_path": "evil/model"}')
+    found["adapter"] = partial(
+        put, name="text_encoder/adapter_config.json", content='{"base_model_name_or_path": "evil/model"}'
+    )
     found["modular"] = partial(put, name="modular_model_index.json", content="{}")
     for key, value in (
         ("vocab_file", "/etc/passwd"),
@@ -305,9 +172,18 @@ def _judged() -> dict[str, Damage]:
     found["long name"] = partial(put, name="vae/" + "n" * 240, content="")
     found["line end in a name"] = partial(put, name="vae/a\nmodel: all is well", content="")
     found["escape in a name"] = partial(put, name="vae/\x1b[2Ja.json", content="")
-    found["name that is no text"] = lambda f: (Path(os.fsdecode(os.fsencode(f) + b"/vae/\xff\xfe.json")).touch(), None)[1]
+    found["name that is no text"] = lambda f: (Path(os.fsdecode(os.fsencode(f) + b"/vae/\xff\xfe.json")).touch(), None)[
+        1
+    ]
     found["many files"], found["deep folders"] = many_files, partial(nest, depth=40)
-    for part in ("vae", "tokenizer", "scheduler/scheduler_config.json", *WEIGHTS.values(), INDEX, "transformer/config.json"):
+    for part in (
+        "vae",
+        "tokenizer",
+        "scheduler/scheduler_config.json",
+        *WEIGHTS.values(),
+        INDEX,
+        "transformer/config.json",
+    ):
         found[f"without {part}"] = partial(drop, name=part)
     found["a variant alone"] = lambda f: (
         (f / WEIGHTS["vae"]).rename(f / "vae/diffusion_pytorch_model.fp16.safetensors"),
@@ -352,7 +228,16 @@ def _headers() -> dict[str, Damage]:
         "header long tensor name": partial(edit_header, edit=lambda h: h.update({"n" * 10_000: first(h)})),
         "header entry a list": partial(edit_header, edit=lambda h: h.update(x=[1, 2])),
     }
-    for text in (b"", b"[]", b"null", b"{}", b'{"a":', b"\xff\xfe", b'{"a": {"dtype": "F32"}}', b'{"__metadata__": {"format": "pt"}}'):
+    for text in (
+        b"",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"a":',
+        b"\xff\xfe",
+        b'{"a": {"dtype": "F32"}}',
+        b'{"__metadata__": {"format": "pt"}}',
+    ):
         found[f"header {text!r}"] = partial(raw_header, text=text)
     return found
 
@@ -376,10 +261,14 @@ def _loaded() -> dict[str, Damage]:
     found: dict[str, Damage] = {}
     for part in WEIGHTS:
         found[f"{part} without three tensors"] = partial(edit_tensors, part=part, edit=remove_three)
-        found[f"{part} with one too many"] = partial(edit_tensors, part=part, edit=lambda t: t.update({"evil.weight": t[min(t)].clone()}))
+        found[f"{part} with one too many"] = partial(
+            edit_tensors, part=part, edit=lambda t: t.update({"evil.weight": t[min(t)].clone()})
+        )
         found[f"{part} with NaN"] = partial(edit_tensors, part=part, edit=fill(float("nan")))
         found[f"{part} with Inf"] = partial(edit_tensors, part=part, edit=fill(float("-inf")))
-        found[f"{part} of another shape"] = partial(edit_tensors, part=part, edit=lambda t: t.update({max(t): t[max(t)].new_zeros(3, 5)}))
+        found[f"{part} of another shape"] = partial(
+            edit_tensors, part=part, edit=lambda t: t.update({max(t): t[max(t)].new_zeros(3, 5)})
+        )
     for name, changes in {
         "more layers than weights": {"num_layers": 3}, "100,000 layers": {"num_layers": 100_000}, "a million channels": {"ffn_dim": 10**6},
         "wide heads": {"num_attention_heads": 4096, "attention_head_dim": 4096}, "no heads": {"num_attention_heads": 0},
@@ -400,9 +289,20 @@ def _loaded() -> dict[str, Damage]:
         found[f"{key} is an object"] = partial(change, name=name, **{key: {"a": 1}})
     found["scheduler: unknown betas"] = partial(change, name="scheduler/scheduler_config.json", beta_schedule="evil")
     found["scheduler: negative steps"] = partial(change, name="scheduler/scheduler_config.json", num_train_timesteps=-5)
-    found["scheduler: a class nobody has"] = partial(name_component, part="scheduler", entry=["diffusers", "EvilScheduler"])
-    found["tokenizer: a class nobody has"] = partial(name_component, part="tokenizer", entry=["transformers", "EvilTokenizer"])
-    for name, text in {"empty": "", "a list": "[]", "deep": DEEP, "cut": '{"model"', "no model": "{}", "binary": b"\xff\x00"}.items():
+    found["scheduler: a class nobody has"] = partial(
+        name_component, part="scheduler", entry=["diffusers", "EvilScheduler"]
+    )
+    found["tokenizer: a class nobody has"] = partial(
+        name_component, part="tokenizer", entry=["transformers", "EvilTokenizer"]
+    )
+    for name, text in {
+        "empty": "",
+        "a list": "[]",
+        "deep": DEEP,
+        "cut": '{"model"',
+        "no model": "{}",
+        "binary": b"\xff\x00",
+    }.items():
         found[f"tokenizer.json {name}"] = partial(put, name="tokenizer/tokenizer.json", content=text)
     return found
 

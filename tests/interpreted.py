@@ -1,4 +1,6 @@
-"""A test file in a pytest of its own, where Triton interprets its kernels: that must be chosen before triton is imported."""
+"""A test file in a pytest of its own, where Triton interprets its kernels: that must be chosen before triton is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ def run_interpreted(file: str, at_least: int) -> None:
 
 
 def hasten_the_interpreter() -> None:
-    """Triton's interpreter patches the language anew at every call of a device function; here once in a launch, with the same results.
+    """Triton's interpreter patches the language anew at every call of a device function; here once in a launch, with
+    the same results.
 
-    So are exclusive ors, the inside of a sort, reduced by numpy and not one by one. A Triton with other insides stays as slow as it is.
+    So are exclusive ors, the inside of a sort, reduced by numpy and not one by one. A Triton with other insides stays
+    as slow as it is.
     """
     try:
         import numpy
@@ -53,8 +57,12 @@ def hasten_the_interpreter() -> None:
     def reduce_by_numpy(self, given):
         if self.combine_fn is not xor or self.axis is None:
             return reduce(self, given)
-        return self.to_tensor(numpy.bitwise_xor.reduce(given[0].handle.data, axis=self.axis, keepdims=self.keep_dims), given[0].dtype)
+        return self.to_tensor(
+            numpy.bitwise_xor.reduce(given[0].handle.data, axis=self.axis, keepdims=self.keep_dims), given[0].dtype
+        )
 
     interpreter._patch_lang, executor.__call__ = patch_once, launch_with_nothing_patched
     operations.apply_impl = reduce_by_numpy
-    interpreter._get_np_dtype = lambda kind: numpy_dtype(tl.uint64 if isinstance(kind.scalar, tl.pointer_type) else kind.scalar)
+    interpreter._get_np_dtype = lambda kind: numpy_dtype(
+        tl.uint64 if isinstance(kind.scalar, tl.pointer_type) else kind.scalar
+    )

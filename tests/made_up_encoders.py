@@ -1,6 +1,8 @@
-"""A pytest plugin for diffusers' own pipeline tests: the tiny text encoders and tokenizers that they take from the hub are made here.
+"""A pytest plugin for diffusers' own pipeline tests: the tiny text encoders and tokenizers that they take from the hub
+are made here.
 
-What they expect of exact frames then fails, with stock attention too; what compares two runs of a pipeline says as much as before.
+What they expect of exact frames then fails, with stock attention too; what compares two runs of a pipeline says as much
+as before.
 """
 
 from __future__ import annotations
@@ -14,11 +16,21 @@ import transformers
 import tiny_pipelines
 
 HUB = ("hf-internal-testing/", "finetrainers/")
-TOKENIZERS = ("AutoTokenizer", "T5Tokenizer", "T5TokenizerFast", "CLIPTokenizer", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer")
+TOKENIZERS = (
+    "AutoTokenizer",
+    "T5Tokenizer",
+    "T5TokenizerFast",
+    "CLIPTokenizer",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "Qwen2Tokenizer",
+)
 
 
 def _t5_config(*_: Any, **__: Any) -> transformers.T5Config:
-    return transformers.T5Config(vocab_size=1103, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=0.0)
+    return transformers.T5Config(
+        vocab_size=1103, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=0.0
+    )
 
 
 def _t5_encoder(*_: Any, **__: Any) -> transformers.T5EncoderModel:
@@ -29,7 +41,9 @@ def _t5_encoder(*_: Any, **__: Any) -> transformers.T5EncoderModel:
 def pytest_configure(config: Any) -> None:
     made: dict[str, Callable[..., Any]] = {"AutoConfig": _t5_config, "T5EncoderModel": _t5_encoder}
     made |= {
-        name: lambda *_, bos=None if "T5" in name or "Auto" in name else "<s>", **__: tiny_pipelines.tokenizer(77, bos)[0]
+        name: lambda *_, bos=None if "T5" in name or "Auto" in name else "<s>", **__: tiny_pipelines.tokenizer(77, bos)[
+            0
+        ]
         for name in TOKENIZERS
     }
     for name, make in made.items():

@@ -1,8 +1,9 @@
 """python tests/reproduce_campaign.py [--every N]
 
-`park reproduce` (with frames that cost nothing) is cut off before every file operation: by a stop, a power cut, a full disk and
-SIGKILL; three processes share a folder; finished folders are damaged. The same command again must then give the same bytes.
-Every count but the runs must be 0, else exit code 1. A few of the same trials are in tests/test_experiments.py.
+`park reproduce` (with frames that cost nothing) is cut off before every file operation: by a stop, a power cut, a full
+disk and SIGKILL; three processes share a folder; finished folders are damaged. The same command again must then give
+the same bytes. Every count but the runs must be 0, else exit code 1. A few of the same trials are in
+tests/test_experiments.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ NAMES = ["tab:module_ablation", "matched_densities", "fig:generation_example"]
 ON_DEMAND = ("reference-", "capture-", "budget-")
 
 
-def run_reproduce(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None, keep: str = "all") -> None:
+def run_reproduce(
+    folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None, keep: str = "all"
+) -> None:
     """Cells of another seed are other files: nothing is ever overwritten."""
     asked = {"seeds": (seed,), "methods": ("park", "svg2"), "device": "cpu", "keep": keep}
     evaluation = reproduce.evaluation_for(model="tiny", prompts=1, prompt_file=None, quick=True, **asked)

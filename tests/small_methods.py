@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-_CLUSTERS = {"query_clusters": 4, "key_clusters": 6, "kmeans_iterations": 2, "top_p": None, "top_k": 0.4}
+_CLUSTERS = {"query_clusters": 4, "key_clusters": 6, "top_p": None, "top_k": 0.4}
 _RUN = {"dense_steps": 1, "dense_layers": ()}
-_AUTHORS = {**_CLUSTERS, **_RUN, "floor": 0.0}
+_AUTHORS = {**_CLUSTERS, **_RUN, "kmeans_iterations": 2, "floor": 0.0}
 
 SMALL = {
     "dense": {},
@@ -19,4 +19,6 @@ SMALL = {
     "sol": {"block": 8, "tau": 1.0, **_RUN},
     "sta": {"tile": (1, 2, 2), "window": (3, 1, 1), **_RUN},
     "radial": {"block": 4, "decay": 0.2, "sink": False, **_RUN},
+    "mc-sparse": {"group": 8, "multiple": 1, "least_tokens": 1, **_RUN},
+    "chipmunk": {"voxel": (1, 2, 2), "multiple": 1, "top_k": 0.2, **_RUN},
 }

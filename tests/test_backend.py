@@ -24,6 +24,7 @@ from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import Blocks, arrange
 from parkattn.reuse import PlanStore
 from parkattn.segments import segment_mean
+from parklab.research import ResearchConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
@@ -32,7 +33,9 @@ pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop
 ]
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
 outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+few = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
+)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -54,12 +57,14 @@ def tokens(seed: int, centres: int, n: int, d: int, valid: torch.Tensor | None =
     valid = torch.ones(1, n, dtype=torch.bool) if valid is None else valid
     group = (valid.cumsum(-1) - 1).clamp(min=0) * centres // valid.sum(-1, keepdim=True)
     centre = 2 * torch.randn(len(valid), centres, h, d, generator=g)
-    x = centre.gather(1, group[..., None, None].expand(-1, -1, h, d)) + 0.02 * torch.randn(len(valid), n, h, d, generator=g)
+    x = centre.gather(1, group[..., None, None].expand(-1, -1, h, d)) + 0.02 * torch.randn(
+        len(valid), n, h, d, generator=g
+    )
     return x.bfloat16().transpose(1, 2)
 
 
 def config_for(**changes) -> ParkConfig:
-    return ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, **changes)
+    return ResearchConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, **changes)
 
 
 def expect_same_plan(ours, theirs) -> None:
@@ -68,7 +73,11 @@ def expect_same_plan(ours, theirs) -> None:
         for part in ("labels", "order", "offsets"):
             assert torch.equal(getattr(getattr(ours, side), part), getattr(getattr(theirs, side), part)), (side, part)
     torch.testing.assert_close(ours.estimated_mass, theirs.estimated_mass, rtol=1e-2, atol=1e-2)
-    assert (ours.query_clusters, ours.key_clusters, ours.padding) == (theirs.query_clusters, theirs.key_clusters, theirs.padding)
+    assert (ours.query_clusters, ours.key_clusters, ours.padding) == (
+        theirs.query_clusters,
+        theirs.key_clusters,
+        theirs.padding,
+    )
 
 
 KEY_VALID = torch.arange(48)[None] < torch.tensor([[48], [37]])
@@ -101,7 +110,9 @@ def test_plans_equal_those_of_the_definitions(name):
 )
 def test_every_setting_with_a_kernel_equals_the_definition(changes):
     q, k = tokens(3, 4, 50, 64), tokens(4, 6, 40, 64)
-    ours, theirs = (build_plan(q, k, config_for(backend=backend).replace(**changes)) for backend in ("triton", "reference"))
+    ours, theirs = (
+        build_plan(q, k, config_for(backend=backend).replace(**changes)) for backend in ("triton", "reference")
+    )
     expect_same_plan(ours, theirs)
 
 
@@ -116,18 +127,25 @@ def test_the_spread_of_scores_is_that_of_the_definition(scale):
     found = TritonBackend("interpreted", gluon=False).score_spread(q, k, keys, **how)
     assert (found > 0).all()
     # sums of squares in fp32, one taken from the other
-    assert torch.allclose(found, ReferenceBackend("").score_spread(q.double(), k.double(), keys, **how).float(), rtol=1e-4)
+    assert torch.allclose(
+        found, ReferenceBackend("").score_spread(q.double(), k.double(), keys, **how).float(), rtol=1e-4
+    )
 
 
 @in_interpreter
 @pytest.mark.parametrize(
     "changes",
-    [{"key_metric": "euclidean"}, {"key_clusters": 40}, {"query_multiple": 4, "key_multiple": 4}, {"budget": "error", "compensate": True}],
+    [
+        {"key_metric": "euclidean"},
+        {"key_clusters": 40},
+        {"query_multiple": 4, "key_multiple": 4},
+        {"budget": "error", "compensate": True},
+    ],
 )
 def test_what_stands_in_padding_changes_nothing(changes):
     clean = tokens(2, 6, 48, 64, KEY_VALID, h=1)
     short = {"kmeans_iterations": 1, "warm_iterations": 1}
-    config = ParkConfig(**({"query_clusters": 4, "key_clusters": 6} | changes), **short, backend="triton")
+    config = ResearchConfig(**({"query_clusters": 4, "key_clusters": 6} | changes), **short, backend="triton")
     dirty = clean.clone()
     dirty[1, :, 37:] = torch.nan
     build = lambda k: build_plan(clean, k, config, key_valid=KEY_VALID)  # noqa: E731
@@ -144,7 +162,9 @@ def test_a_warm_start_follows_the_earlier_labels():
     config = config_for(backend="reference", warm_iterations=1)
     earlier = build_plan(q, k, config)
     renamed = replace(earlier, queries=arrange(3 - earlier.queries.labels, 4), keys=arrange(5 - earlier.keys.labels, 6))
-    ours, theirs = (build_plan(q, k, config.replace(backend=backend), start=renamed) for backend in ("triton", "reference"))
+    ours, theirs = (
+        build_plan(q, k, config.replace(backend=backend), start=renamed) for backend in ("triton", "reference")
+    )
     expect_same_plan(ours, theirs)
     assert torch.equal(ours.keys.labels, renamed.keys.labels) and not torch.equal(ours.keys.labels, earlier.keys.labels)
 
@@ -161,14 +181,18 @@ def test_attention_error_is_at_most_twice_that_of_pytorch(seed, n, m, d, b, half
     q, k, v = (torch.randn(b, t, 2, d, generator=g).to(dtype).transpose(1, 2) for t in (n, m, m))
     valid = torch.rand(b, m, generator=g) < 0.8
     valid[:, 0] = True
-    config = ParkConfig(query_clusters=3, key_clusters=7, kmeans_iterations=1, top_p=None, top_k=0.4, compensate=compensate)
+    config = ResearchConfig(
+        query_clusters=3, key_clusters=7, kmeans_iterations=1, top_p=None, top_k=0.4, compensate=compensate
+    )
     plan = build_plan(q, k, config.replace(backend="reference"), key_valid=valid)
     out = park_attention(q, k, v, config.replace(backend="triton"), plan=plan, scale=scale)
 
     def definition(dtype):
         x = (gather(t.to(dtype), side) for t, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
         flags = plan.compensable() if compensate else None
-        return scatter(attend(*x, plan.queries, plan.keys, plan.mask, scale=scale, compensate=flags), plan.queries).double()
+        return scatter(
+            attend(*x, plan.queries, plan.keys, plan.mask, scale=scale, compensate=flags), plan.queries
+        ).double()
 
     exact = definition(torch.float64)
     allowed = 2 * (definition(dtype) - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
@@ -179,10 +203,14 @@ def test_attention_error_is_at_most_twice_that_of_pytorch(seed, n, m, d, b, half
 @in_interpreter
 def test_with_every_block_kept_the_output_is_dense_attention():
     q, k, v = (tokens(seed, 5, 60, 64, h=1) for seed in (5, 6, 7))
-    out = park_attention(q, k, v, ParkConfig(query_clusters=3, key_clusters=5, kmeans_iterations=1, top_p=1.0, backend="triton"))
+    out = park_attention(
+        q, k, v, ResearchConfig(query_clusters=3, key_clusters=5, kmeans_iterations=1, top_p=1.0, backend="triton")
+    )
     exact = dense_attention(q.double(), k.double(), v.double())
     plain = dense_attention(q, k, v).double()
-    assert (out.double() - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2 * torch.finfo(q.dtype).eps * exact.abs().max()
+    assert (out.double() - exact).abs().max() <= 2 * (plain - exact).abs().max() + 2 * torch.finfo(
+        q.dtype
+    ).eps * exact.abs().max()
 
 
 @in_interpreter
@@ -217,7 +245,10 @@ def test_importance_rows_sum_to_one_and_match_their_definition():
     backend = resolve("triton", q.device, q.dtype, 64)
     config = config_for()
     options = {"iterations": 1, "seed": config.seed}
-    queries, keys = backend.kmeans(q, config.query_clusters, **options), backend.cluster_keys(k, q, config.key_clusters, config, **options)
+    queries, keys = (
+        backend.kmeans(q, config.query_clusters, **options),
+        backend.cluster_keys(k, q, config.key_clusters, config, **options),
+    )
     blocks = backend.arrange(queries.labels, queries.clusters)
     for kind in ("pama", "query-centroid"):
         found = backend.importance(kind, q, k, blocks, queries, keys, scale=None)
@@ -249,7 +280,12 @@ def test_gradients_are_refused_by_the_function_and_dense_in_the_method():
     with pytest.raises(ValueError, match=r"q, k, v: .* torch.no_grad\(\), or use backend='reference'"):
         park_attention(q, k, v, config)
     out, stats = Park(config)(q, k, v, site)
-    assert stats.phase == "dense" and "gradients" in stats.reason and torch.equal(out, dense_attention(q, k, v)) and out.requires_grad
+    assert (
+        stats.phase == "dense"
+        and "gradients" in stats.reason
+        and torch.equal(out, dense_attention(q, k, v))
+        and out.requires_grad
+    )
     with torch.no_grad():
         assert Park(config)(q, k, v, site).stats.phase == "refresh"
 
@@ -264,11 +300,14 @@ def test_other_memory_layouts_give_the_same_or_are_refused():
     same = replace(plan, **dict(zip(("queries", "keys"), sides, strict=True)), mask=strided(plan.mask))
     assert torch.equal(park_attention(q, k, v, config, plan=same), park_attention(q, k, v, config, plan=plan))
     for at, name in enumerate("qkv"):
-        with pytest.raises(ValueError, match=rf"{name}: expected a last dimension of stride 1 .* call {name}.contiguous\(\)"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: expected a last dimension of stride 1 .* call {name}.contiguous\(\)"
+        ):
             park_attention(*(strided(x) if i == at else x for i, x in enumerate((q, k, v))), config, plan=plan)
 
 
-# ---------------------------------------------------------------------------------------------- benchmarks behind the same seam
+# ---------------------------------------------------------------------------------------------- benchmarks behind the
+# same seam
 
 
 @outside

@@ -14,7 +14,9 @@ from parkattn import CallSite, Park, ParkConfig, park_attention
 from parkattn.backend import resolve
 from parkattn.ops.cluster.definition import initial_tokens
 
-few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+few = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
+)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -33,7 +35,13 @@ def test_auto_takes_the_definitions_off_cuda_and_says_so():
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "kernel"),
-    [((9, 0), 128, "Gluon"), ((9, 0), 64, "Gluon"), ((9, 0), 256, "Triton"), ((8, 0), 128, "Triton"), ((12, 0), 128, "Triton")],
+    [
+        ((9, 0), 128, "Gluon"),
+        ((9, 0), 64, "Gluon"),
+        ((9, 0), 256, "Triton"),
+        ((8, 0), 128, "Triton"),
+        ((12, 0), 128, "Triton"),
+    ],
 )
 def test_auto_takes_triton_on_cuda_with_the_reason_for_its_attention_kernel(gpu, capability, head_dim, kernel):
     gpu(*capability)
@@ -54,7 +62,9 @@ def test_auto_takes_triton_on_cuda_with_the_reason_for_its_attention_kernel(gpu,
     ],
 )
 @pytest.mark.parametrize("name", ["triton", "auto"])
-def test_what_the_kernels_cannot_run_is_refused_in_one_line_with_the_alternative(gpu, name, capability, device, dtype, head_dim, got):
+def test_what_the_kernels_cannot_run_is_refused_in_one_line_with_the_alternative(
+    gpu, name, capability, device, dtype, head_dim, got
+):
     if name == "auto" and device == CPU:
         return
     gpu(*capability)
@@ -83,7 +93,10 @@ def test_missing_packages_name_the_install_line(monkeypatch):
 def test_the_definitions_load_no_triton():
     use = "import parkattn; x = torch.randn(1, 1, 30, 8); parkattn.park_attention(x, x, x)"
     code = f"import sys, torch; before = 'triton' in sys.modules; {use}; print('triton' in sys.modules and not before)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
 
 
 def test_statistics_say_what_computed_a_sparse_step_and_why():
@@ -105,7 +118,12 @@ def test_out_of_memory_says_how_much_was_asked_for_and_what_to_do(monkeypatch, v
     with pytest.raises(torch.OutOfMemoryError) as refused:
         park_attention(q, q, q, ParkConfig(query_clusters=4, key_clusters=6))
     message = str(refused.value)
-    assert message.count("memory:") == 1 and "3.25 GiB" in message and "[1, 2, 60, 16]" in message and "fewer heads" in message
+    assert (
+        message.count("memory:") == 1
+        and "3.25 GiB" in message
+        and "[1, 2, 60, 16]" in message
+        and "fewer heads" in message
+    )
     assert "\n" not in message and "3.25 GiB" in str(refused.value.__cause__)
 
 
@@ -118,12 +136,12 @@ def test_an_unknown_backend_is_refused_when_the_config_is_made():
 @given(st.integers(0, 99), st.integers(1, 60), st.integers(1, 40), st.floats(0.05, 1))
 @settings(deadline=None)
 def test_first_tokens_among_valid_ones_are_those_of_the_definition(seed, n, count, share):
-    from parkattn.backend.triton import _first_tokens
+    from parkattn.ops.cluster.kernels import first_tokens
 
     valid = torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share
     valid[:, seed % n] = True
     count = min(count, n)
-    for row, found in zip(valid, _first_tokens(torch.empty(2, 1, n, 1), count, seed, valid), strict=True):
+    for row, found in zip(valid, first_tokens(torch.empty(2, 1, n, 1), count, seed, valid), strict=True):
         members = row.nonzero().squeeze(1)
         expected = members[initial_tokens(len(members), min(count, len(members)), seed)]
         assert torch.equal(found, torch.cat([expected, expected[:1].expand(count - len(expected))]))

@@ -1,4 +1,5 @@
-"""Kernels run on the GPU of their tensors, also where another GPU is the current one. Needs no GPU: the interpreter's launches are watched.
+"""Kernels run on the GPU of their tensors, also where another GPU is the current one. Needs no GPU: the interpreter's
+launches are watched.
 
 The interpreter must be chosen before triton is imported, so the watching runs in a pytest of its own.
 """
@@ -12,10 +13,14 @@ import pytest
 import torch
 
 from interpreted import run_interpreted
-from parkattn import CallSite, Park, ParkConfig
+from parkattn import CallSite, Park
+from parklab.research import ResearchConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
@@ -45,10 +50,19 @@ def test_every_launch_of_a_run_happens_on_the_gpu_of_its_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
     q, k, v = (torch.randn(1, 1, 40, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(3))
-    config = ParkConfig(
-        query_clusters=2, key_clusters=3, kmeans_iterations=1, query_multiple=4, key_multiple=4, dense_steps=0, backend="triton"
+    config = ResearchConfig(
+        query_clusters=2,
+        key_clusters=3,
+        kmeans_iterations=1,
+        query_multiple=4,
+        key_multiple=4,
+        dense_steps=0,
+        backend="triton",
     )
     for compensate in (False, True):
         park = Park(config.replace(compensate=compensate))
-        assert [park(q, k, v, CallSite(step=step, total_steps=50)).stats.phase for step in range(2)] == ["refresh", "reuse"]
+        assert [park(q, k, v, CallSite(step=step, total_steps=50)).stats.phase for step in range(2)] == [
+            "refresh",
+            "reuse",
+        ]
     assert {"attend_kernel", "_gather_rows", "_place", "_assign", "_walk_chain"} <= set(launches)

@@ -25,7 +25,12 @@ def test_svg2_sees_what_its_restatement_sees_cold_and_warm():
     for i, case in enumerate(problems(COUNT, seed=21)):
         query_clusters, key_clusters, top_p, floor = chosen(case, [0.3, 0.6, 0.9, 1.0], [0.0, 0.1, 0.35])
         config = svg2.Svg2Config(
-            query_clusters=query_clusters, key_clusters=key_clusters, top_p=top_p, floor=floor, kmeans_iterations=3, backend="reference"
+            query_clusters=query_clusters,
+            key_clusters=key_clusters,
+            top_p=top_p,
+            floor=floor,
+            kmeans_iterations=3,
+            backend="reference",
         )
         planner, site = svg2.Svg2Planner(config), site_of(case)
         cold = make_plan(case.q, case.k, planner, site, None)
@@ -34,12 +39,17 @@ def test_svg2_sees_what_its_restatement_sees_cold_and_warm():
         for b in range(len(case.q)):
             tensors, inputs = alone(case, b)
             settings = {"p": top_p, "min_kc_ratio": floor}
-            starts = {"initial_queries": first_tokens(case, b, query_clusters), "initial_keys": first_tokens(case, b, key_clusters)}
+            starts = {
+                "initial_queries": first_tokens(case, b, query_clusters),
+                "initial_keys": first_tokens(case, b, key_clusters),
+            }
             first = restated_svg2.restate(*tensors, **inputs, **settings, **starts, iters=3)
             assert matches(cold, b, first), (case.seed, b)
             if i % 4:
                 continue
-            again = restated_svg2.restate(*(x[b : b + 1] for x in later), tensors[2], **inputs, **settings, earlier=first)
+            again = restated_svg2.restate(
+                *(x[b : b + 1] for x in later), tensors[2], **inputs, **settings, earlier=first
+            )
             assert matches(warm, b, again), (case.seed, b)
 
 
@@ -48,7 +58,9 @@ def test_svg2_with_a_cluster_for_every_token_is_top_p_of_the_attention_itself():
         if case.text is not None or case.key_valid is not None:
             continue
         n = case.q.shape[2]
-        config = svg2.Svg2Config(query_clusters=n, key_clusters=n, top_p=0.7, floor=0.0, kmeans_iterations=1, backend="reference")
+        config = svg2.Svg2Config(
+            query_clusters=n, key_clusters=n, top_p=0.7, floor=0.0, kmeans_iterations=1, backend="reference"
+        )
         plan = make_plan(case.q, case.k, svg2.Svg2Planner(config), site_of(case), None)
         scale = case.q.shape[-1] ** -0.5 if case.scale is None else case.scale
         weights, order = (case.q @ case.k.mT * scale).softmax(-1).sort(descending=True)
@@ -62,7 +74,9 @@ def test_svg2_keeps_everything_with_top_p_one():
         valid = None if case.key_valid is None else case.key_valid[:, None, None]
         dense = scaled_dot_product_attention(case.q, case.k, case.v, attn_mask=valid, scale=case.scale)
         # a convex combination of values: rounding of a few hundred additions in float64
-        torch.testing.assert_close(method(case.q, case.k, case.v, site_of(case)).out, dense, rtol=0, atol=1e-12 * float(case.v.abs().max()))
+        torch.testing.assert_close(
+            method(case.q, case.k, case.v, site_of(case)).out, dense, rtol=0, atol=1e-12 * float(case.v.abs().max())
+        )
 
 
 def test_a_warm_start_goes_on_where_the_iterations_ended():
@@ -102,7 +116,12 @@ def test_svg2_plans_at_every_sparse_step_from_the_centroids_before():
     case = next(problems(1, seed=25))
     method = svg2.ENTRIES[0].make(svg2.Svg2Config.preset("wan2.1-14b", query_clusters=4, key_clusters=6))
     sites = [site_of(case, layer=1, step=step, total_steps=50) for step in (9, 10, 11, 12)]
-    assert [method(case.q, case.k, case.v, site).stats.phase for site in sites] == ["dense", "refresh", "refresh", "refresh"]
+    assert [method(case.q, case.k, case.v, site).stats.phase for site in sites] == [
+        "dense",
+        "refresh",
+        "refresh",
+        "refresh",
+    ]
     assert method(case.q, case.k, case.v, site_of(case, step=12, total_steps=50)).stats.phase == "dense"  # layer 0
     assert method.state_bytes > 0
     held = method.plans.get(plan_key(sites[0])).plan.memory
@@ -128,7 +147,10 @@ def svoo_problem(case):
         backend="reference",
         dense_steps=10,
     )
-    settings = [{"p": top_p, "min_kc_ratio": floor, "floor_clip": clip, "profile": densities[step, 0].tolist()} for step in (10, 11)]
+    settings = [
+        {"p": top_p, "min_kc_ratio": floor, "floor_clip": clip, "profile": densities[step, 0].tolist()}
+        for step in (10, 11)
+    ]
     if draw.random() < 0.2:
         for setting in settings:
             setting["profile"] = None
@@ -153,13 +175,17 @@ def test_svoo_sees_what_its_restatement_sees_at_a_reclustering_and_after():
             assert matches(first, b, expected), (case.seed, b)
             if i % 4:
                 continue
-            again = restated_svoo.restate(*(x[b : b + 1] for x in later), tensors[2], **inputs, **settings[1], earlier=expected)
+            again = restated_svoo.restate(
+                *(x[b : b + 1] for x in later), tensors[2], **inputs, **settings[1], earlier=expected
+            )
             assert matches(reused, b, again), (case.seed, b)
 
 
 def test_required_density_is_the_restatements():
     for case in problems(40, seed=32):
-        expected = restated_svoo.required_density(case.q, case.k, text=case.text, key_valid=case.key_valid, scale=case.scale)
+        expected = restated_svoo.required_density(
+            case.q, case.k, text=case.text, key_valid=case.key_valid, scale=case.scale
+        )
         found = required_density(case.q, case.k, text=case.text, key_valid=case.key_valid, scale=case.scale)
         torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
@@ -187,17 +213,27 @@ def test_one_head_missing_from_the_profile_gives_all_heads_the_fallback():
 
 def test_a_density_profile_holds_the_largest_density_of_every_head_and_survives_its_file(tmp_path):
     some, other = itertools.islice((c for c in problems(99, seed=34) if c.q.shape[1] == 1), 2)
-    calls = [(some.q, some.k, site_of(some, step=1, layer=2, total_steps=4)), (other.q, other.k, site_of(other, step=1, layer=2))]
+    calls = [
+        (some.q, some.k, site_of(some, step=1, layer=2, total_steps=4)),
+        (other.q, other.k, site_of(other, step=1, layer=2)),
+    ]
     profiler = DensityProfiler()
     for call in calls:
         profiler.note(*call)
     profile = profiler.profile()
     assert profile.densities.shape == (4, 3, 1) and int(profile.densities.isnan().sum()) == 11
-    most = max(float(required_density(q, k, text=site.text, key_valid=site.key_valid, scale=site.scale).amax()) for q, k, site in calls)
+    most = max(
+        float(required_density(q, k, text=site.text, key_valid=site.key_valid, scale=site.scale).amax())
+        for q, k, site in calls
+    )
     assert float(profile.densities[1, 2]) == most
     profile.save(tmp_path / "profile.safetensors")
-    assert torch.equal(DensityProfile.load(tmp_path / "profile.safetensors").densities.nan_to_num(), profile.densities.nan_to_num())
-    planner = svoo.SvooPlanner(svoo.SvooConfig(density_profile=str(tmp_path / "profile.safetensors"), floor_clip=(0.0, 1.0)))
+    assert torch.equal(
+        DensityProfile.load(tmp_path / "profile.safetensors").densities.nan_to_num(), profile.densities.nan_to_num()
+    )
+    planner = svoo.SvooPlanner(
+        svoo.SvooConfig(density_profile=str(tmp_path / "profile.safetensors"), floor_clip=(0.0, 1.0))
+    )
     assert planner.floors(some.q, calls[0][2]).tolist() == [most]
     # half way through a run of any length
     assert torch.equal(profile.at(CallSite(step=10, total_steps=40, layer=2)), profile.densities[1, 2])

@@ -243,7 +243,11 @@ def test_planning_never_asks_a_tensor_for_a_value(module, monkeypatch):
         planner = module.ENTRIES[0].make(module.ENTRIES[0].config(backend="reference")).planner
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, monkeypatch.context() as patch:
             fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in roles.items()}
-            patch.setattr(module if hasattr(module, "assign_roles") else video, "assign_roles", lambda *_, fake=fake: Roles(**fake))
+            patch.setattr(
+                module if hasattr(module, "assign_roles") else video,
+                "assign_roles",
+                lambda *_, fake=fake: Roles(**fake),
+            )
             q, k, v = (mode.from_tensor(x) for x in given.tensors)
             assert planner.plan(q, k, given.site(values=v), None).mask.shape[:2] == q.shape[:2]
 

@@ -93,14 +93,18 @@ def test_svg_ear_spends_the_budget_of_svg2_and_no_more_than_a_block_beyond():
     for case in problems(40, seed=42):
         shared = {"query_clusters": 4, "key_clusters": 9, "kmeans_iterations": 3, "top_p": 0.6, "backend": "reference"}
         simple = make_plan(case.q, case.k, svg2.Svg2Planner(svg2.Svg2Config(**shared, floor=0.3)), site_of(case), None)
-        routed = make_plan(case.q, case.k, svg_ear.SvgEarPlanner(svg_ear.SvgEarConfig(**shared, floor=0.15)), site_of(case), None)
+        routed = make_plan(
+            case.q, case.k, svg_ear.SvgEarPlanner(svg_ear.SvgEarConfig(**shared, floor=0.15)), site_of(case), None
+        )
         sizes, filled = routed.keys.sizes[..., :9].unsqueeze(-2), routed.queries.sizes[..., :4] > 0
         kept, budget = ((plan.mask[..., :4, :9] * sizes).sum(-1)[filled] for plan in (routed, simple))
         assert (kept >= budget).all() and (kept < budget + sizes.max()).all()
 
 
 def test_svg_ear_is_dense_where_a_cluster_holds_equal_keys_and_values():
-    """A stand-in key with weight n is then n keys, so nothing that is skipped is missing: the normaliser covers all keys."""
+    """A stand-in key with weight n is then n keys, so nothing that is skipped is missing: the normaliser covers all
+    keys.
+    """
     for case in problems(20, seed=43):
         if case.text is not None or case.key_valid is not None:
             continue
@@ -118,7 +122,9 @@ def test_svg_ear_is_dense_where_a_cluster_holds_equal_keys_and_values():
 @pytest.mark.parametrize("entry", [svg_ear.ENTRIES[0], sparsepr.ENTRIES[0]], ids=lambda entry: entry.name)
 def test_a_whole_budget_is_dense_attention(entry):
     for case in problems(20, seed=44):
-        config = entry.config(query_clusters=4, key_clusters=6, dense_steps=0, backend="reference", **{entry.budgets[0]: 1.0})
+        config = entry.config(
+            query_clusters=4, key_clusters=6, dense_steps=0, backend="reference", **{entry.budgets[0]: 1.0}
+        )
         out = entry.make(config)(case.q, case.k, case.v, site_of(case)).out
         torch.testing.assert_close(out, dense(case), rtol=0, atol=1e-11 * float(case.v.abs().max()))
 
@@ -133,10 +139,13 @@ def test_replacement_error_is_its_definition_and_does_not_overflow():
         weight = (0.3 * queries.centroids @ case.k[:, :, inside].mT).exp()
         mean_weight = (0.3 * queries.centroids @ keys.centroids[:, :, v : v + 1].mT).exp()
         terms = (
-            weight.unsqueeze(-1) * case.v[:, :, None, inside] - mean_weight.unsqueeze(-1) * case.v[:, :, inside].mean(2)[:, :, None, None]
+            weight.unsqueeze(-1) * case.v[:, :, None, inside]
+            - mean_weight.unsqueeze(-1) * case.v[:, :, inside].mean(2)[:, :, None, None]
         )
         expected = terms.square().sum((-1, -2))
-        torch.testing.assert_close(found.scaled[..., v] * (2 * found.largest[..., v]).exp(), expected, rtol=1e-11, atol=0)
+        torch.testing.assert_close(
+            found.scaled[..., v] * (2 * found.largest[..., v]).exp(), expected, rtol=1e-11, atol=0
+        )
     hot = svg_ear.replacement_error(queries, keys, arrange(labels, 5), case.k.float(), case.v.float(), 200.0)
     assert (2 * hot.largest).max() > 100 and all(part.isfinite().all() for part in hot)
 
@@ -166,20 +175,30 @@ def test_sparsepr_keeps_to_its_density_text_and_probes_included():
 
 def test_sparsepr_repair_leaves_a_right_output_alone_and_makes_probe_rows_dense():
     for case in problems(30, seed=53):
-        config = sparsepr.SparsePrConfig(query_clusters=5, key_clusters=8, density=0.3, probes=3, dense_steps=0, backend="reference")
+        config = sparsepr.SparsePrConfig(
+            query_clusters=5, key_clusters=8, density=0.3, probes=3, dense_steps=0, backend="reference"
+        )
         out, stats = sparsepr.ENTRIES[0].make(config)(case.q, case.k, case.v, site_of(case))
         exact, at = dense(case), stats.plan.memory["probes"].long().unsqueeze(-1).expand(-1, -1, -1, case.v.shape[-1])
-        torch.testing.assert_close(out.gather(2, at), exact.gather(2, at), rtol=0, atol=1e-12 * float(case.v.abs().max()))
+        torch.testing.assert_close(
+            out.gather(2, at), exact.gather(2, at), rtol=0, atol=1e-12 * float(case.v.abs().max())
+        )
         again = sparsepr.ProbeRepair(config).repair(case.q, case.k, case.v, stats.plan, exact, site_of(case))
         torch.testing.assert_close(again, exact, rtol=0, atol=1e-10 * float(case.v.abs().max()))
 
 
 def test_sparsepr_repair_undoes_an_error_that_is_linear_in_the_output():
-    """With as many probes as it needs and next to no ridge, R = O A + c is found from the probes and removed everywhere."""
+    """With as many probes as it needs and next to no ridge, R = O A + c is found from the probes and removed
+    everywhere.
+    """
     generator = torch.Generator().manual_seed(54)
-    sparse, change = (torch.randn(1, 2, *shape, generator=generator, dtype=torch.float64) for shape in ((40, 6), (6, 6)))
+    sparse, change = (
+        torch.randn(1, 2, *shape, generator=generator, dtype=torch.float64) for shape in ((40, 6), (6, 6))
+    )
     exact = sparse + sparse @ (0.1 * change) + 0.5
-    slope, offset = sparsepr.correction(sparse[:, :, :20], exact[:, :, :20], torch.ones(1, 2, 20, dtype=torch.float64), 6, 1e-9)
+    slope, offset = sparsepr.correction(
+        sparse[:, :, :20], exact[:, :, :20], torch.ones(1, 2, 20, dtype=torch.float64), 6, 1e-9
+    )
     torch.testing.assert_close(sparse + sparse @ slope + offset, exact, rtol=1e-8, atol=1e-8)
 
 
@@ -209,7 +228,13 @@ def test_a_followed_subspace_is_the_exact_one(start):
 
 
 def test_a_followed_subspace_survives_matrices_of_lower_rank():
-    for matrix in (torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8), torch.diag(torch.tensor([1e9, *[1e-9] * 7])).expand(1, 1, 8, 8)):
+    for matrix in (
+        torch.zeros(1, 1, 8, 8),
+        torch.ones(1, 1, 8, 8),
+        torch.diag(torch.tensor([1e9, *[1e-9] * 7])).expand(1, 1, 8, 8),
+    ):
         factor, basis = subspace.followed_factor(matrix.double(), 4, None)
         assert factor.isfinite().all()
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(4, dtype=torch.float64).expand(1, 1, 4, 4), rtol=0, atol=1e-8)
+        torch.testing.assert_close(
+            basis.mT @ basis, torch.eye(4, dtype=torch.float64).expand(1, 1, 4, 4), rtol=0, atol=1e-8
+        )

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("diffusers")
 from parkattn.hosts.diffusers.session import session_of
-from parklab.bench import e2e, e2e_float8, e2e_turns
+from parkattn.models import row_for
+from parklab.bench import e2e_float8, e2e_turns, whole_models
 from test_bench_e2e import CPU, TINY
 
 
@@ -37,7 +38,7 @@ def test_a_float8_linear_errs_by_rounding_only(bias):
 
 
 def test_linears_that_err_more_are_refused(monkeypatch):
-    transformer = e2e.random_transformer(TINY["wan2.1-1.3b"], CPU)
+    transformer = whole_models.random_transformer(TINY["wan2.1-1.3b"], CPU)
     monkeypatch.setattr(e2e_float8, "by_row", lambda x: (x.to(e2e_float8.FLOAT8), 2 * torch.ones(len(x), 1)))
     with pytest.raises(RuntimeError, match=r"float8 linear attn1\.to_q errs by"):
         e2e_float8.make_float8(transformer, CPU)
@@ -77,8 +78,8 @@ def test_the_parts_of_a_forward_add_up(lines):
 
 def test_float8_weights_take_half_the_memory_of_those_in_blocks(lines):
     plain, rounded = (line["memory"]["weights_gb"] for line in lines if line["benchmark"] == "e2e float8")
-    model = e2e.random_transformer(TINY[lines[0]["model"]], CPU)
-    in_blocks = [x for block in e2e.row_for(model).all_blocks(model) for x in e2e_float8.linears_of(block).values()]
+    model = whole_models.random_transformer(TINY[lines[0]["model"]], CPU)
+    in_blocks = [x for block in row_for(model).all_blocks(model) for x in e2e_float8.linears_of(block).values()]
     # one byte of two, less a float32 scale per row
     saved = sum(x.weight.numel() - 4 * x.out_features for x in in_blocks)
     assert plain - rounded == pytest.approx(saved / 1e9)
@@ -87,8 +88,8 @@ def test_float8_weights_take_half_the_memory_of_those_in_blocks(lines):
 def test_every_linear_of_a_forward_is_timed_alone(lines):
     products = [line for line in lines if line["benchmark"] == "e2e float8 product"]
     sizes = {(line["rows"], line["in"], line["out"]): line["calls_per_forward"] for line in products}
-    model = e2e.random_transformer(TINY[lines[0]["model"]], CPU)
-    in_blocks = [x for block in e2e.row_for(model).all_blocks(model) for x in e2e_float8.linears_of(block).values()]
+    model = whole_models.random_transformer(TINY[lines[0]["model"]], CPU)
+    in_blocks = [x for block in row_for(model).all_blocks(model) for x in e2e_float8.linears_of(block).values()]
     assert sum(sizes.values()) == len(in_blocks)
     assert {size[1:] for size in sizes} == {(x.in_features, x.out_features) for x in in_blocks}
 
@@ -114,11 +115,15 @@ def test_torchaos_linears_are_made_and_checked(monkeypatch):
     # it asks for a GPU; its arithmetic does not
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
     model = TINY["wan2.1-14b"]
-    transformer = e2e.random_transformer(model, CPU)
+    transformer = whole_models.random_transformer(model, CPU)
     before = e2e_float8.weights_bytes(transformer)
     made = e2e_float8.make_float8(transformer, torch.device("cuda"))  # the linears stay where they are
     assert made.startswith("torchao ")
     assert type(transformer.blocks[1].ffn.net[2].weight).__name__ == "Float8Tensor"
     assert e2e_float8.weights_bytes(transformer) < before
     assert session_of(transformer) is None
-    assert e2e.run_forward(transformer, e2e.forward_inputs(model, transformer, CPU), 999.0).isfinite().all()
+    assert (
+        whole_models.run_forward(transformer, whole_models.forward_inputs(model, transformer, CPU), 999.0)
+        .isfinite()
+        .all()
+    )

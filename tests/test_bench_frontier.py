@@ -15,7 +15,9 @@ from parklab.experiments.tables import interval
 
 
 def test_settings_are_a_method_or_profile_and_fields():
-    assert Setting.parse("fast top_p=0.3 anchors=8") == Setting("fast top_p=0.3 anchors=8", "park", "fast", {"top_p": 0.3, "anchors": 8})
+    assert Setting.parse("fast top_p=0.3 anchors=8") == Setting(
+        "fast top_p=0.3 anchors=8", "park", "fast", {"top_p": 0.3, "anchors": 8}
+    )
     assert Setting.parse("park-no-qrkc quality").config == "quality"
     assert Setting.parse("park top_p=0.9").config is None
     assert Setting.parse("paper key_metric=euclidean").changes == {"key_metric": "euclidean"}
@@ -25,9 +27,14 @@ def test_settings_are_a_method_or_profile_and_fields():
         Setting.parse("top_p=0.3")
 
 
-@pytest.mark.parametrize(("forwards", "share"), [({}, 1.0), ({"computed": 10, "forecast": 30, "mean_error": 0.02}, 0.25)])
+@pytest.mark.parametrize(
+    ("forwards", "share"), [({}, 1.0), ({"computed": 10, "forecast": 30, "mean_error": 0.02}, 0.25)]
+)
 def test_a_second_pass_at_anchors_costs_their_density_and_a_forecast_nothing(forwards, share):
-    calls, run = {"dense": 0, "refresh": 0, "reuse": 8, "anchor": 2}, {"steps": {}, "attention_seconds": {}, "peak_state_bytes": 1}
+    calls, run = (
+        {"dense": 0, "refresh": 0, "reuse": 8, "anchor": 2},
+        {"steps": {}, "attention_seconds": {}, "peak_state_bytes": 1},
+    )
     found = costs(types.SimpleNamespace(calls=calls, density=(2 + 8 * 0.25) / 10, forwards=forwards, **run))
     assert found["cost"] == pytest.approx(0.4 * share) and found["density_sparse"] == pytest.approx(0.25)
     assert found["cost_two_passes"] == pytest.approx((0.4 + 0.2 * 0.25) * share) and found["share_computed"] == share
@@ -43,14 +50,16 @@ def runs(monkeypatch):
     """measure_frontier without a model: a video of the method's own shade, and what was made."""
     made = []
 
-    def run(pipe, task, method):
+    def run(pipe, task, setting, method):
         shade = 100 if method.name == "dense" else 101 if method.config.top_p > 0.6 else 104
         made.append((task.prompt, task.guidance, method.name))
         found = {"cost": 0.5, "cost_two_passes": 0.6, "seconds": 1.0}
         return np.full((2, 16, 16, 3), shade, np.uint8), found
 
     monkeypatch.setattr(frontier, "_run", run)
-    monkeypatch.setattr(frontier, "_method", lambda pipe, setting: configured_method(setting.method, setting.config, **setting.changes))
+    monkeypatch.setattr(
+        frontier, "_method", lambda pipe, setting: configured_method(setting.method, setting.config, **setting.changes)
+    )
     return made
 
 
@@ -64,7 +73,10 @@ def measure(path, prompts=("a", "b"), settings=("paper", "fast")):
 def test_a_run_that_is_there_is_not_made_again(runs, tmp_path):
     path = tmp_path / "frontier.jsonl"
     first = measure(path)
-    assert len(runs) == len(read_records(path)) == 6 and [prompt for prompt, _, name in runs if name == "dense"] == ["a", "b"]
+    assert len(runs) == len(read_records(path)) == 6 and [prompt for prompt, _, name in runs if name == "dense"] == [
+        "a",
+        "b",
+    ]
     assert [{**record} for record in measure(path)] == first and len(runs) == 6
     measure(path, settings=("paper", "fast", "fast top_p=0.7"))
     assert len(runs) == 8

@@ -40,10 +40,16 @@ def points(over: str, part: str, law) -> list[dict]:
 def test_a_fit_finds_the_exponent_and_the_fixed_cost():
     found = {
         fit["part"]: fit
-        for fit in scaling.fits(points("density", "attention", lambda x: 3 + 40 * x) + points("length", "dense", lambda x: 7 * x**2))
+        for fit in scaling.fits(
+            points("density", "attention", lambda x: 3 + 40 * x) + points("length", "dense", lambda x: 7 * x**2)
+        )
     }
     density, length = found["attention: fit"], found["dense: fit"]
-    assert density["ms_fixed"] == pytest.approx(3) and density["ms_per_density"] == pytest.approx(40) and density["worst_residual"] < 1e-12
+    assert (
+        density["ms_fixed"] == pytest.approx(3)
+        and density["ms_per_density"] == pytest.approx(40)
+        and density["worst_residual"] < 1e-12
+    )
     assert density["exponent"] < 1, "a fixed cost bends the curve"
     assert length["exponent"] == pytest.approx(2) and length["exponent_of_last_doubling"] == pytest.approx(2)
 
@@ -63,7 +69,11 @@ def test_the_plot_is_drawn_from_records_and_from_nothing_else(tmp_path):
 @pytest.mark.parametrize("kernel", [importance_tilelang.pama_full_key, importance_tilelang.pama_two_pass])
 def test_tilelang_is_refused_with_the_install_line_where_it_is_missing(monkeypatch, kernel):
     monkeypatch.setitem(sys.modules, "tilelang", None)
-    q, ends, one = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[0, 8]], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
+    q, ends, one = (
+        torch.randn(1, 8, 64).bfloat16(),
+        torch.tensor([[0, 8]], dtype=torch.int32),
+        torch.ones(1, 4, dtype=torch.int32),
+    )
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'parklab\[tilelang\]'"):
         kernel(q, ends, q[:, :4], one)
 
@@ -112,7 +122,9 @@ def test_flashinfer_is_left_out_of_the_whole_and_refused_alone_where_it_is_missi
     asked = []
     monkeypatch.setattr(gpu, "bench_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(gpu, "gpu_environment", dict)
-    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: asked.append(command[6]) or type("Done", (), {"returncode": 0}))
+    monkeypatch.setattr(
+        gpu.subprocess, "run", lambda command, **_: asked.append(command[6]) or type("Done", (), {"returncode": 0})
+    )
     for there in (True, False):
         monkeypatch.setattr(flashinfer, "installed", lambda device, there=there: there)
         asked.clear()
@@ -134,8 +146,11 @@ def test_tilelang_programs_compile_for_hopper(kind, width):
     kernel = tilelang.compile(traced, target={"kind": "cuda", "arch": "sm_90a"})
     source = kernel.get_kernel_source()
     assert "wgmma" in source and "tma_load" in source
-    # no launch asks for more than the 227 KiB of sm_90 less one for barriers, and no query tile is overwritten while it is read
-    assert max(int(found) for found in re.findall(r"int64_t\)(\d{5,})\)", kernel.adapter.get_host_source())) <= 226 * 1024
+    # no launch asks for more than the 227 KiB of sm_90 less one for barriers, and no query tile is overwritten while it
+    # is read
+    assert (
+        max(int(found) for found in re.findall(r"int64_t\)(\d{5,})\)", kernel.adapter.get_host_source())) <= 226 * 1024
+    )
     assert len(re.findall(r"for \(int t = 0;.*\n\s*__syncthreads\(\);", source)) == source.count("for (int t = 0;") == 1
 
 
@@ -146,7 +161,9 @@ REPORTS = """
 =========     and Write access at full_key_hopper+0xb100 in hopper.py:106 [288 hazards]
 ========= RACECHECK SUMMARY: 20 hazards displayed (95 errors, 0 warnings)
 """
-CONSAN = "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
+CONSAN = (
+    "x.py:1: f: block: [0,0,0], thread: [1,0,0] Assertion `Buffer being accessed has outstanding writes` failed.\n" * 3
+)
 APART, CONTROL = "racecheck, warp-specialised kernels", "racecheck, PAMA without a meeting"
 
 
@@ -198,7 +215,9 @@ def test_a_watched_process_says_when_all_checks_ran(capsys):
     gates = ("pama", "kmeans", "qrkc", "attend")
     with pytest.MonkeyPatch.context() as patch:
         for name in gates:
-            patch.setattr(getattr(sanitize, name), "gate", lambda device, *, rehearse, name=name: iter([{"gate": name}]))
+            patch.setattr(
+                getattr(sanitize, name), "gate", lambda device, *, rehearse, name=name: iter([{"gate": name}])
+            )
         assert [next(checks)["gate"] for _ in gates] == list(gates)
         assert capsys.readouterr().out == ""
         assert next(checks, None) is None
@@ -306,7 +325,9 @@ def run_apart(code: str) -> str:
         "PYTHONPATH": os.pathsep.join(map(str, [here, here.parent / "src", here.parent / "lab/src"])),
         "TRITON_INTERPRET": "0",
     }
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
 
 
 def test_a_broken_kernel_is_the_kernel_without_one_line():

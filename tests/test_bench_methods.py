@@ -7,7 +7,7 @@ pytest.importorskip("diffusers")
 
 from parkattn.methods import METHODS
 from parklab.bench import methods
-from parklab.bench.e2e import SMALL
+from parklab.bench.whole_models import SMALL
 
 
 @pytest.mark.parametrize("label", methods.TWO_BLOCKS)

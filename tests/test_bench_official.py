@@ -35,7 +35,9 @@ def one_package(monkeypatch):
 def test_official_kernels_and_ours_are_timed_on_the_same_tensors(one_package):
     one_package(lambda q, k, v: official.Call(lambda: q, lambda: q.clone(), lambda: None))
     (row,) = official.measure(CPU, {}, repeats=1, rehearse=True)
-    assert row["tokens"] == TINY.tokens and {"official_ms", "ours_ms", "ours_plan_ms"} <= set(row) and "absent" not in row
+    assert (
+        row["tokens"] == TINY.tokens and {"official_ms", "ours_ms", "ours_plan_ms"} <= set(row) and "absent" not in row
+    )
 
 
 @pytest.mark.parametrize("compiled", [None, True, False])
@@ -79,5 +81,7 @@ def test_a_kernel_that_fails_says_so_in_its_row(one_package):
 def test_our_side_of_every_pair_runs():
     """STA's grid is too large for a CPU; its tile order is tested with the method."""
     q, k, v = rows(TINY, CPU)
-    attend, plan = official._planned("sol", {"topk": 0.5}, q.float(), k.float(), v.float(), official.CallSite(step=3, total_steps=5))
+    attend, plan = official._planned(
+        "sol", {"topk": 0.5}, q.float(), k.float(), v.float(), official.CallSite(step=3, total_steps=5)
+    )
     assert attend().shape == q.shape and plan().density().max() <= 1

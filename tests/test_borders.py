@@ -1,4 +1,5 @@
-"""Rounded block borders: what the definition promises, that the kernels give the same, and that plans made with them still hold.
+"""Rounded block borders: what the definition promises, that the kernels give the same, and that plans made with them
+still hold.
 
 The interpreter must be chosen before triton is imported, so what runs kernels runs in a pytest of its own.
 """
@@ -17,12 +18,18 @@ from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.cluster.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_borders
 from parkattn.segments import segment_mean, segment_sizes
+from parklab.research import ResearchConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
 outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-few = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+few = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
+)
 
 
 @outside
@@ -60,7 +67,8 @@ def test_borders_lie_on_multiples_and_no_token_is_lost(seed, n, count, multiple)
     assert (rounded >= 0).all() and rounded.dtype == labels.dtype
     ends, members = after.cumsum(-1), after.sum(-1, keepdim=True)
     assert ((ends % multiple == 0) | (ends == members)).all()
-    # a border moves by half a multiple at most, so along the chain no more tokens than that leave a cluster at either end
+    # a border moves by half a multiple at most, so along the chain no more tokens than that leave a cluster at either
+    # end
     for head in range(2):
         chain = nearest_chain(centroids[0, head], before[0, head] > 0)
         moved = (before[0, head][chain].cumsum(0) - ends[0, head]).abs()
@@ -75,8 +83,11 @@ def test_a_multiple_of_one_changes_nothing():
 
 @outside
 def test_tokens_move_to_the_neighbour_and_the_nearest_of_them_move_first():
-    # three clusters on a line, of 5, 5 and 3 tokens; the chain begins at 0, the farthest from the mean: borders 5, 10 -> 4, 12
-    x = torch.tensor([0.9, 0.0, 0.1, 0.2, 0.3, 10.9, 10.0, 10.1, 10.2, 10.3, 20.2, 20.0, 20.1])[None, None, :, None].double()
+    # three clusters on a line, of 5, 5 and 3 tokens; the chain begins at 0, the farthest from the mean: borders 5, 10
+    # -> 4, 12
+    x = torch.tensor([0.9, 0.0, 0.1, 0.2, 0.3, 10.9, 10.0, 10.1, 10.2, 10.3, 20.2, 20.0, 20.1])[
+        None, None, :, None
+    ].double()
     labels = torch.tensor([2] * 5 + [0] * 5 + [1] * 3)[None, None].int()
     rounded = round_borders(x, labels, segment_mean(x, labels, 3)[0], 4)
     # 0.9 is nearest to the cluster at 10 and joins it; so do 20.0 and 20.1
@@ -136,7 +147,11 @@ def on_multiples(blocks, clusters: int, multiple: int) -> bool:
     return bool(((begins % multiple == 0) | (begins == end)).all())
 
 
-CALLS = {"plain": {}, "text": {"text": slice(5, 30)}, "both": {"text": slice(0, 9), "key_valid": torch.arange(700)[None] < 640}}
+CALLS = {
+    "plain": {},
+    "text": {"text": slice(5, 30)},
+    "both": {"text": slice(0, 9), "key_valid": torch.arange(700)[None] < 640},
+}
 
 
 @outside
@@ -150,7 +165,9 @@ def test_plans_have_their_borders_on_multiples(name):
     warm = build_plan(q, k, config, start=plan, **CALLS[name])
     assert on_multiples(warm.keys, 9, 16)
     everything = park_attention(q, k, v, config.replace(top_p=1.0, top_k=None), **CALLS[name])
-    torch.testing.assert_close(everything, dense_attention(q, k, v, key_valid=CALLS[name].get("key_valid")), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        everything, dense_attention(q, k, v, key_valid=CALLS[name].get("key_valid")), rtol=1e-4, atol=1e-5
+    )
 
 
 @outside
@@ -176,7 +193,9 @@ def test_presets_round_and_one_override_gives_the_paper_back():
 
 @in_interpreter
 @settings(few, max_examples=12)
-@given(seed=st.integers(0, 2**31), n=st.integers(1, 200), count=st.integers(1, 24), multiple=st.sampled_from([2, 8, 32]))
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 200), count=st.integers(1, 24), multiple=st.sampled_from([2, 8, 32])
+)
 def test_kernels_give_the_definition_s_labels(seed, n, count, multiple):
     from parkattn.ops.cluster import borders_triton as borders
 
@@ -207,10 +226,14 @@ def test_the_backends_make_the_same_rounded_plan():
     g = torch.Generator().manual_seed(5)
     group = torch.arange(96) * 6 // 96
     q, k = (
-        (2 * torch.randn(1, 6, 1, 64, generator=g)[:, group] + 0.02 * torch.randn(1, 96, 1, 64, generator=g)).bfloat16().transpose(1, 2)
+        (2 * torch.randn(1, 6, 1, 64, generator=g)[:, group] + 0.02 * torch.randn(1, 96, 1, 64, generator=g))
+        .bfloat16()
+        .transpose(1, 2)
         for _ in range(2)
     )
-    config = ParkConfig(query_clusters=6, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, query_multiple=5, key_multiple=5)
+    config = ResearchConfig(
+        query_clusters=6, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, query_multiple=5, key_multiple=5
+    )
     ours, theirs = (build_plan(q, k, config.replace(backend=backend)) for backend in ("triton", "reference"))
     assert torch.equal(ours.keys.labels, theirs.keys.labels) and torch.equal(ours.queries.labels, theirs.queries.labels)
     assert torch.equal(ours.mask, theirs.mask)
@@ -248,7 +271,9 @@ def test_kernels_compile_ahead_of_time(arch):
         (borders._relabel, {"STEPS": 11, "TOKENS": 1024}, {}),
     ]
     for kernel, constants, more in cases:
-        signature = {name: "constexpr" if name in constants else (types | more).get(name, "i32") for name in kernel.arg_names}
+        signature = {
+            name: "constexpr" if name in constants else (types | more).get(name, "i32") for name in kernel.arg_names
+        }
         source, options = ASTSource(kernel, signature, constexprs=constants), {"num_warps": 4, **FP_FUSION}
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         assert built.metadata.shared <= 48 * 1024

@@ -11,11 +11,18 @@ from parkattn.methods import configured_method, make_method
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
 from parkattn.site import CallSite
+from parklab.research import ResearchConfig
 from test_errors import SMALL, refused
 
 q, k, v = strategies.gaussian_qkv(0, 2, 2, 7, 7, 16)
 KINDS = {"sparse": (q.to_sparse(), TypeError, "sparse"), "meta": (q.to("meta"), ValueError, "meta")}
-BAD_SCALES = [(float("nan"), ValueError), (float("inf"), ValueError), ("x", TypeError), (2**64, ValueError), (1e39, ValueError)]
+BAD_SCALES = [
+    (float("nan"), ValueError),
+    (float("inf"), ValueError),
+    ("x", TypeError),
+    (2**64, ValueError),
+    (1e39, ValueError),
+]
 BAD_SITES = {
     "video": [(-1, ValueError), ("0", TypeError)],
     "paired": [(1, TypeError)],
@@ -30,11 +37,15 @@ BAD_SITES = {
 }
 
 
-@pytest.mark.parametrize("field", ["query_clusters", "top_p", "alpha", "check_finite", "dense_layers", "seed", "top_k", "backend"])
-@pytest.mark.parametrize("value", [torch.randn(3, 4), 10**5000, np.ones((3, 4))], ids=["tensor", "huge number", "array"])
+@pytest.mark.parametrize(
+    "field", ["query_clusters", "top_p", "alpha", "check_finite", "dense_layers", "seed", "top_k", "backend"]
+)
+@pytest.mark.parametrize(
+    "value", [torch.randn(3, 4), 10**5000, np.ones((3, 4))], ids=["tensor", "huge number", "array"]
+)
 def test_messages_are_one_short_line_whatever_came(field, value):
     with pytest.raises((TypeError, ValueError)) as caught:
-        ParkConfig(**{field: value})
+        ResearchConfig(**{field: value})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 and "expected" in str(caught.value)
 
 
@@ -46,7 +57,7 @@ def test_tensors_without_plain_values_are_refused(kind):
 
 
 def test_seeds_that_no_generator_takes_are_refused():
-    refused(ParkConfig, seed=2**64, named="seed", came=str(2**64))
+    refused(ResearchConfig, seed=2**64, named="seed", came=str(2**64))
     assert build_plan(q, k, SMALL.replace(seed=2**63 - 1)).density().isfinite().all()
 
 
@@ -67,7 +78,14 @@ def test_a_call_site_refuses_wrong_values_by_name(field, value, error):
     x = torch.randn(1, 1, 8, 4)
     for name in ("dense", "park"):
         refused(
-            make_method(name), x, x, x, CallSite(**{field: value}), named=field, came="" if field == "grid" else str(value), error=error
+            make_method(name),
+            x,
+            x,
+            x,
+            CallSite(**{field: value}),
+            named=field,
+            came="" if field == "grid" else str(value),
+            error=error,
         )
 
 
@@ -91,7 +109,9 @@ def test_a_path_that_is_none_is_refused(path):
     refused(build_plan(q, k, SMALL).save, path, named="path", came=repr(path), error=TypeError)
 
 
-@pytest.mark.parametrize("device,error", [("meta", TypeError), ("x", TypeError), (None, TypeError), ("cuda:99", ValueError)])
+@pytest.mark.parametrize(
+    "device,error", [("meta", TypeError), ("x", TypeError), (None, TypeError), ("cuda:99", ValueError)]
+)
 def test_a_device_that_is_not_here_is_refused(tmp_path, device, error):
     build_plan(q, k, SMALL).save(tmp_path / "plan")
     refused(Plan.load, tmp_path / "plan", device, named="device", came=repr(device), error=error)
@@ -105,7 +125,9 @@ def test_a_plan_that_is_not_there_is_one_line(tmp_path):
 PLAN_PARTS = [f"{side}.{part}" for side in ("queries", "keys") for part in ("labels", "order", "offsets")]
 
 
-@pytest.mark.parametrize("part,how", [*((part, how) for part in PLAN_PARTS for how in ("gone", "flipped")), ("mask", "gone")])
+@pytest.mark.parametrize(
+    "part,how", [*((part, how) for part in PLAN_PARTS for how in ("gone", "flipped")), ("mask", "gone")]
+)
 def test_a_plan_file_with_a_part_missing_or_inconsistent_is_refused(tmp_path, part, how):
     path = tmp_path / "plan.safetensors"
     build_plan(q, k, SMALL).save(path)

@@ -40,7 +40,10 @@ def test_the_scene_is_written_as_a_picture_and_a_record(park, tmp_path):
     # at a fixed budget each half of PARK adds recall on this scene
     for budget in ("0.15", "0.2"):
         at = {name: row["recall_at_budget"][budget] for name, row in rows.items() if name != "dense"}
-        assert at["park"] > max(at["park-no-pama"], at["park-no-qrkc"]) and min(at["park-no-pama"], at["park-no-qrkc"]) > at["centroid"]
+        assert (
+            at["park"] > max(at["park-no-pama"], at["park-no-qrkc"])
+            and min(at["park-no-pama"], at["park-no-qrkc"]) > at["centroid"]
+        )
 
 
 def test_an_unwritable_folder_is_one_line_and_exit_code_2(park, tmp_path):
@@ -55,16 +58,22 @@ def test_presets_are_printed_by_their_differences_and_whole_as_json(park):
     presets = json.loads(park("presets", "--json").stdout)
     assert presets["hunyuanvideo"]["key_clusters"] == 1024 and presets["wan2.1-14b"]["key_clusters"] == 512
     text = park("presets").stdout
-    assert len(text.splitlines()) <= 40 and "key_clusters=1024" in text and "anchors=12" in text and "alpha=" not in text
+    assert (
+        len(text.splitlines()) <= 40 and "key_clusters=1024" in text and "anchors=12" in text and "alpha=" not in text
+    )
 
 
 def test_version_is_the_packages_in_a_process_of_its_own():
-    done = subprocess.run([*PARK, "--version"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [*PARK, "--version"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, parkattn.__version__, "")
 
 
 def test_an_error_in_a_process_of_its_own_is_one_line():
-    failed = subprocess.run([*PARK, "genrate"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    failed = subprocess.run(
+        [*PARK, "genrate"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert failed.returncode == 2 and failed.stderr.startswith("park: ") and failed.stderr.count("\n") == 1
 
 
@@ -72,7 +81,10 @@ def test_an_error_in_a_process_of_its_own_is_one_line():
     ("words", "said"),
     [
         (["genrate", "x"], "got 'genrate'; did you mean generate?"),
-        (["generate", "--sead", "1"], "--sead: expected an option of park generate, got none of them; did you mean --seed?"),
+        (
+            ["generate", "--sead", "1"],
+            "--sead: expected an option of park generate, got none of them; did you mean --seed?",
+        ),
         (["generate", "x", "--seed", "y"], "--seed: expected a value as its help says, got another ("),
         (["bench", "cpuu"], "got 'cpuu'; did you mean cpu?"),
         (["generate", "a", "b"], "park generate: expected its arguments as its help says, got another ("),
@@ -90,7 +102,9 @@ def test_help_is_shown_without_a_traceback(park, command):
     assert "Usage" in shown.stdout + shown.stderr and "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["compare"], ["doctor"], ["bench"], ["bench", "e2e"], ["reproduce"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["compare"], ["doctor"], ["bench"], ["bench", "e2e"], ["reproduce"]]
+)
 def test_help_shows_a_flag_by_its_name_alone(park, command):
     text = park(*command, "--help").stdout
     assert "--help" in text and "bool" not in text.lower()

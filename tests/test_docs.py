@@ -27,6 +27,7 @@ from parkattn.hosts.served import ServedSettings
 from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.plan import Blocks
 from parklab import baselines
+from parklab.research import ResearchConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -207,7 +208,7 @@ def test_every_command_parses(path):
 # Links --------------------------------------------------------------------------------------------------------
 
 # a package page shows no file of the repository; a picture needs the address of one, and there is none yet
-WITHOUT_ADDRESS = {"docs/compare.png", "docs/pictures/frontier.svg"}
+WITHOUT_ADDRESS = {"docs/compare.png", "docs/pictures/run.svg"}
 
 
 def whole(path: Path) -> str:
@@ -275,7 +276,11 @@ def test_pages_of_methods_and_profiles_are_what_their_tool_writes():
 
 def test_every_method_has_a_paragraph_and_a_picture_of_its_own():
     drawn = {path.stem for path in (DOCS / "methods").glob("*.svg")}
-    assert methods_page.ABOUT.keys() == drawn == {entry.name for module in (dense, park, baselines) for entry in module.ENTRIES}
+    assert (
+        methods_page.ABOUT.keys()
+        == drawn
+        == {entry.name for module in (dense, park, baselines) for entry in module.ENTRIES}
+    )
 
 
 def described(path: Path) -> str:
@@ -286,7 +291,8 @@ def test_pictures_of_the_concepts_are_what_their_tool_draws():
     pytest.importorskip("diffusers")
     concepts_page = import_module("concepts_page")
 
-    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*concepts_page.DRAWN, "gpu_scaling", "frontier"}
+    drawn = {*concepts_page.DRAWN, "gpu_scaling", "frontier", "run"}
+    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == drawn
     for name in ("reuse", "anchors"):  # the others are computed from a video, in minutes
         assert described(DOCS / f"pictures/{name}.svg") == concepts_page.DRAWN[name]().description
 
@@ -304,9 +310,11 @@ def test_the_picture_of_the_scaling_is_that_of_its_records():
     assert drawn == fits, "run park bench scaling with --plot"
 
 
-def test_the_picture_of_the_frontier_is_that_of_its_records(tmp_path):
-    import_module("frontier_picture").frontier().write(tmp_path / "it.svg")
-    assert (tmp_path / "it.svg").read_text() == (DOCS / "pictures/frontier.svg").read_text(), "run python tools/frontier_picture.py"
+@pytest.mark.parametrize(("tool", "name"), [("frontier_picture", "frontier"), ("run_picture", "run")])
+def test_the_pictures_of_frontiers_are_those_of_their_records(tool, name, tmp_path):
+    import_module(tool).draw().write(tmp_path / "it.svg")
+    stored = (DOCS / f"pictures/{name}.svg").read_text()
+    assert (tmp_path / "it.svg").read_text() == stored, f"run python tools/{tool}.py"
 
 
 def test_versions_in_the_docs_are_the_bounds_of_the_package():
@@ -327,7 +335,7 @@ def test_tools_of_the_docs_are_pinned_and_no_dependency_of_the_package():
 
 # Docstrings ---------------------------------------------------------------------------------------------------
 
-CONFIGS = {entry.config for entry in parkattn.METHODS.values()}
+CONFIGS = {entry.config for entry in parkattn.METHODS.values()} | {ResearchConfig}
 PUBLIC = [
     *(getattr(parkattn, name) for name in parkattn.__all__ if name != "METHODS"),
     *sorted(CONFIGS, key=lambda kind: kind.__name__),
@@ -364,7 +372,9 @@ def test_everything_public_is_in_the_reference():
         for name in re.findall(r"^::: ([\w.]+)$", path.read_text(), flags=re.MULTILINE)
     }
     assert set(parkattn.__all__) <= told
-    groups = {kind.__name__ for kind in parkattn.ParkConfig.__mro__ if kind.__module__.startswith(("parkattn", "parklab"))}
+    groups = {
+        kind.__name__ for kind in parkattn.ParkConfig.__mro__ if kind.__module__.startswith(("parkattn", "parklab"))
+    }
     assert groups <= told
 
 
@@ -387,8 +397,8 @@ CHOICES = [
 
 @pytest.mark.parametrize(("kind", "field", "names"), CHOICES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_choice_takes_the_names_of_its_literal_and_no_other(kind, field, names):
-    for name in names:  # without compensate the budget error would have no effect
-        assert getattr(kind(**{field: name} | ({"compensate": True} if field == "budget" else {})), field) == name
+    for name in names:
+        assert getattr(kind(**{field: name}), field) == name
     with pytest.raises(ValueError) as refused:
         kind(**{field: "nothing"})
     expected = ", ".join(sorted(names))
@@ -400,7 +410,7 @@ def test_every_choice_of_a_config_is_a_literal():
     free = {f"{kind.__name__}.{name}" for kind, name, hint in hints if hint in (str, str | None)}
     assert free == {"SvooConfig.density_profile"}  # a path
     assert {"key_metric", "metric_root", "backend", "importance"} <= {field for _, field, _ in CHOICES}
-    assert set(literal_of(typing.get_type_hints(parkattn.ParkConfig)["importance"])) == set(ESTIMATORS)
+    assert set(literal_of(typing.get_type_hints(ResearchConfig)["importance"])) == set(ESTIMATORS)
 
 
 def test_no_page_uses_words_of_ours_alone():

@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 
-from parkattn import Park, ParkConfig
+from parkattn import Park
 from parkattn.engine import Engine, RunLog
 from parkattn.engine.summary import Summary
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
+from parklab.research import ResearchConfig
 
-SPARSE = ParkConfig(
+SPARSE = ResearchConfig(
     query_clusters=3,
     key_clusters=4,
     kmeans_iterations=2,
@@ -73,7 +74,9 @@ def test_a_host_says_where_a_run_stands_and_the_method_is_told():
     assert [(site.step, site.branch, site.layer) for site in method.sites] == [
         (step, branch, layer) for step in range(STEPS) for branch in ("cond", "uncond") for layer in range(LAYERS)
     ]
-    assert {(site.total_steps, site.grid, site.transformer) for site in method.sites} == {(STEPS, (2, 4, 5), "transformer")}
+    assert {(site.total_steps, site.grid, site.transformer) for site in method.sites} == {
+        (STEPS, (2, 4, 5), "transformer")
+    }
     assert {site.noise_levels for site in method.sites} == {tuple(1 - step / STEPS for step in range(STEPS))}
 
 
@@ -179,19 +182,26 @@ def test_a_run_without_a_dense_call_says_its_cost_and_gets_advice_where_little_w
         for phase in ("anchor", "reuse"):
             log.add(CallSite(), AttentionStats(phase, "", torch.full((1, 1), density)), lambda: 1.0)
         report = Summary.of("park", log, 0)
-        assert f"at most 0.0 s saved, by the anchors, dense calls that also build a plan; {density:.0%} of dense attention" in str(report)
+        assert (
+            f"at most 0.0 s saved, by the anchors, dense calls that also build a plan; {density:.0%} of dense attention"
+            in str(report)
+        )
         assert ("cannot be much faster" in str(report)) == said == bool(report.to_dict()["advice"])
 
 
 def _summary_of(calls):
     log = RunLog()
     for layer, phase, seconds in calls:
-        log.add(CallSite(layer=layer), AttentionStats(phase, "", torch.full((1, 1), 0.5)), lambda seconds=seconds: seconds)
+        log.add(
+            CallSite(layer=layer), AttentionStats(phase, "", torch.full((1, 1), 0.5)), lambda seconds=seconds: seconds
+        )
     return Summary.of("park", log, 0)
 
 
 def test_with_anchors_alone_what_was_saved_is_a_bound_by_the_shortest_of_them():
-    report = _summary_of([(0, "anchor", 9.0), (0, "reuse", 1.0), (0, "anchor", 4.0), (0, "reuse", 1.5), (1, "dense", 5.0)])
+    report = _summary_of(
+        [(0, "anchor", 9.0), (0, "reuse", 1.0), (0, "anchor", 4.0), (0, "reuse", 1.5), (1, "dense", 5.0)]
+    )
     # layer 1 stays dense and has nothing to be compared with
     assert report.seconds_saved is None and report.seconds_saved_at_most == 2 * 4.0 - 2.5
     assert "at most 5.5 s saved, by the anchors" in str(report) and not report.advice

@@ -11,8 +11,9 @@ from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root
 from parkattn.ops.importance.definition import select_top_k, select_top_p
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
+from parklab.research import ResearchConfig
 
-SMALL = ParkConfig(query_clusters=2, key_clusters=3, kmeans_iterations=2)
+SMALL = ResearchConfig(query_clusters=2, key_clusters=3, kmeans_iterations=2)
 CHECKED = SMALL.replace(check_finite=True)
 ADVICE = re.compile(
     r"\b(add|build|call|cast|check|choose|convert|correct|count|drop|give|look|lower|make|move|pass|pick|raise|remove"
@@ -160,13 +161,13 @@ WRONG_FIELD_TYPES = {
 
 @pytest.mark.parametrize("field,value", [(f, x) for f, values in BAD_FIELDS.items() for x in values])
 def test_config_values_out_of_range_are_refused_by_field(field, value):
-    refused(ParkConfig, **{field: value}, named=field, came=str(value))
-    refused(ParkConfig().replace, **{field: value}, named=field, came=str(value))
+    refused(ResearchConfig, **{field: value}, named=field, came=str(value))
+    refused(ResearchConfig().replace, **{field: value}, named=field, came=str(value))
 
 
 @pytest.mark.parametrize("field,value", [(f, x) for f, values in WRONG_FIELD_TYPES.items() for x in values])
 def test_config_values_of_the_wrong_type_are_refused_by_field(field, value):
-    refused(ParkConfig, **{field: value}, named=field, came=str(value), error=TypeError)
+    refused(ResearchConfig, **{field: value}, named=field, came=str(value), error=TypeError)
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.01])

@@ -141,17 +141,19 @@ def test_the_page_holds_every_label_the_papers_numbers_and_nothing_from_outside(
     out, _, _ = run
     page = (out / "index.html").read_text()
     for label in (*EXPERIMENTS, *NOT_BUILT):
-        assert f'<h2 id="{label.replace(":", "-")}">{label}</h2>' in page
+        assert f'id="{label.replace(":", "-")}">' in page and f">{label}</code>" in page
     for label in NAMES[:2]:
         for row in paper_numbers.PAPER[label].rows:
-            assert all(f">{value}</td>" in page for value in row)
+            assert all(f">{value}</t" in page for value in row)
     assert page.count('<p class="not-run"><b>not run</b>') == len(EXPERIMENTS) + len(NOT_BUILT) - len(NAMES)
-    assert not re.search(r"""(?:src|href)=["'](?!#|data:)|url\(|@import|<script|<link""", page)
+    assert not re.search(r"""(?:src|href)=["'](?!#|data:)|url\(|@import|<script\s|<link""", page)
 
 
 def test_a_table_is_the_mean_of_its_records(run):
     out, _, _ = run
-    rows = {row["variant"]: row for row in csv.DictReader(io.StringIO((out / "tables/tab-module_ablation.csv").read_text()))}
+    rows = {
+        row["variant"]: row for row in csv.DictReader(io.StringIO((out / "tables/tab-module_ablation.csv").read_text()))
+    }
     assert list(rows) == ["dense again", "park", "park-no-pama", "park-no-qrkc"]
     assert float(rows["dense again"]["PSNR"]) == 100.0, "dense attention differs from itself"
     found = [read_record(path) for path in out.glob("cells/quality-park-????????????????.json")]
@@ -161,7 +163,9 @@ def test_a_table_is_the_mean_of_its_records(run):
 
 def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
     out, _, outcome = run
-    budgets = {path.name.split("-at-")[0]: read_record(path)["budget"]["density"] for path in out.glob("cells/budget-*.json")}
+    budgets = {
+        path.name.split("-at-")[0]: read_record(path)["budget"]["density"] for path in out.glob("cells/budget-*.json")
+    }
     assert len(budgets) == 5
     # SVG's bands are whole frames of 96 tokens: of 288 it computes more than half, whatever its budget
     assert all((abs(density - 0.5) <= MATCHED) == (name != "budget-svg") for name, density in budgets.items())
@@ -185,11 +189,18 @@ def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_row
     assert (outcome.made, len(made)) == (4, 1)
     assert not [path for path in (tmp_path / "cells").iterdir() if path.suffix != ".json"]
     found = {r["request"]["method"]: r for r in map(read_record, tmp_path.glob("cells/quality-*.json"))}
-    assert all(found[name]["row"][part] == row[part] for name, row in whole.items() if name in found for part in ("psnr", "ssim", "error"))
+    assert all(
+        found[name]["row"][part] == row[part]
+        for name, row in whole.items()
+        if name in found
+        for part in ("psnr", "ssim", "error")
+    )
     assert len(found["park"]["by_frame"]["psnr"]) == 9
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_run_and_a_missing_package_of_a_method_fails_its_cell(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_loaded_ends_the_run_and_a_missing_package_of_a_method_fails_its_cell(
+    tmp_path, monkeypatch
+):
     def load(*arguments, **options):
         raise ValueError("model: expected whole weights, got none; download it again.")
 
@@ -218,11 +229,15 @@ def test_a_record_of_another_request_fails_its_cell_alone(tmp_path, monkeypatch)
     path.write_text(json.dumps(sealed(foreign)))
     before = path.read_bytes()
     monkeypatch.setattr(
-        runner.Lab, "_make", lambda lab, making: making.commit({"format": making.cell.format, "request": dict(making.cell.request)})
+        runner.Lab,
+        "_make",
+        lambda lab, making: making.commit({"format": making.cell.format, "request": dict(making.cell.request)}),
     )
     records, failures, _ = lab.fill(cells)
     assert set(records) == {cells[1].name} and path.read_bytes() == before
-    assert re.fullmatch(r"out: expected [^\n]*seed = 7, asked 0[^\n]*; remove it, or pass another --out\.", failures[cells[0].name])
+    assert re.fullmatch(
+        r"out: expected [^\n]*seed = 7, asked 0[^\n]*; remove it, or pass another --out\.", failures[cells[0].name]
+    )
 
 
 def test_a_failed_cell_makes_the_exit_status_1_and_one_line(run, tmp_path, monkeypatch, capsys):
@@ -280,7 +295,9 @@ def test_a_cell_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
 
 def test_cells_differ_in_what_they_ask_and_not_in_where_the_weights_lie(tmp_path):
     lab = runner.Lab(quick(), tmp_path)
-    copy = runner.Lab(quick(model=str(checkpoints.find_model(None)), changes={"query_clusters": 8, "key_clusters": 32}), tmp_path)
+    copy = runner.Lab(
+        quick(model=str(checkpoints.find_model(None)), changes={"query_clusters": 8, "key_clusters": 32}), tmp_path
+    )
     request = lab.requests()[0]
     assert lab.quality_cell(request, "park").name == copy.quality_cell(copy.requests()[0], "park").name
     cells = [
@@ -313,7 +330,9 @@ def test_the_report_says_what_was_set_for_every_method(tmp_path):
     for folder, changes in (("own", {}), ("one schedule", asked)):
         reproduce.run_experiments(["matched_densities"], quick(draw=True, changes=changes), tmp_path / folder)
     own, one = ((tmp_path / folder / "report.md").read_text() for folder in ("own", "one schedule"))
-    assert "- settings: dense_layers=[0], dense_steps=10 of every method that has them; otherwise each method's own" in one
+    assert (
+        "- settings: dense_layers=[0], dense_steps=10 of every method that has them; otherwise each method's own" in one
+    )
     assert "settings:" not in own
 
 
@@ -341,5 +360,7 @@ def test_fused_runs_are_cells_of_their_own_and_reach_the_pipeline(tmp_path, monk
 
 def test_methods_that_are_named_are_all_that_matched_densities_has(tmp_path):
     evaluation = dataclasses.replace(quick(methods=("svg2", "sta", "sol")), quick=False)
-    asked = [cell.request["method"] for cell in EXPERIMENTS["matched_densities"].cells(runner.Lab(evaluation, tmp_path))]
+    asked = [
+        cell.request["method"] for cell in EXPERIMENTS["matched_densities"].cells(runner.Lab(evaluation, tmp_path))
+    ]
     assert asked == ["dense again", "svg2", "sol"]

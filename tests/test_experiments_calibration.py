@@ -91,7 +91,9 @@ def test_measured_runs_have_the_density_that_park_has_there(folder):
     for record in campaign(folder).values():
         asked = record["request"]
         if "row" in record and asked["density"] is not None and "profile" not in asked:
-            reached.setdefault((asked["method"], asked["guidance"], asked["density"]), []).append(record["row"]["density"])
+            reached.setdefault((asked["method"], asked["guidance"], asked["density"]), []).append(
+                record["row"]["density"]
+            )
     means = {what: statistics.fmean(found) for what, found in reached.items()}
     apart = {what: mean - means["park", *what[1:]] for what, mean in means.items() if ("park", *what[1:]) in means}
     assert len(apart) >= 20
@@ -113,7 +115,9 @@ def test_a_budget_gives_its_density_to_the_calls_that_stay_sparse(method):
     config = method_entry(method).config.from_dict({"dense_layers": [0]})
     found = [find_budget(method, config, 0.5, captured_layers(scale)) for scale in (0.01, 3.0)]
     assert found[0] == found[1]  # whatever the first layer attends to
-    planner = make_method(method, method_entry(method).with_budget(config, found[0]["field"], found[0]["value"])).planner
+    planner = make_method(
+        method, method_entry(method).with_budget(config, found[0]["field"], found[0]["value"])
+    ).planner
     _, sparse = captured_layers(0.01)
     reached = make_plan(sparse.q, sparse.k, planner, sparse.site, None).density().mean().item()
     assert reached == pytest.approx(found[0]["density"]) and abs(reached - 0.5) < 10 * CLOSE_ENOUGH
@@ -125,7 +129,8 @@ def test_a_budget_gives_its_density_to_the_calls_that_stay_sparse(method):
 def test_a_density_needs_a_call_that_stays_sparse():
     method = make_method("park", {"dense_layers": [0, 1]})
     with pytest.raises(
-        ValueError, match=r"expected one with sparse calls among those captured, got park, .*; ask for more steps or fewer dense_layers"
+        ValueError,
+        match=r"expected one with sparse calls among those captured, got park, .*; ask for more steps or fewer dense_layers",
     ):
         density_of_sparse_calls(method, [(call.q, call.k, call.site) for call in captured_layers(1.0)])
 

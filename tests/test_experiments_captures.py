@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("diffusers")
 
 from parkattn.ops.importance.definition import pama, select_top_p
-from parkattn.park import ParkConfig
 from parkattn.plan import Plan, arrange
 from parkattn.settings import MethodConfig
 from parkattn.site import CallSite
@@ -17,13 +16,15 @@ from parklab.experiments import mismatches
 from parklab.experiments.captures import Capture, Captured, Selection, capture_calls, pack_captures, read_captures
 from parklab.experiments.mismatches import measure_call
 from parklab.metrics.retrieval import attention_recall
+from parklab.research import ResearchConfig
 from parklab.studio import checkpoints
-from parklab.studio.generate import Request, fit_to_pipeline, generate_frames, prepare
+from parklab.studio.generate import generate_frames
+from parklab.studio.request import Request, fit_to_pipeline, prepare
 
 
 def test_a_long_call_is_measured_on_a_sample_of_its_queries_for_the_log_mass_alone(monkeypatch):
     q, k = (2 * x for x in _problem(heads=1, tokens=256)[:2])
-    config = ParkConfig(query_clusters=4, key_clusters=16)
+    config = ResearchConfig(query_clusters=4, key_clusters=16)
     whole = measure_call(Captured(q, k, CallSite()), config)
     monkeypatch.setattr(mismatches, "LOG_MASS_QUERIES", 64)
     part = measure_call(Captured(q, k, CallSite()), config)
@@ -57,7 +58,11 @@ def _captured(selection, **site):
 def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path):
     chosen = Selection(layers=(1,), heads=(0, 3), steps=(0, 2), first_branch=True, values=True)
     valid = torch.arange(48).lt(40).unsqueeze(0)
-    calls = list(_captured(chosen, text=slice(0, 4), key_valid=valid, noise_levels=(1.0, 0.5, 0.1), video=1, paired=True).kept.values())
+    calls = list(
+        _captured(
+            chosen, text=slice(0, 4), key_valid=valid, noise_levels=(1.0, 0.5, 0.1), video=1, paired=True
+        ).kept.values()
+    )
     assert [call.name for call in calls] == ["transformer/1/0/cond/1", "transformer/1/2/cond/1"]
     q, k, v = _problem()
     assert torch.equal(calls[1].q, (q + 2)[:, [0, 3]]) and torch.equal(calls[1].k, (k + 1)[:, [0, 3]])
@@ -66,7 +71,9 @@ def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path)
     back, about = read_captures(tmp_path / "c.safetensors")
     assert about == {"prompt": "p"}
     for call, same in zip(calls, back, strict=True):
-        assert torch.equal(call.q, same.q) and torch.equal(call.k, same.k) and torch.equal(v[:, [0, 3]], same.site.values)
+        assert (
+            torch.equal(call.q, same.q) and torch.equal(call.k, same.k) and torch.equal(v[:, [0, 3]], same.site.values)
+        )
         assert torch.equal(same.site.key_valid, valid)
         plain = [dataclasses.replace(c.site, values=None, key_valid=None) for c in (call, same)]
         assert plain[0] == plain[1]
@@ -75,7 +82,9 @@ def test_a_capture_keeps_the_chosen_calls_and_its_file_gives_them_back(tmp_path)
 
 def test_a_capture_beyond_its_limit_is_refused_at_the_first_call_or_has_fewer_heads():
     one_head = 2 * 3 * 2 * 48 * 16 * 4  # layers, steps, q and k, tokens, features, bytes
-    with pytest.raises(ValueError, match=r"^limit: expected captures of at most .*; choose fewer layers, heads or steps\.$"):
+    with pytest.raises(
+        ValueError, match=r"^limit: expected captures of at most .*; choose fewer layers, heads or steps\.$"
+    ):
         _captured(Selection(first_branch=True, limit=4 * one_head - 1))
     thinned = _captured(Selection(first_branch=True, limit=2 * one_head, thin_heads=True))
     assert thinned.bytes == 2 * one_head and all(
@@ -95,7 +104,7 @@ def test_files_that_are_no_capture_are_refused_in_one_line(tmp_path):
 
 def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_error():
     q, k = (2 * x for x in _problem(heads=2, tokens=256)[:2])
-    config = ParkConfig(query_clusters=4, key_clusters=16)
+    config = ResearchConfig(query_clusters=4, key_clusters=16)
     found = measure_call(Captured(q, k, CallSite()), config)
     assert found["tv"]["exact"] == [0.0] * q.shape[1]
     assert min(found["recall"]["Clustered"]["top_p"]["exact"]) >= 0.9 - 1e-6
@@ -103,12 +112,22 @@ def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_err
     keys = torch.arange(k.shape[2]).div(k.shape[2] // 16, rounding_mode="floor").int().expand(k.shape[:3])
     mask = select_top_p(pama(q, k, labels, 4, keys, 16), 0.9)
     plan = Plan(arrange(labels, 4), arrange(keys, 16), mask, 4, 16)
-    assert found["recall"]["Original"]["top_p"]["pama"] == pytest.approx(attention_recall(q, k, plan).flatten().tolist(), abs=1e-5)
+    assert found["recall"]["Original"]["top_p"]["pama"] == pytest.approx(
+        attention_recall(q, k, plan).flatten().tolist(), abs=1e-5
+    )
 
 
 def test_a_run_ends_with_the_last_call_that_is_captured_and_the_calls_are_those_of_a_whole_run():
     request, folder = prepare(
-        Request(prompt="a red circle moves right over blue waves", method="dense", steps=4, frames=5, height=64, width=64, device="cpu")
+        Request(
+            prompt="a red circle moves right over blue waves",
+            method="dense",
+            steps=4,
+            frames=5,
+            height=64,
+            width=64,
+            device="cpu",
+        )
     )
     pipe = checkpoints.load_pipeline(folder, device="cpu")
     request = fit_to_pipeline(request, pipe)

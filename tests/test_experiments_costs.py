@@ -16,7 +16,7 @@ from parklab.store import read_record
 from parklab.studio import checkpoints
 from reproduce_cases import gathered, matched_2k, quality, quick
 
-PROFILES = [name for name in ParkConfig.PROFILES if name != "paper"]
+PROFILES = [name for name in ParkConfig.long_run_profiles() if name != "paper"]
 LABEL = "matched_costs"
 
 
@@ -88,7 +88,9 @@ def test_between_two_runs_a_method_has_what_lies_on_the_line_between_them():
 def test_fewer_than_half_of_the_prompts_say_nothing(inside):
     prompts = "abcd"
     pairs = [_pair(prompt, "fast", 27.0, 0.6 if place < inside else 0.99) for place, prompt in enumerate(prompts)]
-    pairs += [_pair(prompt, "svg2", 20.0, cost, density) for prompt in prompts for cost, density in ((0.5, 0.3), (0.7, 0.7))]
+    pairs += [
+        _pair(prompt, "svg2", 20.0, cost, density) for prompt in prompts for cost, density in ((0.5, 0.3), (0.7, 0.7))
+    ]
     assert _result(*pairs).findings[0].margin == (7.0 if inside >= 2 else None)
 
 

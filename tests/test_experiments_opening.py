@@ -15,7 +15,14 @@ from parklab.store import read_record
 from reproduce_cases import quick
 
 NAMES = ["tab:main_quality_efficiency"]
-TIMES = {"seconds", "dense_seconds", "denoise_seconds", "dense_denoise_seconds", "attention_seconds", "dense_attention_seconds"}
+TIMES = {
+    "seconds",
+    "dense_seconds",
+    "denoise_seconds",
+    "dense_denoise_seconds",
+    "attention_seconds",
+    "dense_attention_seconds",
+}
 
 
 def _rows(folder):
@@ -53,7 +60,9 @@ def test_untimed_rows_are_the_timed_ones_without_seconds(timed, tmp_path, monkey
     found = _rows(tmp_path)
     assert len(found) == 4 and timed.keys() == found.keys()
     for which, row in found.items():
-        measured, expected = ({name: value for name, value in each.items() if name not in TIMES} for each in (row, timed[which]))
+        measured, expected = (
+            {name: value for name, value in each.items() if name not in TIMES} for each in (row, timed[which])
+        )
         assert measured == expected
         assert all(row[name] is None and timed[which][name] is not None for name in TIMES)
     assert max(taken) == 2 * 6  # one step, two branches, six layers
@@ -77,7 +86,11 @@ def test_nothing_is_taken_after_a_sparse_call_nor_beyond_the_limit():
     computed = []
     site = CallSite(total_steps=40, dense=lambda: computed.append(1) or torch.zeros_like(q))
     out = [resumed(q, k, v, dataclasses.replace(site, step=step)).out for step in range(4)]
-    assert torch.equal(out[2], kept.outputs[opening._place(CallSite(step=2))]) and len(computed) == 1 and resumed.taken == 3
+    assert (
+        torch.equal(out[2], kept.outputs[opening._place(CallSite(step=2))])
+        and len(computed) == 1
+        and resumed.taken == 3
+    )
     out[0].zero_()
     assert kept.outputs[opening._place(CallSite())].abs().sum() > 0  # what a run does with its copy is its own affair
 

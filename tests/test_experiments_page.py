@@ -1,52 +1,101 @@
-"""The page of `park reproduce` in a real browser. Needs Debian's chromium (or PARK_CHROMIUM=/path) and the package playwright."""
+"""The page of `park reproduce`, also in a real browser (conftest.py says which)."""
 
-import os
-import shutil
+import base64
+import hashlib
+import re
 
 import pytest
 
 pytest.importorskip("diffusers")
+pytest.importorskip("av")
+pytest.importorskip("PIL")
 
+from comparison_pages import DESKTOP, PHONE, opened, picture
+from parklab.experiments import figures
 from parklab.experiments.paper_numbers import PAPER
-from parklab.experiments.report import sections_of, to_page
-from parklab.experiments.results import Result
+from parklab.experiments.report import NOT_ASKED, sections_of, to_page
+from parklab.experiments.results import Dots, Result
 from parklab.experiments.tables import Finding, text_table
 
-BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-QUIET = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+EMPTY = "tab:module_ablation"
+ABOUT = {"model": "m </script> & more", "video": "9 frames", "runs": "8 prompts, seed 0"}
+FINDINGS = (
+    Finding("a statement <b>", 0.5, "dB", 0.1),
+    Finding("a second", -0.2, "dB", 0.3),
+    Finding("another", None, reason="density: expected more; " * 6),
+)
+
+
+def page_of(folder, judged: bool = True):
+    """Every table as wide as the paper's own but for one that was not run, and a reason as long as reasons get."""
+    results = {
+        label: Result(text_table(printed.columns, printed.rows), FINDINGS)
+        for label, printed in PAPER.items() if label != EMPTY
+    }  # fmt: skip
+    path = folder / "index.html"
+    path.write_text(to_page(sections_of(results), ABOUT, {}, judged), encoding="utf-8")
+    return path, len(results)
 
 
 @pytest.fixture(scope="module")
-def page_file(tmp_path_factory):
-    """Every table as wide as the paper's own, and a reason as long as reasons get."""
-    findings = (Finding("a statement <b>", 0.5, "dB", 0.1), Finding("another", None, reason="density: expected more; " * 6))
-    results = {label: Result(text_table(printed.columns, printed.rows), findings) for label, printed in PAPER.items()}
-    page = to_page(sections_of(results), {"model": "m </script> & more"}, {})
-    path = tmp_path_factory.mktemp("page") / "index.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+def made(tmp_path_factory):
+    return page_of(tmp_path_factory.mktemp("page"))
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("width", [1440, 390])
-def test_nothing_on_the_page_is_wider_than_the_screen_or_comes_from_outside(page_file, width):
-    sync_api = pytest.importorskip("playwright.sync_api")
-    asked = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
-        page = browser.new_page(viewport={"width": width, "height": 800})
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(page_file.as_uri())
-        too_wide = page.evaluate("[...document.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).length")
-        held = page.locator("li.held").count()
-        shown = page.locator("#tab-module_ablation + p + div td").first.is_visible()
-        browser.close()
-    assert too_wide == 0
-    assert held > 0 and shown
-    assert asked == [page_file.as_uri()]
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["1440", "390"])
+def test_nothing_on_the_page_is_wider_than_the_screen_or_comes_from_outside(browser, made, size):
+    tab = opened(browser, made[0], color_scheme="light", **size)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= size["viewport"]["width"]
+    assert tab.evaluate("() => { scrollTo(500, 0); return scrollX; }") == 0
+    tab.click("#theme")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+    picture(tab, f"reproduce-{size['viewport']['width']}")
+    assert tab.requests == [made[0].as_uri()] and not tab.failures
 
 
-def test_text_of_records_is_escaped(page_file):
-    page = page_file.read_text()
-    assert "</script>" not in page and "a statement &lt;b&gt;" in page
-    assert """http-equiv="Content-Security-Policy" content="default-src 'none'; style-src""" in page and "script-src" not in page
+def test_the_tally_says_how_many_held_what_that_rests_on_and_where(browser, made):
+    path, count = made
+    tab = opened(browser, path, **DESKTOP)
+    assert tab.locator("#verdict").inner_text() == f"{count} of {2 * count} measured statements held."
+    told = tab.locator("#verdict + p").inner_text()
+    assert told == "It rests on: m </script> & more, 9 frames, 8 prompts, seed 0."
+    cards = dict(zip(*(tab.locator(f".figures {part}").all_inner_texts() for part in ("small", "b")), strict=True))
+    assert cards == {"held": f"{count}", "not held": f"{count}", "of both, less than their interval": f"{count}", "not measured": f"{count}"}  # fmt: skip
+    links = tab.locator("main a").all_inner_texts()
+    assert len(links) == count and not any(re.match(r"(tab|fig):", text) for text in links)
+    assert tab.locator("tbody tr:has(a)").first.locator("td").all_inner_texts() == ["1"] * 4
+
+
+def test_a_section_without_records_is_folded_and_one_with_them_is_open(browser, made):
+    tab = opened(browser, made[0], **DESKTOP)
+    empty = tab.locator("#tab-module_ablation")
+    assert empty.evaluate("e => e.tagName === 'DETAILS' && !e.open") and not empty.locator("table").is_visible()
+    empty.locator("summary").click()
+    assert NOT_ASKED.format(EMPTY) in empty.inner_text() and empty.locator("table").is_visible()
+    assert tab.locator("section#tab-main_quality_efficiency table").first.is_visible()
+
+
+def test_a_quick_run_judges_nothing(browser, tmp_path):
+    path, count = page_of(tmp_path, judged=False)
+    tab = opened(browser, path, **DESKTOP)
+    assert "no statement is judged" in tab.locator("#verdict").inner_text()
+    assert tab.locator("li.held, li.not-held").count() == 0 and "not held" not in tab.locator("body").inner_text()
+    assert tab.locator(".figures small").all_inner_texts() == ["computed", "not measured"]
+    assert tab.locator("main li").filter(has_text="margin +0.5 ± 0.1 dB").count() == count
+
+
+def test_text_of_records_is_escaped_and_the_page_allows_its_own_script_alone(made):
+    page = made[0].read_text()
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; img-src" in page
+    assert "a statement &lt;b&gt;" in page and page.count("<script") == 1
+
+
+def test_an_axis_of_values_spans_their_difference_and_not_zero(monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(figures, "_as_png", lambda canvas: drawn.append(canvas) or b"")
+    figures.draw(Dots((("recall, %", ("Euclidean", "QRKC"), (90.66, 90.88)),)))
+    low, high = drawn[0].axes[0].get_ylim()
+    assert 90 < low < 90.66 and 90.88 < high < 91.5

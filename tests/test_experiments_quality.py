@@ -33,7 +33,9 @@ def two_more(monkeypatch):
     steady = dataclasses.replace(
         MEASURES["subject_consistency"], title="steady", run=lambda video, setting: 0.5, reason=lambda setting: None
     )
-    absent = dataclasses.replace(MEASURES["vmaf"], reason=lambda setting: "no package absent; install it with: pip install absent")
+    absent = dataclasses.replace(
+        MEASURES["vmaf"], reason=lambda setting: "no package absent; install it with: pip install absent"
+    )
     monkeypatch.setitem(MEASURES, "vmaf", absent)
     monkeypatch.setitem(MEASURES, "steady", dataclasses.replace(steady, package=None))
     assert steady.kind == SINGLE
@@ -58,7 +60,12 @@ def test_a_measure_that_is_named_and_cannot_be_taken_ends_the_run_before_it_begi
 
 def test_both_kinds_of_measures_stand_in_the_row_and_frames_too_small_for_one_are_no_failure(two_more):
     found = measure_frames(["psnr", "ssim", "steady"], _frames(0), _frames(1), Setting())
-    assert found.video["steady"] == 0.5 and 0 < found.video["ssim"] < 1 and len(found.by_frame["psnr"]) == 3 and not found.reasons
+    assert (
+        found.video["steady"] == 0.5
+        and 0 < found.video["ssim"] < 1
+        and len(found.by_frame["psnr"]) == 3
+        and not found.reasons
+    )
     assert found.video["psnr"] == pytest.approx(np.mean(found.by_frame["psnr"]))
     small = measure_frames(["psnr", "ssim"], _frames(0, 8), _frames(1, 8), Setting())
     assert small.video["ssim"] is None and small.video["psnr"] > 0
@@ -91,7 +98,10 @@ def test_every_quality_table_begins_with_dense_against_dense(label, tmp_path):
 
 
 def test_a_floor_is_a_row_of_its_table_and_of_no_finding():
-    pairs = [made_up("a", method, psnr) for method, psnr in ((FLOOR, 100.0), (OWN_FLOOR, 60.0), ("park", 20.0), ("svg", 19.0))]
+    pairs = [
+        made_up("a", method, psnr)
+        for method, psnr in ((FLOOR, 100.0), (OWN_FLOOR, 60.0), ("park", 20.0), ("svg", 19.0))
+    ]
     pairs[0][1]["row"]["error"] = 0.0
     for label in ("matched_densities", "frontier"):
         for cell, record in pairs:
@@ -100,7 +110,9 @@ def test_a_floor_is_a_row_of_its_table_and_of_no_finding():
         result = EXPERIMENTS[label].result(gathered(*pairs))
         assert [row[0] for row in result.table.rows][:2] == [FLOOR, OWN_FLOOR]
         assert not any(floor in finding.statement for finding in result.findings for floor in FLOORS)
-        assert not {FLOOR, OWN_FLOOR} & {series.name for row in result.figure.rows for panel in row for series in panel.series}
+        assert not {FLOOR, OWN_FLOOR} & {
+            series.name for row in result.figure.rows for panel in row for series in panel.series
+        }
     table = EXPERIMENTS["matched_densities"].result(gathered(*pairs)).table
     notes = [row[-1] for row in table.rows]
     assert notes[0] == "equal frames" and not any(notes[1:])
@@ -111,7 +123,11 @@ def test_the_own_kernels_floor_is_all_dense_and_off_by_rounding_at_most(tmp_path
     request = lab.requests()[0]
     assert not lab.fill([lab.quality_cell(request, OWN_FLOOR)]).failures
     record = read_record(next(tmp_path.glob("cells/quality-dense-by-our-kernel-*.json")))
-    assert record["row"]["density_all_steps"] == 1.0 and record["config"]["own_dense"] and record["config"]["dense_fraction"] == 1.0
+    assert (
+        record["row"]["density_all_steps"] == 1.0
+        and record["config"]["own_dense"]
+        and record["config"]["dense_fraction"] == 1.0
+    )
     # frames that differ by one of 255 levels everywhere have this PSNR
     assert record["row"]["psnr"] >= 20 * np.log10(255)
 

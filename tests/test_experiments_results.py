@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parklab.experiments import catalogue, paper_numbers, retrieval_tables, runner
+from parklab.experiments import catalogue, paper_numbers, retrieval_tables, runner, settings_varied
 from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT
 from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.report import sections_of
@@ -44,7 +44,9 @@ def test_a_method_that_failed_is_a_row_marked_not_run_with_its_reason():
 
 def test_more_blocks_that_change_nothing_lose_nothing():
     blocks = [{"query_clusters": q, "key_clusters": k} for q, k in ((4, 32), (8, 32), (16, 32), (8, 16), (8, 64))]
-    result = EXPERIMENTS["tab:centroid_count_sensitivity_hy"].result(gathered(*(quality("a", "park", 20.0, **each) for each in blocks)))
+    result = EXPERIMENTS["tab:centroid_count_sensitivity_hy"].result(
+        gathered(*(quality("a", "park", 20.0, **each) for each in blocks))
+    )
     assert [finding.verdict for finding in result.findings] == ["held", "held"]
     assert [finding.statement for finding in result.findings] == [
         "16 instead of 4 query blocks lose nothing", "64 instead of 16 key blocks lose nothing",
@@ -70,10 +72,20 @@ def test_recall_is_summed_up_over_heads_in_percent():
 def test_retrieval_has_intervals_over_videos_and_margins_are_paired():
     def video(pama, centroid):
         recall = {"exact": [1.0], "full-key": [0.1], "pama": [pama], "query-centroid": [centroid]}
-        keys = {"euclidean": {"key_mse": [1.0], "score_error": [2.0]}, "query-response": {"key_mse": [1.0 + pama], "score_error": [1.0]}}
+        keys = {
+            "euclidean": {"key_mse": [1.0], "score_error": [2.0]},
+            "query-response": {"key_mse": [1.0 + pama], "score_error": [1.0]},
+        }
         shape = {"tokens": [9, 9], "blocks": [2, 2]}
         return {
-            "calls": [{"recall": {order: {"top_p": recall} for order in ("Clustered", "Original")}, "tv": recall, "keys": keys} | shape]
+            "calls": [
+                {
+                    "recall": {order: {"top_p": recall} for order in ("Clustered", "Original")},
+                    "tv": recall,
+                    "keys": keys,
+                }
+                | shape
+            ]
         }
 
     # the two lie far apart, and always by as much: the margin is sure where the means are not
@@ -98,7 +110,10 @@ def test_an_error_of_zero_has_no_change_in_percent_and_is_no_failure():
 
 def test_what_is_not_run_is_neither_held_nor_not_held():
     assert Finding("s", None, reason="why").held is None
-    assert "less than its interval" in Finding("s", 1.0, "dB", 2.0).line() and "less" not in Finding("s", 3.0, "dB", 2.0).line()
+    assert (
+        "less than its interval" in Finding("s", 1.0, "dB", 2.0).line()
+        and "less" not in Finding("s", 3.0, "dB", 2.0).line()
+    )
     assert Finding("s", 0.0).held is False and Finding("s", 0.0, tie=True).held is True
 
 
@@ -176,11 +191,32 @@ def test_the_frontier_of_earlier_lines_pairs_prompts_and_names_the_strongest_riv
 def test_kernel_tables_are_drawn_from_the_last_line_of_each_kernel_and_need_a_gpu_without_lines(tmp_path):
     shape = {"name": "wan", "heads": 2, "tokens": 900}
     lines = [
-        {"benchmark": "pama", "shape": shape, "kernel": kernel, "ms": ms, "speedup": 8 / ms, "extra_mb": 1.0, "memory_reduction": 2.0}
+        {
+            "benchmark": "pama",
+            "shape": shape,
+            "kernel": kernel,
+            "ms": ms,
+            "speedup": 8 / ms,
+            "extra_mb": 1.0,
+            "memory_reduction": 2.0,
+        }
         for kernel, ms in (("PyTorch", 8.0), ("Triton (Full-K)", 9.0), ("Triton (Full-K)", 2.0))
     ]
-    lines.append({"benchmark": "qrkc", "shape": shape, "ms": 2.5, "metric_ms": 1, "cholesky_ms": 1, "transform_ms": 1, "means_ms": 1})
-    lines += [{"benchmark": "scaling", "over": "density", "part": "attention", "length": 9, "density": d, "ms": d} for d in (0.5, 1.0)]
+    lines.append(
+        {
+            "benchmark": "qrkc",
+            "shape": shape,
+            "ms": 2.5,
+            "metric_ms": 1,
+            "cholesky_ms": 1,
+            "transform_ms": 1,
+            "means_ms": 1,
+        }
+    )
+    lines += [
+        {"benchmark": "scaling", "over": "density", "part": "attention", "length": 9, "density": d, "ms": d}
+        for d in (0.5, 1.0)
+    ]
     path = tmp_path / "gpu.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     lab = runner.Lab(quick(records=(path,)), tmp_path)
@@ -200,7 +236,10 @@ def test_a_sheet_of_frames_is_made_with_the_model_of_its_name(tmp_path, monkeypa
     lab = runner.Lab(quick(), tmp_path)
     sheets = [name for name in EXPERIMENTS if name.startswith("fig:video_vis_")]
     assert all(EXPERIMENTS[name].cells(lab) == [] for name in sheets), "the shipped model is none of the paper's"
-    assert EXPERIMENTS[sheets[0]].result(Gathered([], {}, {})).note == "not run: needs HunyuanVideo; pass its folder with --model"
+    assert (
+        EXPERIMENTS[sheets[0]].result(Gathered([], {}, {})).note
+        == "not run: needs HunyuanVideo; pass its folder with --model"
+    )
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer/config.json").write_text(json.dumps({"num_layers": layers}))
     parts = dict.fromkeys(("transformer", "transformer_2")[:experts], (None, "WanTransformer3DModel"))
@@ -223,18 +262,27 @@ def test_the_ablation_is_made_of_cells_that_matched_densities_has_too(tmp_path):
     own, matched = ({cell.name for cell in EXPERIMENTS[name].cells(lab)} for name in ("ablation", "matched_densities"))
     assert own < matched and len(own) == 1 + 2 * 4
     pairs = [
-        quality("a", name, psnr) for name, psnr in (("park", 30.0), ("park-no-pama", 28.0), ("park-no-qrkc", 29.0), ("centroid", 28.5))
+        quality("a", name, psnr)
+        for name, psnr in (("park", 30.0), ("park-no-pama", 28.0), ("park-no-qrkc", 29.0), ("centroid", 28.5))
     ]
-    margins = {finding.statement: finding.margin for finding in EXPERIMENTS["ablation"].result(gathered(*pairs)).findings}
-    assert margins["PARK above centroid at density 0.5"] == 1.5 and margins["park-no-pama above centroid at density 0.5"] == -0.5
+    margins = {
+        finding.statement: finding.margin for finding in EXPERIMENTS["ablation"].result(gathered(*pairs)).findings
+    }
+    assert (
+        margins["PARK above centroid at density 0.5"] == 1.5
+        and margins["park-no-pama above centroid at density 0.5"] == -0.5
+    )
 
 
 def test_each_rule_for_a_budget_has_a_row_and_a_finding_of_its_own(tmp_path):
     lab = runner.Lab(quick(densities=(0.5,)), tmp_path)
     cells = [cell for cell in EXPERIMENTS["budgets"].cells(lab) if cell.request["method"] == "park"]
-    assert len(cells) == len(catalogue.BUDGETS) == 5
+    assert len(cells) == len(settings_varied.BUDGETS) == 5
     psnr = {"row": 20.0, "tiles": 22.0, "mass": 21.0, "error": 24.0, "error and tiles": 23.0}
-    pairs = [quality("a", "park", psnr[name], compensate=True, **changes) for name, changes in catalogue.BUDGETS.items()]
+    pairs = [
+        quality("a", "park", psnr[name], compensate=True, **changes)
+        for name, changes in settings_varied.BUDGETS.items()
+    ]
     result = EXPERIMENTS["budgets"].result(gathered(*pairs))
     assert {finding.statement: (finding.margin, finding.verdict) for finding in result.findings} == {
         "tiles above row at density 0.5": (2.0, "held"),
@@ -255,11 +303,19 @@ def test_the_frontier_runs_profiles_once_and_shares_the_papers_with_the_main_tab
 
 @pytest.mark.parametrize(
     ("label", "few", "all_of_them"),
-    [("tab:centroid_count_sensitivity_hy", 4, 7), ("tab:reuse_schedule_hy", 2, 4), ("fig:quality_efficiency_curve", 2, 6)],
+    [
+        ("tab:centroid_count_sensitivity_hy", 4, 7),
+        ("tab:reuse_schedule_hy", 2, 4),
+        ("fig:quality_efficiency_curve", 2, 6),
+    ],
 )
 def test_a_quick_run_has_of_a_series_what_its_findings_compare(tmp_path, label, few, all_of_them):
     for evaluation, count in ((quick(), few), (dataclasses.replace(quick(steps=50), quick=False), all_of_them)):
-        cells = [cell for cell in EXPERIMENTS[label].cells(runner.Lab(evaluation, tmp_path)) if cell.request["method"] == "park"]
+        cells = [
+            cell
+            for cell in EXPERIMENTS[label].cells(runner.Lab(evaluation, tmp_path))
+            if cell.request["method"] == "park"
+        ]
         assert len(cells) == count
         pairs = [(cell, {"request": cell.request, "row": quality("a", "park", 20.0)[1]["row"]}) for cell in cells]
         findings = EXPERIMENTS[label].result(gathered(*pairs)).findings
@@ -273,11 +329,22 @@ def test_at_equal_density_a_method_is_compared_at_the_density_it_has_and_not_at_
         cell = Cell(name=f"{prompt} {method} {asked}", format="f", request=request)
         return cell, {"request": request, "row": record["row"] | {"density": density}}
 
-    runs = [run(prompt, "park", asked, asked, 100 * asked + more) for prompt, more in (("a", 0), ("b", 2)) for asked in (0.3, 0.5)]
+    runs = [
+        run(prompt, "park", asked, asked, 100 * asked + more)
+        for prompt, more in (("a", 0), ("b", 2))
+        for asked in (0.3, 0.5)
+    ]
     # 40 dB is what PARK has at the 0.4 that svg2 gets of 0.5; beside PARK's 50 dB at 0.5 it would look 9 dB worse
     runs += [run("a", "svg2", 0.5, 0.4, 41.0), run("b", "svg2", 0.5, 0.4, 43.0), run("a", "sol", 0.5, 0.9, 41.0)]
-    found = {finding.statement: finding for finding in catalogue.EXPERIMENTS["matched_densities"].result(gathered(*runs)).findings}
+    found = {
+        finding.statement: finding
+        for finding in catalogue.EXPERIMENTS["matched_densities"].result(gathered(*runs)).findings
+    }
     below = found["PARK above svg2 at density 0.5"]
-    assert below.margin == pytest.approx(-1.0) and below.spread == pytest.approx(0.0, abs=1e-9) and below.verdict == "not held"
+    assert (
+        below.margin == pytest.approx(-1.0)
+        and below.spread == pytest.approx(0.0, abs=1e-9)
+        and below.verdict == "not held"
+    )
     far = found["PARK above sol at density 0.5"]
     assert far.verdict == "not run" and far.reason == "has a density of 0.900, and the other 0.300 to 0.500"

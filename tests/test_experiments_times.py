@@ -1,4 +1,6 @@
-"""`park reproduce call_times`: what is timed, how plans are shared out among calls, and where times stand beside quality."""
+"""`park reproduce call_times`: what is timed, how plans are shared out among calls, and where times stand beside
+quality.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,14 @@ def test_plans_of_a_run_are_those_of_its_schedule(name, changes, plans, first, c
 
 
 def test_plans_are_shared_among_the_calls_that_use_them():
-    found = {"plan_ms": 10.0, "later_plan_ms": 4.0, "attention_ms": 2.0, "plans": 4, "first_plans": 1, "sparse_calls": 8}
+    found = {
+        "plan_ms": 10.0,
+        "later_plan_ms": 4.0,
+        "attention_ms": 2.0,
+        "plans": 4,
+        "first_plans": 1,
+        "sparse_calls": 8,
+    }
     assert times.sparse_call_ms(found) == 2 + (10 + 3 * 4) / 8
     assert times.sparse_call_ms({"attention_ms": 2.0}) == 2, "dense attention has no plans"
 
@@ -58,7 +67,12 @@ def test_times_are_means_over_the_calls_that_are_sparse_and_a_repair_counts_as_a
     monkeypatch.setattr(times, "parts_of_call", numbered)
     monkeypatch.setattr(times, "_timed", lambda part, on: taken[part[0]] * (1 + part[1]))
     repaired = times.time_method(make_method("sparsepr"), calls, 12, 3)
-    assert (repaired["plan_ms"], repaired["later_plan_ms"], repaired["attention_ms"], repaired["calls"]) == (16.0, 8.0, 6.0, 3)
+    assert (repaired["plan_ms"], repaired["later_plan_ms"], repaired["attention_ms"], repaired["calls"]) == (
+        16.0,
+        8.0,
+        6.0,
+        3,
+    )
     first_dense = times.time_method(make_method("svg2", FIRST_DENSE), calls, 12, 3)
     assert (first_dense["attention_ms"], first_dense["calls"]) == (2.0 * 2.5, 2)
 
@@ -116,13 +130,21 @@ def test_an_untimed_run_takes_no_times_and_says_so(tmp_path):
 
 def test_times_of_another_density_or_setting_or_of_a_profile_are_not_shown():
     cell, record = quality("p", "park", 30.0)
-    timed = {"request": {"method": "park", "density": 0.5, "changes": {}}, "times": {"later_plan_ms": 3.0, "attention_ms": 2.0}}
+    timed = {
+        "request": {"method": "park", "density": 0.5, "changes": {}},
+        "times": {"later_plan_ms": 3.0, "attention_ms": 2.0},
+    }
 
     def shown(**other):
         request = cell.request | other
         return Gathered([], {}, {}, timed=[record, timed]).times_of(request)
 
     assert shown() == timed["times"]
-    assert not shown(density=0.25) and not shown(changes={"seed": 1}) and not shown(method="svg2") and not shown(profile="fast")
+    assert (
+        not shown(density=0.25)
+        and not shown(changes={"seed": 1})
+        and not shown(method="svg2")
+        and not shown(profile="fast")
+    )
     table = quality_table(gathered((cell, record)), ("method",), lambda request: (request["method"],)).table
     assert "plan, ms" not in [column.name for column in table.columns], "a column that nothing was measured for"

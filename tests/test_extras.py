@@ -25,7 +25,9 @@ def test_a_missing_package_is_refused_with_the_command_of_its_extra():
 
 
 def test_sources_name_the_one_command_and_extras_that_exist():
-    sources = "".join(path.read_text() for room in ("src", "lab/src") for path in sorted((ROOT / room).rglob("*.py"))).replace("\\", "")
+    sources = "".join(
+        path.read_text() for room in ("src", "lab/src") for path in sorted((ROOT / room).rglob("*.py"))
+    ).replace("\\", "")
     named = re.findall(r"(pip install \S*(parkattn|parklab)\[(\w+)\]\S?)", sources)
     assert len(named) >= 6
     for command, distribution, extra in named:
@@ -67,6 +69,11 @@ def test_lines_for_the_environment_of_another_program_replace_nothing_there(page
         target, _, extras = line.strip("'").rstrip("]").partition("[")
         assert target == "/path/to/parkattn"
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        asked = [*project["dependencies"], *(r for e in extras.split(",") if e for r in project["optional-dependencies"][e])]
+        asked = [
+            *project["dependencies"],
+            *(r for e in extras.split(",") if e for r in project["optional-dependencies"][e]),
+        ]
         for requirement in map(Requirement, asked):
-            assert requirement.name in ALREADY_THERE and requirement.specifier.contains(ALREADY_THERE[requirement.name]), requirement
+            assert requirement.name in ALREADY_THERE and requirement.specifier.contains(
+                ALREADY_THERE[requirement.name]
+            ), requirement

@@ -17,7 +17,9 @@ def test_psnr_is_that_of_a_known_error_frame_by_frame():
     frames = reference.copy()
     frames[0] += 5
     frames[1, :8] += 10  # half of the pixels: mse 50
-    assert fidelity.psnr_per_frame(frames, reference) == pytest.approx([10 * math.log10(255**2 / 25), 10 * math.log10(255**2 / 50)])
+    assert fidelity.psnr_per_frame(frames, reference) == pytest.approx(
+        [10 * math.log10(255**2 / 25), 10 * math.log10(255**2 / 50)]
+    )
 
 
 def test_equal_frames_reach_the_cap_and_nothing_exceeds_it():
@@ -46,7 +48,9 @@ def test_ssim_equals_the_definition_written_out_for_one_window():
         var_p, var_q = (window * (p - mean_p) ** 2).sum(), (window * (q - mean_q) ** 2).sum()
         both = (window * (p - mean_p) * (q - mean_q)).sum()
         c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-        expected.append((2 * mean_p * mean_q + c1) * (2 * both + c2) / ((mean_p**2 + mean_q**2 + c1) * (var_p + var_q + c2)))
+        expected.append(
+            (2 * mean_p * mean_q + c1) * (2 * both + c2) / ((mean_p**2 + mean_q**2 + c1) * (var_p + var_q + c2))
+        )
     assert fidelity.ssim_per_frame(x, y)[0] == pytest.approx(np.mean(expected), rel=1e-9)
 
 

@@ -13,13 +13,16 @@ from parkattn.dense import Dense
 from parkattn.engine import Engine
 from parkattn.engine.forecast import LONGEST
 from parkattn.park import Park
+from parklab.research import ResearchConfig
 
 STEPS = 40
 LEVELS = tuple(3 * s / (1 + 2 * s) for s in (1 - step / STEPS for step in range(STEPS)))  # a flow with shift 3
 U = log_signal_to_noise(STEPS, LEVELS)
 FORM = "any"
 GENERATOR = torch.Generator().manual_seed(0)
-BASE, TILT, BEND = torch.linalg.qr(torch.randn(64, 3, generator=GENERATOR, dtype=torch.float64))[0].T.float().unsqueeze(1) * 10
+BASE, TILT, BEND = (
+    torch.linalg.qr(torch.randn(64, 3, generator=GENERATOR, dtype=torch.float64))[0].T.float().unsqueeze(1) * 10
+)
 
 
 def engine(tolerance: float = 0.01, method=None) -> Engine:
@@ -60,7 +63,9 @@ def test_an_exactly_linear_model_is_forecast_exactly():
     assert len(skipped(computed)) > STEPS / 2
     for (step, _), out in got.items():
         # a line through two roundings is wrong by at most 1 + 2 g / h of them, and rows are no longer than LONGEST
-        torch.testing.assert_close(out, line(step), rtol=0, atol=(1 + 2 * LONGEST) * 4 * torch.finfo(torch.float32).eps * 30)
+        torch.testing.assert_close(
+            out, line(step), rtol=0, atol=(1 + 2 * LONGEST) * 4 * torch.finfo(torch.float32).eps * 30
+        )
 
 
 def rows_of(steps: set[int]) -> list[list[int]]:
@@ -77,7 +82,8 @@ def rows_of(steps: set[int]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("output", "factor"),
     [
-        # a second derivative that is the same everywhere: the error is known but for |y|, which grows by less than a tenth
+        # a second derivative that is the same everywhere: the error is known but for |y|, which grows by less than a
+        # tenth
         (parabola, 1.1),
         # one that doubles over the run: by no more between a comparison and a forecast
         (lambda step, branch="cond": BASE + math.exp(math.log(2) * (U[step] - U[0]) / (U[-1] - U[0])) * BEND, 2.2),
@@ -107,7 +113,7 @@ def test_the_first_three_steps_and_the_last_are_computed():
 
 @pytest.mark.parametrize("profile", ["paper", "quality", "fast"])
 def test_dense_steps_and_anchors_are_computed(profile):
-    config = ParkConfig.profile(profile, tolerance=1.0, dense_last_steps=3)
+    config = ResearchConfig.profile(profile, tolerance=1.0, dense_last_steps=3)
     left_out = skipped(drive(engine(method=Park(config)), line)[1])
     kept = range(8) if profile == "paper" else anchor_steps(anchor_count(config, STEPS), STEPS, LEVELS)
     assert left_out and not left_out & {*kept, *range(STEPS - 3, STEPS)}
@@ -118,7 +124,11 @@ def test_branches_follow_one_decision_and_the_worst_of_them_makes_it():
         return line(step) if branch == "cond" else parabola(step, bend=0.5)
 
     _, computed = drive(engine(2e-3), one_bends, branches=("cond", "uncond"))
-    assert skipped(computed) == skipped(computed, "uncond") == skipped(drive(engine(2e-3), lambda step, _: one_bends(step, "uncond"))[1])
+    assert (
+        skipped(computed)
+        == skipped(computed, "uncond")
+        == skipped(drive(engine(2e-3), lambda step, _: one_bends(step, "uncond"))[1])
+    )
     _, alone = drive(engine(2e-3), line)
     assert len(skipped(computed)) < len(skipped(alone))
 
@@ -160,7 +170,10 @@ def test_two_videos_in_turn_under_one_branch_are_both_computed():
     assert len(computed) == 2 * STEPS
     made = engine(1.0)
     assert drive(made, line, steps=range(4))[1] == [(0, "cond"), (1, "cond"), (2, "cond")]
-    assert drive(made, line, steps=[3, 4])[1] == [(3, "cond"), (4, "cond")]  # another video joins at a step that was forecast
+    assert drive(made, line, steps=[3, 4])[1] == [
+        (3, "cond"),
+        (4, "cond"),
+    ]  # another video joins at a step that was forecast
 
 
 def test_a_branch_that_ends_holds_nothing_up_and_one_that_begins_is_computed_first():

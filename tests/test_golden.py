@@ -1,4 +1,5 @@
-"""Every method computes what it computed before the laboratory moved out of the library: two source trees, the same bits.
+"""Every method computes what it computed before the laboratory moved out of the library: two source trees, the same
+bits.
 
 Hashes of one machine mean nothing on another, so the tree of that commit is taken out of git and run beside this one.
 """
@@ -29,9 +30,17 @@ def tree_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hashes(*trees: Path) -> dict[str, dict[str, object]]:
-    """{kind: {case: hash}} of source trees, in a process of its own; the definitions and videos know nothing of the interpreter."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, trees)), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, str(HERE / "golden_cases.py"), *KINDS], env=environment, capture_output=True, text=True)
+    """{kind: {case: hash}} of source trees, in a process of its own; the definitions and videos know nothing of the
+    interpreter.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, trees)),
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, str(HERE / "golden_cases.py"), *KINDS], env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout))
 

@@ -13,7 +13,7 @@ import torch
 from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, Patcher, WanModel, denoise, relative_error
 from parkattn.hosts.comfyui import patch_model, summary_of
 from parkattn.hosts.comfyui_calls import step_of
-from parkattn.hosts.comfyui_nodes import NODE_CLASS_MAPPINGS, block_numbers
+from parkattn.hosts.comfyui_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, block_numbers
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +42,9 @@ def test_forwards_are_forecast_within_a_tolerance_and_not_beside_the_cache_of_an
     dense, patched = denoise(model, steps=steps), patch_model(model, "paper", **loose)
     found = denoise(patched, steps=steps)
     forwards, left_out = summary_of(patched).forwards, summary_of(patched).steps["forecast"]
-    assert forwards["forecast"] == 2 * len(left_out) == 2 * steps - forwards["computed"] > 0 and max(left_out) < steps - 1
+    assert (
+        forwards["forecast"] == 2 * len(left_out) == 2 * steps - forwards["computed"] > 0 and max(left_out) < steps - 1
+    )
     assert relative_error(found, dense) > ROUNDING and summary_of(patched).state_bytes == 0
     denoise(patched, seed=1, steps=steps)
     assert torch.equal(denoise(patched, steps=steps), found)
@@ -143,7 +145,9 @@ def test_what_cannot_be_patched_is_refused():
     class Flux:
         pass
 
-    with pytest.raises(ValueError, match=r"^model: expected Wan or HunyuanVideo, got Flux; remove the node"):
+    with pytest.raises(
+        ValueError, match=r"^model: expected Wan, HunyuanVideo, LTX or MiniMax-H3, got Flux; remove the node"
+    ):
         patch_model(Patcher(Flux()))
     patched = patch_model(Patcher(WanModel()))
     with pytest.raises(ValueError, match=r"^model: expected one without PARK"):
@@ -193,3 +197,13 @@ def test_the_workflow_gives_the_nodes_what_they_take():
         assert inputs.keys() == NODE_CLASS_MAPPINGS[name].INPUT_TYPES()["required"].keys()
     linked = [value[0] for entry in workflow.values() for value in entry["inputs"].values() if isinstance(value, list)]
     assert set(linked) <= workflow.keys()
+
+
+def test_the_registry_entry_names_the_package_its_version_and_the_node():
+    import tomllib
+
+    import parkattn
+
+    entry = tomllib.loads((ROOT / "integrations/comfyui/parkattn_node/pyproject.toml").read_text())
+    assert entry["project"]["version"] == parkattn.__version__ and entry["project"]["dependencies"] == ["parkattn"]
+    assert entry["tool"]["comfy"]["DisplayName"] in NODE_DISPLAY_NAME_MAPPINGS.values()

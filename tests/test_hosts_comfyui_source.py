@@ -92,7 +92,14 @@ def hunyuan(comfy):
     return tiny(comfy, "HunyuanVideo", "HunyuanVideo", {**sizes, **inputs, **without, **rest})
 
 
-@pytest.fixture(params=["wan", "hunyuan"])
+@pytest.fixture(scope="module")
+def ltx(comfy):
+    """It does not number its blocks; LTX-2 extends it."""
+    sizes = {"cross_attention_dim": 128, "attention_head_dim": 64, "num_attention_heads": 2, "caption_channels": 24}
+    return tiny(comfy, "LTXV", "LTXV", {"in_channels": 128, "num_layers": 2, **sizes})
+
+
+@pytest.fixture(params=["wan", "hunyuan", "ltx"])
 def model(request):
     return request.getfixturevalue(request.param)
 
@@ -100,7 +107,10 @@ def model(request):
 def sampled(comfy: Any, model: Any, seed: int = 0, **how: Any) -> torch.Tensor:
     """KSampler's own path: comfy.sample.sample with guidance."""
     generator = torch.Generator().manual_seed(seed)
-    latent, extra = how.pop("latent", torch.zeros(1, 16, 3, 16, 16)), how.pop("extra", {})
+    channels = 128 if type(model.model).__name__ == "LTXV" else 16
+    size = (1, channels, 3, 8, 8) if channels == 128 else (1, channels, 3, 16, 16)
+    needed = {"attention_mask": torch.ones(1, 9, dtype=torch.long)} if channels == 128 else {}
+    latent, extra = how.pop("latent", torch.zeros(size)), needed | how.pop("extra", {})
     noise = torch.randn(latent.shape, generator=generator)
     texts, pooled = torch.randn(2, 1, 9, 24, generator=generator), torch.randn(2, 1, 8, generator=generator)
     words = [[text, {"pooled_output": vector, **extra}] for text, vector in zip(texts, pooled, strict=True)]
@@ -160,7 +170,9 @@ class TestWithSource:
             sites.clear()
             sampled(comfy, patch_model(model, min_tokens=0), extra=extra, cfg=1.0)  # its reference takes no batch
             assert {(site.grid, str(site.text)) for site in sites} == {(grid, str(text))}
-            assert [site.step for site in sites if site.layer == 0] == list(range(STEPS)) and sites[0].total_steps == STEPS
+            assert [site.step for site in sites if site.layer == 0] == list(range(STEPS)) and sites[
+                0
+            ].total_steps == STEPS
 
     def test_a_second_prompt_is_unaffected_by_the_first(self, comfy, model):
         patched = patch_model(model, "paper", **SPARSE)

@@ -14,13 +14,15 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn import ParkConfig
 from parkattn.hosts.diffusers import disable, enable, summary
+from parklab.research import ResearchConfig
 
 # numpy's complaint about schedulers of diffusers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
-EVERY_BLOCK = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0)
-SPARSE = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4)
+EVERY_BLOCK = ResearchConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0)
+SPARSE = ResearchConfig(
+    query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4
+)
 FAMILIES = {
     "wan": (tiny.wan, tiny.run_wan),
     "wan2.2": (functools.partial(tiny.wan, experts=2), tiny.run_wan),
@@ -49,7 +51,9 @@ def wan():
 
 
 def tolerance(reference: torch.Tensor, tokens: int = 48 + 64, steps: int = tiny.STEPS, guidance: float = 5.0) -> float:
-    """A sum of n terms in another order differs by n eps at most; guidance g multiplies by 2 g - 1, and every step adds its own."""
+    """A sum of n terms in another order differs by n eps at most; guidance g multiplies by 2 g - 1, and every step adds
+    its own.
+    """
     return tokens * torch.finfo(torch.float32).eps * steps * (2 * guidance - 1) * reference.abs().max().item()
 
 
@@ -101,9 +105,14 @@ def test_a_dense_method_and_the_dense_steps_run_the_stock_attention_bit_for_bit(
 
 
 def everything_on(pipe) -> dict:
-    """What a trace of enable could be left in: attributes of the pipeline, modules, hooks, processors and their attributes."""
+    """What a trace of enable could be left in: attributes of the pipeline, modules, hooks, processors and their
+    attributes.
+    """
     modules = [
-        m for name in ("transformer", "transformer_2") if getattr(pipe, name, None) is not None for m in getattr(pipe, name).modules()
+        m
+        for name in ("transformer", "transformer_2")
+        if getattr(pipe, name, None) is not None
+        for m in getattr(pipe, name).modules()
     ]
     found = {("pipe", name): id(value) for name, value in vars(pipe).items()}
     for i, module in enumerate(modules):
@@ -209,7 +218,9 @@ def test_after_an_exception_the_next_run_equals_a_fresh_one(family, where, step)
 
 def test_a_refused_pipeline_stays_as_it_was(wan):
     before = everything_on(wan)
-    with pytest.raises(ValueError, match=r"transformer: expected one of .*CogVideoX.*got Linear; this model stays dense"):
+    with pytest.raises(
+        ValueError, match=r"transformer: expected one of .*CogVideoX.*got Linear; this model stays dense"
+    ):
         enable(torch.nn.Linear(2, 2), total_steps=4)
     with pytest.raises(TypeError, match="target: expected a diffusers pipeline"):
         enable(object())
@@ -347,7 +358,9 @@ def test_a_processor_set_after_enable_is_reported_and_kept(wan):
 
 def test_backend_and_parallelism_chosen_while_enabled_survive_disable(wan, monkeypatch):
     registry = pytest.importorskip("diffusers.models.attention_dispatch")._AttentionBackendRegistry
-    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # set_attention_backend sets it for every model
+    monkeypatch.setattr(
+        registry, "_active_backend", registry._active_backend
+    )  # set_attention_backend sets it for every model
     processor = wan.transformer.blocks[0].attn1.processor
     enable(wan, SPARSE)
     wan.transformer.set_attention_backend("_native_math")

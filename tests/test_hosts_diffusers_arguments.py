@@ -14,7 +14,9 @@ def wan():
     return tiny.wan_transformer()
 
 
-@pytest.mark.parametrize("steps,error", [(-1, ValueError), (0, ValueError), (2.5, TypeError), ("x", TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    "steps,error", [(-1, ValueError), (0, ValueError), (2.5, TypeError), ("x", TypeError), (True, TypeError)]
+)
 def test_a_number_of_steps_that_is_none_is_refused(wan, steps, error):
     refused(enable, wan, total_steps=steps, named="total_steps", came=str(steps), error=error)
 

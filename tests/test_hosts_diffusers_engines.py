@@ -1,4 +1,5 @@
-"""Beside other engines: cache-dit, where it is installed, and modules that hold a part of the heads (tensor parallelism).
+"""Beside other engines: cache-dit, where it is installed, and modules that hold a part of the heads (tensor
+parallelism).
 
 Run by torchrun, this file is the worker that splits tokens with cache-dit.
 """
@@ -29,7 +30,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_cache_dit_skips_blocks_and_the_rest_is_dense_with_every_block(first):
     cache_dit = pytest.importorskip("cache_dit")
-    steps, cache = 8, cache_dit.DBCacheConfig(Fn_compute_blocks=1, Bn_compute_blocks=0, residual_diff_threshold=0.2, max_warmup_steps=2)
+    steps, cache = (
+        8,
+        cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1, Bn_compute_blocks=0, residual_diff_threshold=0.2, max_warmup_steps=2
+        ),
+    )
     pipe = tiny.wan(num_layers=4)
     dense = tiny.run_wan(pipe, steps=steps)
     cache_dit.enable_cache(pipe, cache_config=cache)
@@ -92,7 +98,13 @@ def test_the_context_parallelism_of_cache_dit_gives_the_latents_of_one_process(f
     workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, first]
     told = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        workers, capture_output=True, text=True, env=os.environ | told, cwd=Path(__file__).parent, timeout=300, check=False
+        workers,
+        capture_output=True,
+        text=True,
+        env=os.environ | told,
+        cwd=Path(__file__).parent,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -48,7 +48,9 @@ def on_hunyuan(module):
 def on_image_to_video(module):
     from PIL import Image
 
-    return module.generate(tiny.wan_image_to_video(), Image.new("RGB", (64, 64), "gray"), "a cat", compiler="eager", **SMALL, **STEPS)[1]
+    return module.generate(
+        tiny.wan_image_to_video(), Image.new("RGB", (64, 64), "gray"), "a cat", compiler="eager", **SMALL, **STEPS
+    )[1]
 
 
 def with_lora(module):
@@ -69,7 +71,9 @@ def on_the_shipped_model(module, out):
     pipe = module.WanPipeline.from_pretrained(module.CHECKPOINT)
     before = [block.attn1.processor for block in pipe.transformer.blocks]
     size = {"height": 64, "width": 96, "num_frames": 9}
-    report = module.generate(pipe, "A red circle moves right over blue waves.", out, **size, guidance_scale=1.0, **STEPS)
+    report = module.generate(
+        pipe, "A red circle moves right over blue waves.", out, **size, guidance_scale=1.0, **STEPS
+    )
     assert [block.attn1.processor for block in pipe.transformer.blocks] == before
     film = read_mp4(out)
     assert film.shape == (9, 64, 96, 3)

@@ -1,4 +1,6 @@
-"""Forwards that are forecast in diffusers pipelines: whatever stands around a transformer, and that nothing is left behind."""
+"""Forwards that are forecast in diffusers pipelines: whatever stands around a transformer, and that nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import torch
 diffusers = pytest.importorskip("diffusers")
 import tiny_families as families  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn import ParkConfig, disable, enable, summary  # noqa: E402
+from parkattn import disable, enable, summary  # noqa: E402
 from parkattn.hosts.diffusers.session import session_of  # noqa: E402
+from parklab.research import ResearchConfig  # noqa: E402
 from test_hosts_diffusers import everything_on, tolerance  # noqa: E402
 from test_profiles_around import AROUND, CACHES, fresh_compiler, pytestmark  # noqa: E402, F401
 
 STEPS = 12
 # weights are random, so that forwards change much from step to step: a tolerance that no video should have
 LOOSE = 0.3
-EVERY_BLOCK = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0)
+EVERY_BLOCK = ResearchConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0)
 FORECAST = EVERY_BLOCK.replace(tolerance=LOOSE)
 
 
@@ -51,7 +54,9 @@ def test_forecast_forwards_are_not_run_and_disable_leaves_nothing(wan):
     tiny.run_wan(wan, steps=STEPS)
     computed, ran = counted(wan)
     left_out = summary(wan).steps["forecast"]
-    assert computed == ran == 2 * (STEPS - len(left_out)) < 2 * STEPS and min(left_out) > 2 and max(left_out) < STEPS - 1
+    assert (
+        computed == ran == 2 * (STEPS - len(left_out)) < 2 * STEPS and min(left_out) > 2 and max(left_out) < STEPS - 1
+    )
     assert summary(wan).forwards["forecast"] == 2 * len(left_out) and "forecast" in str(summary(wan))
     assert session_of(wan).engine.state_bytes == 0
     disable(wan)
@@ -61,7 +66,7 @@ def test_forecast_forwards_are_not_run_and_disable_leaves_nothing(wan):
 @pytest.mark.parametrize("name", AROUND)
 def test_what_stands_around_a_transformer_does_not_change_a_forecast(name):
     make, run, put_on, profile = AROUND[name]
-    config = ParkConfig.profile(profile, query_clusters=3, key_clusters=8, kmeans_iterations=2, tolerance=LOOSE)
+    config = ResearchConfig.profile(profile, query_clusters=3, key_clusters=8, kmeans_iterations=2, tolerance=LOOSE)
     pipe = make()
     enable(pipe, config)
     plain = run(pipe, steps=STEPS)
@@ -75,7 +80,9 @@ def test_what_stands_around_a_transformer_does_not_change_a_forecast(name):
     found = run(pipe, steps=STEPS)
     if off:
         (reason,) = summary(pipe).forwards["off"]
-        assert ("step cache" if name in CACHES else "compiled whole") in reason and summary(pipe).forwards["forecast"] == 0
+        assert ("step cache" if name in CACHES else "compiled whole") in reason and summary(pipe).forwards[
+            "forecast"
+        ] == 0
         enable(pipe, config, tolerance=0)
         assert torch.equal(run(pipe, steps=STEPS), found)
     else:
@@ -98,7 +105,9 @@ def test_a_transformer_that_is_compiled_after_enable_runs_every_forward_and_says
     enable(wan, FORECAST)
     wan.transformer.compile(backend="eager")
     tiny.run_wan(wan, steps=STEPS)
-    assert summary(wan).forwards["forecast"] == 0 and any("compiled whole" in reason for reason in summary(wan).forwards["off"])
+    assert summary(wan).forwards["forecast"] == 0 and any(
+        "compiled whole" in reason for reason in summary(wan).forwards["off"]
+    )
 
 
 @pytest.mark.parametrize("between", ["nothing", "a failure between steps", "a failure in a forward", "another size"])
@@ -183,4 +192,6 @@ def test_a_pipeline_out_of_an_enabled_one_and_a_scheduler_without_noise_levels()
     assert forwards["forecast"]
     other = type(pipe).from_pipe(pipe)
     other.set_progress_bar_config(disable=True)
-    assert torch.equal(kind.run(other, steps=STEPS), found) and summary(other).forwards["forecast"] == forwards["forecast"]
+    assert (
+        torch.equal(kind.run(other, steps=STEPS), found) and summary(other).forwards["forecast"] == forwards["forecast"]
+    )

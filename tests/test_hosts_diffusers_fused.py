@@ -1,4 +1,6 @@
-"""Blocks compiled by enable: the same result, one graph for all blocks of a kind, no trace after disable, and a reason where it is not done."""
+"""Blocks compiled by enable: the same result, one graph for all blocks of a kind, no trace after disable, and a reason
+where it is not done.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +76,10 @@ def test_other_sizes_need_one_more_graph(tracing_compiler):
     assert graphs() < 4, "one of the sizes makes a graph for any size"
 
 
+# torch 2.8 traces neither `&` of two objects nor nonzero
+REFUSED_BY_TORCH_28 = {"hunyuan 1.5": "Failed to trace builtin operator", "mochi": "Dynamic shape operator"}
+
+
 @pytest.mark.parametrize("name", tiny_models.every())
 def test_every_family(tracing_compiler, name):
     transformer, inputs, _ = tiny_models.every()[name]
@@ -88,7 +94,8 @@ def test_every_family(tracing_compiler, name):
     assert torch.equal(once(False), once(True))
     plain, compiled = outcome
     assert apart_from_time(plain) == apart_from_time(compiled)
-    assert compiled.fused == {AS_ASKED: len(compiled.layers)}
+    why = REFUSED_BY_TORCH_28.get(name) if torch.__version__.startswith("2.8.") else None
+    assert compiled.fused == {f"no, torch.compile refused: {why}" if why else AS_ASKED: len(compiled.layers)}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU inductor needs a C++ compiler")
@@ -198,7 +205,9 @@ def test_hooks_on_every_module_are_heard(tracing_compiler):
     transformer, heard = tiny.wan_transformer(), []
 
     def add_hook():
-        hooks.enter_context(torch.nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(module)))
+        hooks.enter_context(
+            torch.nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(module))
+        )
 
     with contextlib.ExitStack() as hooks:
         _, report = output(transformer, fuse=True, during=add_hook)
@@ -209,9 +218,10 @@ def test_hooks_on_every_module_are_heard(tracing_compiler):
 def test_blocks_are_compiled_again_when_hooks_are_gone(tracing_compiler):
     from diffusers import FirstBlockCacheConfig
 
-    pipe = tiny.wan(num_layers=3)
-    enable(pipe, CONFIG, fuse=False)
-    expected = tiny.run_wan(pipe)
+    # another pipeline: diffusers 0.38 does not hear hooks that come after a transformer's first call
+    pipe, plain = tiny.wan(num_layers=3), tiny.wan(num_layers=3)
+    enable(plain, CONFIG, fuse=False)
+    expected = tiny.run_wan(plain)
     enable(pipe, CONFIG, fuse=True)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.2))
     tiny.run_wan(pipe)
@@ -267,7 +277,11 @@ def test_gradients_are_left_to_the_plain_code(tracing_compiler):
     assert graphs() == 0
 
 
-WAN_14B, WAN_1_3B, HUNYUAN = (75_600, 5120, 40), (75_600, 1536, 30), (115_200, 3072, 60)  # tokens, channels, blocks at 720p
+WAN_14B, WAN_1_3B, HUNYUAN = (
+    (75_600, 5120, 40),
+    (75_600, 1536, 30),
+    (115_200, 3072, 60),
+)  # tokens, channels, blocks at 720p
 
 
 @pytest.mark.parametrize(
@@ -302,7 +316,9 @@ def test_when_it_is_done(wanted, device, model, steps, why_not):
 def test_the_number_of_steps_is_that_of_the_run_under_way(tracing_compiler, monkeypatch):
     """As on a GPU, where nothing is said of fuse."""
     seen = []
-    monkeypatch.setattr(fused.Fusing, "_why_not", lambda self, hidden, blocks: seen.append((self._steps(), blocks)) or "looked at")
+    monkeypatch.setattr(
+        fused.Fusing, "_why_not", lambda self, hidden, blocks: seen.append((self._steps(), blocks)) or "looked at"
+    )
     pipe = tiny.wan(experts=2, num_layers=3)
     with enable(pipe, CONFIG):
         tiny.run_wan(pipe, steps=3)

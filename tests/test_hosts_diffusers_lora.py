@@ -8,11 +8,15 @@ import torch
 pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 import tiny_pipelines as tiny  # noqa: E402
+from parkattn import ParkConfig  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, fused, summary  # noqa: E402
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, everything_on, tolerance  # noqa: E402
 
 # numpy's complaint about schedulers of diffusers
-pytestmark = [pytest.mark.filterwarnings("ignore:__array__ implementation"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 FAMILIES = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
 FILE = "pytorch_lora_weights.safetensors"  # diffusers 0.38 does not look for it without a network
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -79,6 +83,34 @@ def test_fusing_scaling_and_unloading_while_enabled(family, weights, compiled, m
         torch.testing.assert_close(run(pipe), without, rtol=0, atol=0)
     # unfusing subtracts what fusing added, up to rounding
     torch.testing.assert_close(run(pipe), plain, rtol=0, atol=tolerance(plain))
+
+
+@pytest.mark.parametrize("profile", list(ParkConfig.PROFILES))
+def test_adapters_come_and_go_between_videos_of_few_steps(family, weights, profile):
+    """Each video is that of a pipeline that never had another one: plans and residuals do not outlive the weights."""
+    build, run = family
+    small = {"query_clusters": 2, "key_clusters": 4}
+
+    def alone(adapted):
+        pipe = build()
+        if adapted:
+            pipe.load_lora_weights(weights, weight_name=FILE)
+        with enable(pipe, profile, **small):
+            return run(pipe, steps=4)
+
+    plain, adapted = alone(False), alone(True)
+    assert (adapted - plain).abs().max() > tolerance(plain)
+    pipe = build()
+    with enable(pipe, profile, **small):
+        assert torch.equal(run(pipe, steps=4), plain)
+        pipe.load_lora_weights(weights, weight_name=FILE)
+        assert torch.equal(run(pipe, steps=4), adapted)
+        pipe.fuse_lora()
+        torch.testing.assert_close(run(pipe, steps=4), adapted, rtol=0, atol=tolerance(adapted))
+        pipe.unfuse_lora()
+        pipe.unload_lora_weights()
+        # unfusing subtracts what fusing added, up to rounding
+        torch.testing.assert_close(run(pipe, steps=4), plain, rtol=0, atol=tolerance(plain))
 
 
 def test_an_adapter_added_to_the_transformer_leaves_and_takes_no_trace():

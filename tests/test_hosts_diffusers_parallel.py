@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from parkattn import ParkConfig
+from parklab.research import ResearchConfig
 
 # many heads would hide a head that went to the wrong rank
 HEADS = 4
-SPARSE = ParkConfig(
-    query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=1, refresh_interval=2, reference_steps=4
+SPARSE = ResearchConfig(
+    query_clusters=4,
+    key_clusters=6,
+    kmeans_iterations=2,
+    top_p=None,
+    top_k=0.4,
+    dense_steps=1,
+    refresh_interval=2,
+    reference_steps=4,
 )
 CASES = (
     "wan", "wan, enabled first", "hunyuan", "hunyuan, dense method", "wan, compiled blocks", "wan, fused", "hunyuan, fused", "wan, anything",
@@ -31,12 +38,18 @@ def cases():
     pytest.importorskip("diffusers")
     workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(workers, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300, check=False)
+    done = subprocess.run(
+        workers, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {row["case"]: row for row in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{")))}
+    return {
+        row["case"]: row for row in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{")))
+    }
 
 
-@pytest.mark.parametrize("case", ["wan", "wan, enabled first", "hunyuan", "wan, compiled blocks", "wan, fused", "hunyuan, fused"])
+@pytest.mark.parametrize(
+    "case", ["wan", "wan, enabled first", "hunyuan", "wan, compiled blocks", "wan, fused", "hunyuan, fused"]
+)
 def test_ulysses_gives_the_latents_of_one_process(cases, case):
     row = cases[case]
     # every head's plan is its own, so only projections of half the tokens may round differently
@@ -83,7 +96,9 @@ def test_ring_runs_dense_and_says_why(cases):
     row = cases["wan, ring"]
     assert row["dense difference"] <= row["tolerance"]
     assert row["calls"]["refresh"] == row["calls"]["reuse"] == 0
-    assert list(row["dense because"]) == ["ring context parallelism shows each rank a part of the keys only; use ulysses_degree"]
+    assert list(row["dense because"]) == [
+        "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
+    ]
 
 
 def test_padding_is_masked_in_the_right_places_where_text_is_spread_over_ranks(cases):
@@ -109,7 +124,9 @@ def test_parallelism_that_is_not_understood_runs_dense_and_says_why():
     from parkattn.hosts.diffusers.sequence_parallel import why_not_ulysses
 
     def degrees(**fields):
-        return SimpleNamespace(context_parallel_config=SimpleNamespace(**{"ulysses_degree": 2, "ring_degree": 1, **fields}))
+        return SimpleNamespace(
+            context_parallel_config=SimpleNamespace(**{"ulysses_degree": 2, "ring_degree": 1, **fields})
+        )
 
     assert why_not_ulysses(degrees(), text_tokens=4) is None
     assert why_not_ulysses(degrees(ulysses_anything=True), text_tokens=0) is None
@@ -128,7 +145,9 @@ def test_diffusers_brings_a_plan_for_wan_and_we_bring_one_for_hunyuan():
 
 
 def ring_by_gathering(stock):
-    """Stock ring attention needs a GPU kernel that returns log-sums; on a CPU, all keys on every rank give what it would."""
+    """Stock ring attention needs a GPU kernel that returns log-sums; on a CPU, all keys on every rank give what it
+    would.
+    """
 
     def dispatch(query, key, value, *args, parallel_config=None, **options):
         if parallel_config is not None:
@@ -181,7 +200,9 @@ def work() -> None:
         else:
             degrees = {"ring_degree": 2} if case.endswith("ring") else {"ulysses_degree": 2}
             degrees |= {"ulysses_anything": True} if case.endswith("anything") else {}
-            pipe.transformer.enable_parallelism(config=ContextParallelConfig(**degrees), cp_plan=sequence_parallel_plan(pipe))
+            pipe.transformer.enable_parallelism(
+                config=ContextParallelConfig(**degrees), cp_plan=sequence_parallel_plan(pipe)
+            )
             if not case.endswith("enabled first"):
                 enable(pipe, SPARSE, method=method, fuse=case.endswith("fused"))
         if case.endswith("compiled blocks"):
@@ -218,7 +239,9 @@ def work() -> None:
     pipe = tiny.wan(num_attention_heads=HEADS)
     for split in (False, True):
         if split:
-            pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=sequence_parallel_plan(pipe))
+            pipe.transformer.enable_parallelism(
+                config=ContextParallelConfig(ulysses_degree=2), cp_plan=sequence_parallel_plan(pipe)
+            )
         enable(pipe, loose)
         latents.append(tiny.run_wan(pipe, steps=12))
         left_out.append([None, None])

@@ -1,4 +1,6 @@
-"""The whole family as pipelines: stock diffusers pipelines of every row of the table, with every block kept and with some."""
+"""The whole family as pipelines: stock diffusers pipelines of every row of the table, with every block kept and with
+some.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ diffusers = pytest.importorskip("diffusers")
 import tiny_families as families  # noqa: E402
 import tiny_newer_families as newer  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
+from parkattn.compat import loops_of  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, summary  # noqa: E402
-from parkattn.hosts.diffusers.session import _loops_of  # noqa: E402
 from parkattn.models import MODELS, row_for  # noqa: E402
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, everything_on, tolerance, trace  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # numpy's complaint about schedulers of diffusers
-    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # Mochi asks for autocast, which does nothing in float32 on a CPU
+    pytest.mark.filterwarnings(
+        "ignore:In CPU autocast"
+    ),  # Mochi asks for autocast, which does nothing in float32 on a CPU
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 TRANSFORMER_ALONE = {
@@ -126,15 +130,19 @@ def test_the_transformer_for_references_is_enabled_too_and_every_loop_of_the_who
     enable(pipe, EVERY_BLOCK, **ONE_OF_EACH)
     torch.testing.assert_close(kind.run(pipe), dense, rtol=0, atol=tolerance(dense, steps=families.STEPS, guidance=1.0))
     report = summary(pipe)
-    assert report.calls == {"dense": 2, "refresh": 2, "reuse": 2} and {row["transformer"] for row in report.layers} == {"transformer_ref"}
+    assert report.calls == {"dense": 2, "refresh": 2, "reuse": 2} and {row["transformer"] for row in report.layers} == {
+        "transformer_ref"
+    }
     assert report.state_bytes == 0
     whole = SimpleNamespace(_blocks=diffusers.MiniMaxH3Blocks())
-    assert {type(loop).__name__ for loop in _loops_of(whole)} == {"MiniMaxH3DenoiseStep", "MiniMaxH3Ref2VADenoiseStep"}
+    assert {type(loop).__name__ for loop in loops_of(whole)} == {"MiniMaxH3DenoiseStep", "MiniMaxH3Ref2VADenoiseStep"}
 
 
 @pytest.mark.parametrize("extra", [{}, {"ar_step": 1, "causal_block_size": 1}, {"ar_step": 5}], ids=str)
 def test_diffusion_forcing_counts_the_iterations_of_its_loop(extra):
-    """SkyReels-V2's long videos: every frame has a noise level of its own, and the scheduler of the pipeline counts nothing."""
+    """SkyReels-V2's long videos: every frame has a noise level of its own, and the scheduler of the pipeline counts
+    nothing.
+    """
     pipe = families.skyreels("SkyReelsV2DiffusionForcingPipeline")
 
     def run():
@@ -197,7 +205,13 @@ def test_windows_of_a_long_video_are_one_summary_though_its_pipeline_checks_no_i
     seen = trace(pipe)
     for run in (1, 2):
         held = session.method.state_bytes
-        pipe(prompt="a", **size, num_inference_steps=4, generator=torch.Generator().manual_seed(0), skip_steps_sigma_threshold=None)
+        pipe(
+            prompt="a",
+            **size,
+            num_inference_steps=4,
+            generator=torch.Generator().manual_seed(0),
+            skip_steps_sigma_threshold=None,
+        )
         windows = sum(site.layer == site.step == 0 for site, _ in seen)
         assert windows > 1 and sum(summary(pipe).calls.values()) * run == len(seen)
         assert held == session.method.state_bytes == 0

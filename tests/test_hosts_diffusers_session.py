@@ -1,4 +1,6 @@
-"""What a session remembers, and that it forgets: other videos, failures, experts one by one, training, pipelines out of pipelines."""
+"""What a session remembers, and that it forgets: other videos, failures, experts one by one, training, pipelines out of
+pipelines.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,21 @@ import torch
 diffusers = pytest.importorskip("diffusers")
 import tiny_families as families  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn import ParkConfig, disable, enable, summary  # noqa: E402
+from parkattn import disable, enable, summary  # noqa: E402
 from parkattn.hosts.diffusers.session import session_of  # noqa: E402
+from parklab.research import ResearchConfig  # noqa: E402
 from test_hosts_diffusers import everything_on, tolerance, trace  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # numpy's complaint about schedulers of diffusers
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-SPARSE = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4)
-EVERY_BLOCK = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0, reference_steps=4)
+SPARSE = ResearchConfig(
+    query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4
+)
+EVERY_BLOCK = ResearchConfig(
+    query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=1.0, dense_steps=0, reference_steps=4
+)
 STEPS = tiny.STEPS
 
 
@@ -49,7 +56,9 @@ def test_the_summary_of_experts_enabled_one_by_one_is_of_both():
     tiny.run_wan(pipe)
     apart = summary(pipe)
     assert sum(apart.calls.values()) == sum(together.calls.values()) == 2 * 2 * STEPS
-    assert [(row["transformer"], row["layer"]) for row in apart.layers] == [(row["transformer"], row["layer"]) for row in together.layers]
+    assert [(row["transformer"], row["layer"]) for row in apart.layers] == [
+        (row["transformer"], row["layer"]) for row in together.layers
+    ]
     assert apart.method == "park"
     # each expert alone has its own part of it
     halves = [summary(part) for part in (pipe.transformer, pipe.transformer_2)]
@@ -112,7 +121,9 @@ def hunyuan_forward(transformer, words: int, timestep: float, seed: int = 0):
 
 
 @pytest.mark.parametrize("total_steps", [1, 50])
-@pytest.mark.parametrize("timesteps", [(900.0, 500.0), (500.0, 500.0), (100.0, 500.0)], ids=["falling", "constant", "rising"])
+@pytest.mark.parametrize(
+    "timesteps", [(900.0, 500.0), (500.0, 500.0), (100.0, 500.0)], ids=["falling", "constant", "rising"]
+)
 @pytest.mark.parametrize("named", [False, True])
 def test_other_padding_on_a_bare_transformer_gets_a_plan_of_its_own(total_steps, timesteps, named):
     transformer = tiny.hunyuan_transformer()
@@ -161,7 +172,9 @@ def test_training_steps_at_random_timesteps_are_runs_of_their_own():
         seen = trace(transformer)
         for seed, timestep in enumerate((900.0, 700.0, 300.0)):
             latents = tiny.noise(*inputs["hidden_states"].shape, seed=seed)
-            transformer(**{**inputs, "hidden_states": latents, "timestep": torch.tensor([timestep])}, return_dict=False)[0].sum().backward()
+            transformer(
+                **{**inputs, "hidden_states": latents, "timestep": torch.tensor([timestep])}, return_dict=False
+            )[0].sum().backward()
     assert {stats.phase for _, stats in seen} == {"refresh"}
     assert {site.step for site, _ in seen} == {0}
 
@@ -289,7 +302,9 @@ def reentrant(function, *args):
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)
 
 
-@pytest.mark.parametrize("config", [SPARSE.replace(refresh_interval=1), SPARSE.replace(refresh_interval=4), EVERY_BLOCK])
+@pytest.mark.parametrize(
+    "config", [SPARSE.replace(refresh_interval=1), SPARSE.replace(refresh_interval=4), EVERY_BLOCK]
+)
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("timesteps", [(900.0, 500.0, 100.0), (500.0, 500.0)], ids=["falling", "constant"])
 def test_gradients_under_checkpointing_are_those_without_it(config, kind, timesteps):
@@ -303,7 +318,9 @@ def test_gradients_under_checkpointing_are_those_without_it(config, kind, timest
         }
         for i, timestep in enumerate(timesteps)
     ]
-    checkpointing = {"gradient_checkpointing_func": reentrant} if kind == "reentrant" else {"gradient_checkpointing_func": None}
+    checkpointing = (
+        {"gradient_checkpointing_func": reentrant} if kind == "reentrant" else {"gradient_checkpointing_func": None}
+    )
     with enable(transformer, config, total_steps=50):
         plain = gradients_of(transformer, forwards)
         counted = summary(transformer).calls
@@ -319,7 +336,9 @@ def test_checkpointing_that_nobody_told_us_of_is_refused_with_a_reason():
     transformer, inputs, _ = tiny.transformers()["wan"]
     for block in transformer.blocks:
         forward = block.forward
-        block.forward = lambda *args, forward=forward: torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+        block.forward = lambda *args, forward=forward: torch.utils.checkpoint.checkpoint(
+            forward, *args, use_reentrant=False
+        )
     with enable(transformer, SPARSE, total_steps=50):
         out = transformer(**inputs, return_dict=False)[0]
         with pytest.raises(

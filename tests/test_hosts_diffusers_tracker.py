@@ -1,4 +1,6 @@
-"""Step, branch and layer identity: schedulers, caches, guidance, experts, bare transformers, and what else moves modules about."""
+"""Step, branch and layer identity: schedulers, caches, guidance, experts, bare transformers, and what else moves
+modules about.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,8 @@ def test_the_second_expert_of_wan22_does_not_restart_the_warm_up():
         tiny.run_wan(pipe, steps=6)
         report = summary(pipe)
     by_expert = {
-        name: [(site.step, stats.phase) for site, stats in seen if site.transformer == name] for name in ("transformer", "transformer_2")
+        name: [(site.step, stats.phase) for site, stats in seen if site.transformer == name]
+        for name in ("transformer", "transformer_2")
     }
     handover = min(step for step, _ in by_expert["transformer_2"])
     assert handover > 1
@@ -196,7 +199,8 @@ def test_layers_that_a_cache_skips_refresh_when_their_own_plan_is_old(wan):
         seen = trace(wan)
         first = tiny.run_wan(wan, steps=steps)
         ran = {
-            layer: [(site.step, stats.phase) for site, stats in seen if site.layer == layer and site.branch == "cond"] for layer in (0, 1)
+            layer: [(site.step, stats.phase) for site, stats in seen if site.layer == layer and site.branch == "cond"]
+            for layer in (0, 1)
         }
         assert len(ran[0]) == steps
         assert 1 < len(ran[1]) < steps, "the threshold must skip some steps and not all for this test to say anything"

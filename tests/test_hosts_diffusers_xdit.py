@@ -1,7 +1,9 @@
-"""Beside xDiT (the package xfuser), where it is installed: its transformers, its processors and its USP, on two gloo ranks.
+"""Beside xDiT (the package xfuser), where it is installed: its transformers, its processors and its USP, on two gloo
+ranks.
 
-xDiT imports on machines with an accelerator only. Run by torchrun, this file is the worker that answers its questions about the
-machine as a GPU would (`xdit_on_a_cpu`); everything between a pipeline and the attention function is xDiT's own code.
+xDiT imports on machines with an accelerator only. Run by torchrun, this file is the worker that answers its questions
+about the machine as a GPU would (`xdit_on_a_cpu`); everything between a pipeline and the attention function is xDiT's
+own code.
 """
 
 from __future__ import annotations
@@ -59,10 +61,19 @@ def cases():
     workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     told = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        workers, capture_output=True, text=True, env=os.environ | told, cwd=Path(__file__).parent, timeout=600, check=False
+        workers,
+        capture_output=True,
+        text=True,
+        env=os.environ | told,
+        cwd=Path(__file__).parent,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {row["case"]: row for row in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"case')))}
+    return {
+        row["case"]: row
+        for row in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"case')))
+    }
 
 
 @pytest.mark.parametrize("case", LIKE_ONE_PROCESS)
@@ -101,7 +112,9 @@ def test_ring_runs_dense_and_says_why(cases):
     row = cases["wan, ring"]
     assert row["every block - xDiT"] <= row["tolerance"]
     assert row["calls"]["refresh"] == row["calls"]["reuse"] == 0
-    assert list(row["dense because"]) == ["ring context parallelism shows each rank a part of the keys only; use ulysses_degree"]
+    assert list(row["dense because"]) == [
+        "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
+    ]
 
 
 def test_a_call_whose_text_xdit_may_mask_runs_dense_and_says_why(cases):
@@ -166,7 +179,9 @@ def in_xdit(transformer, **given):
     """xDiT's transformer with the same weights."""
     stock = type(transformer)
     module = importlib.import_module(f"xfuser.model_executor.models.transformers.{stock.__module__.rpartition('.')[2]}")
-    made = getattr(module, f"xFuser{stock.__name__.removesuffix('Model')}Wrapper").from_config(transformer.config, **given)
+    made = getattr(module, f"xFuser{stock.__name__.removesuffix('Model')}Wrapper").from_config(
+        transformer.config, **given
+    )
     made.load_state_dict(transformer.state_dict())
     return made.eval()
 
@@ -181,7 +196,9 @@ def ring_by_gathering(attend, query, key, value, joint_attn_kwargs=None, **optio
 
 def processors(pipe) -> list:
     return [
-        attention.processor for transformer in transformers_of(pipe).values() for attention in row_for(transformer).attentions(transformer)
+        attention.processor
+        for transformer in transformers_of(pipe).values()
+        for attention in row_for(transformer).attentions(transformer)
     ]
 
 

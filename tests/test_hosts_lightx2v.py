@@ -19,8 +19,8 @@ from parkattn.methods import configured_method
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
-SMALL = {"query_clusters": 4, "key_clusters": 6, "kmeans_iterations": 2, "min_tokens": 0}
-PLANNED = {"dense_steps": 0, "refresh_interval": 2, "reference_steps": 4}
+SMALL = {"query_clusters": 4, "key_clusters": 6, "min_tokens": 0}
+PLANNED = {"dense_steps": 0, "refresh_interval": 25}  # of 50 steps: 2 of 4
 KEEP_ALL = {**SMALL, **PLANNED, "top_p": 1.0}
 SPARSE = {**SMALL, **PLANNED, "top_p": None, "top_k": 0.34}
 GRID, HEADS, DIM, STEPS, LAYERS = (3, 8, 8), 2, 32, 4, 2
@@ -116,10 +116,56 @@ def test_two_transformers_and_two_calls_of_a_layer_have_plans_of_their_own():
     assert told == [("transformer", "cond"), ("transformer_2", "cond"), ("transformer_2", "cond, part 1")]
 
 
+def packed_schedule(before: int, steps: int = STEPS) -> types.SimpleNamespace:
+    """What is read of a MiniMaxH3Scheduler: its timesteps stay from video to video."""
+    run = schedule(steps)
+    run.video_sigmas, run.layout_cpu = run.sigmas, types.SimpleNamespace(sequence_length=before + TOKENS)
+    run.num_latent_frames, run.latent_height, run.latent_width = (n * p for n, p in zip(GRID, (1, 2, 2), strict=True))
+    run.config = {}
+    del run.sigmas, run.timesteps
+    return run
+
+
+def attend_packed(state: RegisteredAttention, scheduler: Any, tokens: int) -> torch.Tensor:
+    q, k, v = torch.randn(3, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    for step, layer in itertools.product(range(scheduler.infer_steps), range(LAYERS)):
+        scheduler.step_index = step
+        out = state.attend(layer, Dense(), q, k, v, {"block_idx": layer, "scheduler": scheduler, "causal": False})
+    return out - Dense().apply(q, k, v)
+
+
+def test_a_packed_sequence_keeps_all_before_the_video_exact():
+    method, before = Seen(), 11
+    state, scheduler = RegisteredAttention(method, 0), packed_schedule(before)
+    attend_packed(state, scheduler, before + TOKENS)
+    assert {(site.grid, str(site.text), site.total_steps) for site in method.sites} == {
+        (GRID, "slice(0, 11, None)", STEPS)
+    }
+    assert method.sites[0].noise_levels == (1.0, 0.75, 0.5, 0.25)
+    resets, scheduler.layout_cpu = method.resets, types.SimpleNamespace(sequence_length=before + TOKENS)
+    scheduler.infer_steps = 1
+    attend_packed(state, scheduler, before + TOKENS)
+    assert method.resets > resets  # a new layout is a new video, also in a run of one step
+
+    fields = {name: value for name, value in SPARSE.items() if name != "min_tokens"}
+    rest = attend_packed(
+        RegisteredAttention(configured_method("park", "paper", **fields), 0), packed_schedule(before), before + TOKENS
+    )
+    exact = TOKENS * torch.finfo(torch.float32).eps
+    assert rest[:before].abs().max() < exact < rest[before:].abs().max()
+
+
+def test_a_packed_sequence_with_padding_stays_dense_with_a_reason():
+    state = RegisteredAttention(Seen(), 0)
+    attend_packed(state, packed_schedule(11, steps=1), 11 + TOKENS + 3)
+    reason = f"{TOKENS + 14} tokens are not the {TOKENS + 11} of the packed sequence: padding may be among them"
+    assert state.summary().dense_because == {reason: LAYERS}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"block_idx": None}, "a call without block_idx and scheduler, such as cross-attention"),
+        ({"block_idx": None}, "a call without block_idx and scheduler, such as cross-attention or HunyuanVideo's"),
         ({"attn_mask": torch.ones(1)}, "the call has a mask or dropout"),
         ({"causal": True}, "the call has a mask or dropout"),
         ({"cu_seqlens_q": torch.tensor([0, 10, TOKENS])}, "several sequences in one call"),
@@ -282,7 +328,9 @@ class TestWithSource:
         levels = method.sites[0].noise_levels
         assert len(levels) == STEPS and list(levels) == sorted(levels, reverse=True)
         because = state.summary().dense_because
-        assert because["a call without block_idx and scheduler, such as cross-attention"] == len(found)
+        assert because["a call without block_idx and scheduler, such as cross-attention or HunyuanVideo's"] == len(
+            found
+        )
 
     @pytest.mark.parametrize("profile", ["paper", "quality"])
     def test_a_second_video_is_unaffected_by_the_first(self, lightx2v, weights, profile):
@@ -296,6 +344,20 @@ class TestWithSource:
         rows = [(row["transformer"], row["layer"], row["refresh"], row["reuse"]) for row in state.summary().layers]
         # two steps and two branches each: a plan in the first step, its reuse in the second
         assert rows == [(name, layer, 2, 2) for name in ("transformer", "transformer_2") for layer in range(LAYERS)]
+
+    def test_the_layout_of_its_minimax_h3_is_read(self, lightx2v):
+        module = importlib.import_module("lightx2v.models.schedulers.minimax_h3.scheduler")
+        scheduler, method = module.MiniMaxH3Scheduler({"infer_steps": 3}), Seen()
+        scheduler.prepare(0, 124, 64, 96, torch.ones(7, dtype=torch.long))
+        packed = scheduler.layout_cpu
+        state, q = RegisteredAttention(method, 0), torch.randn(packed.sequence_length, 1, 8)
+        for step in range(scheduler.infer_steps):
+            scheduler.step_pre(step)
+            state.attend(0, Dense(), q, q, q, {"block_idx": 0, "scheduler": scheduler, "causal": False})
+        site = method.sites[-1]
+        assert (site.grid, site.step, site.total_steps) == ((37, 2, 3), 1, 2)
+        # the video comes last, and what is before it has other tags
+        assert (packed.token_tags[site.text] != 0).all() and (packed.token_tags[site.text.stop :] == 0).all()
 
     def test_a_name_that_is_taken_and_an_unknown_dense_entry_are_one_line(self, lightx2v):
         with pytest.raises(

@@ -37,14 +37,27 @@ def test_no_file_is_longer_than_about_400_lines(path):
 
 def test_records_are_few_files_and_in_no_distribution():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
-    assert not [path for target in build.values() for paths in target.values() for path in paths if path.startswith("benchmarks")]
+    assert not [
+        path
+        for target in build.values()
+        for paths in target.values()
+        for path in paths
+        if path.startswith("benchmarks")
+    ]
     assert len([path for path in (ROOT / "benchmarks").rglob("*") if path.is_file()]) < 50
 
 
 def test_every_record_is_named_where_its_numbers_are_shown_or_tested():
-    places = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tools").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    places = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "tools").glob("*.py"),
+        *(ROOT / "tests").glob("*.py"),
+    ]
     text = "".join(path.read_text() for path in places)
-    assert not [path.name for path in (ROOT / "benchmarks/results").glob("*.json*") if not re.search(rf"\b{path.stem}\b", text)]
+    assert not [
+        path.name for path in (ROOT / "benchmarks/results").glob("*.json*") if not re.search(rf"\b{path.stem}\b", text)
+    ]
 
 
 def test_no_room_is_called_utils():
@@ -54,7 +67,9 @@ def test_no_room_is_called_utils():
 def test_public_names_exist_and_are_documented():
     for name in parkattn.__all__:
         assert getattr(parkattn, name) is not None
-        assert name in (ROOT / "README.md").read_text() + (ROOT / "DESIGN.md").read_text(), f"{name} is public but no page mentions it"
+        assert name in (ROOT / "README.md").read_text() + (ROOT / "DESIGN.md").read_text(), (
+            f"{name} is public but no page mentions it"
+        )
 
 
 def test_package_says_it_is_typed():
@@ -62,20 +77,28 @@ def test_package_says_it_is_typed():
 
 
 def test_a_copy_inside_another_repository_does_not_record_that_ones_commit(tmp_path, monkeypatch):
-    """Copied alone, and copied to the very place where ours stands; the checkout itself is told by its own commit, whatever git is told."""
+    """Copied alone, and copied to the very place where ours stands; the checkout itself is told by its own commit,
+    whatever git is told.
+    """
     monkeypatch.delenv("PARKATTN_COMMIT", raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
     for place in ("lab/src/parklab", "vendored/parklab"):
-        shutil.copytree(Path(parklab.__file__).parent, tmp_path / place, ignore=shutil.ignore_patterns("*.safetensors", "*.pyc"))
+        shutil.copytree(
+            Path(parklab.__file__).parent, tmp_path / place, ignore=shutil.ignore_patterns("*.safetensors", "*.pyc")
+        )
     for words in (["init", "-q"], ["add", "pyproject.toml", "lab/src/parklab/record.py"], ["commit", "-qm", "theirs"]):
         subprocess.run([*git, *words], check=True)
     ask = "from parklab import record; print(record.__file__, record._commit())"
     for place in ("lab/src", "vendored"):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path / place), str(ROOT / "src")))}
-        said = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout.split()
+        said = subprocess.run(
+            [sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True
+        ).stdout.split()
         assert said == [str(tmp_path / place / "parklab" / "record.py"), "None"]
-    own = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    own = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     assert record._commit() == (own or None)
 
@@ -88,7 +111,7 @@ def test_missing_extra_names_the_install_line():
 
 
 def test_figures_of_whole_models_in_the_text_are_the_recorded_ones():
-    text = (ROOT / "docs/measured.md").read_text()
+    text = (ROOT / "docs/measured/models.md").read_text()
     records = [json.loads(line) for line in (ROOT / "benchmarks/results/e2e.jsonl").read_text().splitlines()]
     slowest = max(r["fusing_s"] for r in records if r.get("fusing_s"))
     fastest = min(r["fusing_s"] for r in records if r.get("fusing_s"))
@@ -109,20 +132,28 @@ def test_every_tool_of_the_sanitizers_has_a_record_that_passed():
 
 
 def test_figures_of_the_small_model_in_the_text_are_the_recorded_ones():
-    text = " ".join((ROOT / "docs/measured.md").read_text().split())
+    text = " ".join((ROOT / "docs/measured/cpu.md").read_text().split())
     dense, park = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["methods"]
     assert f"denoising {dense['seconds']['denoise']:.1f} s dense, {park['seconds']['denoise']:.1f} s PARK" in text
-    assert f"({park['speedup']:.2f}x; {dense['seconds']['total'] / park['seconds']['total']:.2f}x with text and decoding)" in text
+    assert (
+        f"({park['speedup']:.2f}x; {dense['seconds']['total'] / park['seconds']['total']:.2f}x with text and decoding)"
+        in text
+    )
     whole, default = json.loads((ROOT / "benchmarks/results/demo_quality.json").read_text())["methods"]
     took = [run["seconds"]["denoise"] for run in (default, whole)]
     assert f"in {took[0]:.1f} s against {took[1]:.1f} s dense ({default['speedup']:.2f}x," in text
     assert f"{park['psnr']['mean']:.1f} dB PSNR against dense at {100 * park['density']:.0f} % of attention" in text
-    assert f"With `quality`, which `make demo` takes, {default['psnr']['mean']:.1f} dB at {100 * default['density']:.0f} %" in text
+    assert (
+        f"With `quality`, which `make demo` takes, {default['psnr']['mean']:.1f} dB at {100 * default['density']:.0f} %"
+        in text
+    )
     for name, said in (
         ("ablation", "PARK {}, without QRKC {}, without PAMA {}, centroid retrieval {}"),
         ("ablation_top_k", "{}, {}, {} and {}"),
     ):
-        lines = {line["method"]: line for line in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["lines"]}
+        lines = {
+            line["method"]: line for line in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["lines"]
+        }
         order = ("park", "park-no-qrkc", "park-no-pama", "centroid")
         figures = [f"{lines[method]['psnr']:.1f}" for method in order]
         figures[0 if name == "ablation" else 3] += " dB"

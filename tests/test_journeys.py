@@ -15,10 +15,13 @@ import parkattn
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from parklab.research import ResearchConfig
 
 ROOT = Path(parkattn.__file__).parent
 PROJECT = Path(__file__).parents[1]
-SPARSE = parkattn.ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, dense_steps=0, refresh_interval=4, reference_steps=4)
+SPARSE = ResearchConfig(
+    query_clusters=4, key_clusters=6, kmeans_iterations=2, dense_steps=0, refresh_interval=4, reference_steps=4
+)
 
 
 class Journey:

@@ -1,4 +1,5 @@
-"""Attention kernels without a GPU: the Triton kernel under the interpreter against float64. `test_kernels_attend_builds` compiles.
+"""Attention kernels without a GPU: the Triton kernel under the interpreter against float64.
+`test_kernels_attend_builds` compiles.
 
 The interpreter must be chosen before triton is imported, so those tests run in a pytest of their own.
 """
@@ -24,7 +25,9 @@ pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
 on_compiler = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-one_by_one = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+one_by_one = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
+)
 
 
 @on_compiler
@@ -68,8 +71,9 @@ def problem(seed: int, n: int, m: int, d: int, qb: int, kb: int, density: float,
 def definition(
     q, k, v, query_offsets, key_offsets, mask, dtype, compensate=None, centroids=None, mean_values=None, pair_bias=None, weigh_in=None
 ):  # fmt: skip
-    """softmax over the kept keys, and over the stand-ins of skipped flagged blocks, in `dtype` -> out, lse (float64); weigh_in: a dtype for
-    the weights alone"""
+    """softmax over the kept keys, and over the stand-ins of skipped flagged blocks, in `dtype` -> out, lse (float64);
+    weigh_in: a dtype for the weights alone
+    """
     scale = q.shape[-1] ** -0.5
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scores = (q @ k.transpose(1, 2)).double() * scale
@@ -89,7 +93,9 @@ def definition(
 
 
 def assert_close(out, q, k, v, query_offsets, key_offsets, mask, **stand_ins):
-    """Error at most twice that of the same-dtype PyTorch computation plus one rounding unit; of whole numbers in float32, weights are rounded."""
+    """Error at most twice that of the same-dtype PyTorch computation plus one rounding unit; of whole numbers in
+    float32, weights are rounded.
+    """
     exact, lse = definition(q, k, v, query_offsets, key_offsets, mask, torch.float64, **stand_ins)
     how = {"dtype": q.dtype} if q.dtype == v.dtype else {"dtype": torch.float64, "weigh_in": v.dtype}
     same, _ = definition(q, k, v, query_offsets, key_offsets, mask, **how, **stand_ins)
@@ -103,9 +109,16 @@ def whole_numbers(q, k, stand_ins):
     """INT8 q, k, stand-ins and their steps, as kernels take them; and the same in float32, as the definition does."""
     q_steps, k_steps = q.float().abs().amax(-1) / 127, k.float().abs().amax((1, 2)) / 127
     rows = (q.float() / q_steps[..., None]).round()
-    keys, *means = ((x.float() / k_steps[:, None, None]).round().clamp(-127, 127) for x in (k, stand_ins.get("centroids")) if x is not None)
+    keys, *means = (
+        (x.float() / k_steps[:, None, None]).round().clamp(-127, 127)
+        for x in (k, stand_ins.get("centroids"))
+        if x is not None
+    )
     given, shown = (
-        ({**stand_ins, **({"centroids": x} if means else {})} for x in (means[0].to(torch.int8), means[0] * k_steps[:, None, None]))
+        (
+            {**stand_ins, **({"centroids": x} if means else {})}
+            for x in (means[0].to(torch.int8), means[0] * k_steps[:, None, None])
+        )
         if means
         else ({}, {})
     )
@@ -129,7 +142,9 @@ def test_ragged_int8_attention(seed, n, m, d, qb, kb, density, half, compensated
         centroids, mean_values = torch.randn(2, 2, kb, d, generator=torch.Generator().manual_seed(seed)).to(q.dtype)
         stand_ins = {"compensate": torch.rand(2, kb) < 0.7, "centroids": centroids, "mean_values": mean_values}
     (q8, k8, given), (rows, keys, shown) = whole_numbers(q, k, stand_ins)
-    out, lse = attend_ragged(q8, k8, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, tile=TritonTile(64, 64, 4, 2), **given)
+    out, lse = attend_ragged(
+        q8, k8, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, tile=TritonTile(64, 64, 4, 2), **given
+    )
     expected = assert_close(out, rows, keys, v, *blocks, **shown)
     assert torch.equal(lse.isinf(), expected.isinf())
     assert torch.allclose(lse.double(), expected, atol=1e-4)
@@ -145,13 +160,23 @@ def test_rounding_is_that_of_the_definition(gathered, d):
 
     q, k, v = (torch.randn(1, 200, 2, d).half().transpose(1, 2) for _ in range(3))
     k = k * torch.linspace(0.2, 3, d).half() + 4
-    order, ends = orders(200), torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32)
+    order, ends = (
+        orders(200),
+        torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32),
+    )
     found, rounding = Rounding.of_keys(k.double()), permute.key_rounding(k)
     torch.testing.assert_close(rounding[1].double() * d**-0.5, found.step.flatten(), rtol=1e-5, atol=0)
     rows, row_steps = permute.round_rows(q, order if gathered else None)
-    keys = permute.gather_with_means(k, v, order, ends, rounding)[0] if gathered else permute.round_rows(k, None, rounding)[0]
+    keys = (
+        permute.gather_with_means(k, v, order, ends, rounding)[0]
+        if gathered
+        else permute.round_rows(k, None, rounding)[0]
+    )
     steps = row_steps[..., None].double() * d**-0.5, found.step[0]
-    for x, whole, step, exact in ((q, rows, steps[0], found.queries(q.double())), (k, keys, steps[1], found.keys(k.double()))):
+    for x, whole, step, exact in (
+        (q, rows, steps[0], found.queries(q.double())),
+        (k, keys, steps[1], found.keys(k.double())),
+    ):
         exact = exact[0].gather(1, order[0, :, :, None].long().expand_as(x[0])) if gathered else exact[0]
         apart = (whole.double() * step - exact).abs() / step
         assert apart.max() < 1.01 and (apart > 0.01).double().mean() < 0.01
@@ -183,11 +208,17 @@ def test_ragged_attention(seed, n, m, d, qb, kb, density, half, compensated):
     stand_ins = {}
     if compensated:
         centroids, mean_values = (torch.randn(2, kb, d, generator=generator).to(q.dtype) for _ in range(2))
-        stand_ins = {"compensate": torch.rand(2, kb, generator=generator) < 0.7, "centroids": centroids, "mean_values": mean_values}
+        stand_ins = {
+            "compensate": torch.rand(2, kb, generator=generator) < 0.7,
+            "centroids": centroids,
+            "mean_values": mean_values,
+        }
     runs = []
     for _ in range(2):
         poisoned = torch.full_like(q, torch.nan)
-        runs.append(attend_ragged(q, k, v, *blocks, out=poisoned, with_lse=True, tile=TritonTile(64, 64, 4, 2), **stand_ins))
+        runs.append(
+            attend_ragged(q, k, v, *blocks, out=poisoned, with_lse=True, tile=TritonTile(64, 64, 4, 2), **stand_ins)
+        )
     (out, lse), again = runs
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     expected = assert_close(out, q, k, v, *blocks, **stand_ins)
@@ -211,7 +242,9 @@ def test_token_order_is_folded_into_loads_and_stores():
         return unsorted.reshape(2, 2, *x.shape[1:]).transpose(1, 2).contiguous().transpose(1, 2)
 
     k, v = (x.reshape(2, 2, *x.shape[1:]) for x in (k, v))
-    out, lse = attend_ragged(tokens(q, query_order), k, v, *blocks, query_order=query_order.int(), with_lse=True, tile=tile)
+    out, lse = attend_ragged(
+        tokens(q, query_order), k, v, *blocks, query_order=query_order.int(), with_lse=True, tile=tile
+    )
     assert out.stride() == tokens(q, query_order).stride()
     assert torch.equal(out, tokens(expected, query_order))
     assert torch.equal(lse.gather(1, query_order), expected_lse)
@@ -282,12 +315,20 @@ def test_keys_and_values_in_block_order_with_the_means_of_their_blocks():
     from parkattn.ops.permute.triton import gather_rows, gather_with_means
 
     # fp16, since the interpreter rounds bf16 down
-    k, v, order = torch.randn(1, 200, 2, 128).add(6).half().transpose(1, 2), torch.randn(1, 2, 200, 128).half(), orders(200)
+    k, v, order = (
+        torch.randn(1, 200, 2, 128).add(6).half().transpose(1, 2),
+        torch.randn(1, 2, 200, 128).half(),
+        orders(200),
+    )
     ends = torch.tensor([[[0, 0, 70, 71, 71, 200], [0, 130, 131, 131, 199, 200]]], dtype=torch.int32)
     keys, values, *means = gather_with_means(k, v, order, ends)
     assert torch.equal(keys, gather_rows(k, order)) and torch.equal(values, gather_rows(v, order))
     for rows, found in zip((keys, values), means, strict=True):
-        exact = [rows[u, a:b].double().sum(0) / max(b - a, 1) for u in range(2) for a, b in itertools.pairwise(ends[0, u].tolist())]
+        exact = [
+            rows[u, a:b].double().sum(0) / max(b - a, 1)
+            for u in range(2)
+            for a, b in itertools.pairwise(ends[0, u].tolist())
+        ]
         torch.testing.assert_close(found.view(10, 128).double(), torch.stack(exact), rtol=2**-11, atol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""The Hopper attention kernels in INT8, and the dense one in both precisions, without a GPU: as in `test_kernels_gluon`."""
+"""The Hopper attention kernels in INT8, and the dense one in both precisions, without a GPU: as in
+`test_kernels_gluon`.
+"""
 
 # ruff: noqa: F811 (a fixture is taken from another file)
 
@@ -24,7 +26,9 @@ def test_the_int8_and_dense_kernels_on_the_cpu():
 # rows of query blocks decide how many warpgroups there are: three from 160 on
 INT8_CASES = [
     pytest.param(700, 500, 64, 2, 8, 0.5, torch.bfloat16, False, id="three warpgroups"),
-    pytest.param(600, 400, 128, 2, 140, 0.3, torch.bfloat16, True, id="three warpgroups, three tiles of stand-ins, d128"),
+    pytest.param(
+        600, 400, 128, 2, 140, 0.3, torch.bfloat16, True, id="three warpgroups, three tiles of stand-ins, d128"
+    ),
     pytest.param(260, 400, 64, 4, 9, 0.4, torch.bfloat16, True, id="two warpgroups, shared tiles"),
     pytest.param(500, 300, 128, 2, 9, 0.5, torch.float16, True, id="fp16"),
 ]
@@ -39,7 +43,10 @@ def test_int8_attention(module, n, m, d, qb, kb, density, dtype, compensated):
 
 INT8_FAULTS = {name: fault for name, fault in FAULTS.items() if not name.startswith("sums")} | {
     "the step of another head": ("gl.load(k_steps + head)", "gl.load(k_steps + (head + 1) % 2)"),
-    "the steps of other rows": ("steps_of_rows(q_steps, head, row, n, S)", "steps_of_rows(q_steps, head, row + 1, n, S)"),
+    "the steps of other rows": (
+        "steps_of_rows(q_steps, head, row, n, S)",
+        "steps_of_rows(q_steps, head, row + 1, n, S)",
+    ),
 }
 
 
@@ -48,7 +55,9 @@ INT8_FAULTS = {name: fault for name, fault in FAULTS.items() if not name.startsw
 def test_a_broken_int8_kernel_is_noticed(module, fault, monkeypatch):
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE_S", 1)
     with pytest.raises((AssertionError, TimeoutError)):
-        check_attention(module, INT8_FAULTS[fault], 600, 700, 64, 2, 600, 0.4, torch.bfloat16, True, orders=THREE, int8=True)
+        check_attention(
+            module, INT8_FAULTS[fault], 600, 700, 64, 2, 600, 0.4, torch.bfloat16, True, orders=THREE, int8=True
+        )
 
 
 def check_dense(module, change, n, m, d, dtype, int8, counts, size=1.0):
@@ -63,7 +72,9 @@ def check_dense(module, change, n, m, d, dtype, int8, counts, size=1.0):
     for order in THREE:
         kernels.attend_dense_kernel = on_cpu(plain, seed=n, **order)
         poisoned = torch.full_like(q, torch.nan)
-        found = kernels.attend_dense_hopper(rows, keys, v, torch.tensor(counts).int(), out=poisoned, with_lse=True, **steps)
+        found = kernels.attend_dense_hopper(
+            rows, keys, v, torch.tensor(counts).int(), out=poisoned, with_lse=True, **steps
+        )
         if first is None:
             first = found
             expected = assert_close(found[0], *shown[:2], v, *ends, mask)
@@ -89,7 +100,8 @@ def test_dense_attention(module, n, m, d, dtype, int8, counts, size):
 
 
 DENSE_FAULTS = {
-    name: FAULTS[name] for name in ("a wait for keys", "a wait for values", "a slot never given back", "a product not waited for")
+    name: FAULTS[name]
+    for name in ("a wait for keys", "a wait for values", "a slot never given back", "a product not waited for")
 } | {
     "padding that counts": (
         '    else:\n        s = gl.where((gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)) < edge)[None, :], s, -float("inf"))\n',
@@ -100,7 +112,10 @@ DENSE_FAULTS = {
         "        where = (begin, end, n >> 31)\n        mbarrier.arrive(q_empty.index(W), count=1)\n",
     ),
     "lost rows left as they are": ("        launch(0, True)\n", "        pass\n"),
-    "another tile computed again": ("        return gl.load(lost + 1 + i)\n", "        return gl.load(lost + 1 + i) * 0\n"),
+    "another tile computed again": (
+        "        return gl.load(lost + 1 + i)\n",
+        "        return gl.load(lost + 1 + i) * 0\n",
+    ),
 }
 
 

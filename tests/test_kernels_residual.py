@@ -1,4 +1,6 @@
-"""Kernels of an anchor step and of the residual: under the interpreter against the definitions, and compiled ahead of time."""
+"""Kernels of an anchor step and of the residual: under the interpreter against the definitions, and compiled ahead of
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import torch
 pytest.importorskip("triton")
 from gluon_on_cpu import on_cpu
 from interpreted import run_interpreted
+from machine_code import compiled
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import LowRank, factor, merge
 from parkattn.plan import Blocks, Plan
 from test_kernels_attend import in_interpreter, on_compiler, orders, problem, pytestmark  # noqa: F401 (pytest reads it)
-from test_kernels_attend_builds import SHARED_MEMORY, compiled
+from test_kernels_attend_builds import SHARED_MEMORY
 from test_kernels_gluon import ORDERS, module  # noqa: F401 (a fixture)
 
 HALF = torch.finfo(torch.float16).eps
@@ -50,7 +53,9 @@ def test_parts_merge_into_dense_and_residual(with_stand_ins):
 
 
 @in_interpreter
-@pytest.mark.parametrize(("rank", "tokens"), [(8, 70), (3, 70), (20, 70), (12, 1100)])  # 64 rows a tile here, 16 tiles a program
+@pytest.mark.parametrize(
+    ("rank", "tokens"), [(8, 70), (3, 70), (20, 70), (12, 1100)]
+)  # 64 rows a tile here, 16 tiles a program
 def test_a_low_rank_is_added_in_place(rank, tokens):
     from parkattn.ops.residual.triton import add_low_rank
 
@@ -66,7 +71,10 @@ def plan_of(tokens: int, keys: int, *, padding: bool) -> Plan:
     *_, query_offsets, key_offsets, mask = problem(5, tokens, keys, 64, 4, 9, 0.4, torch.float16)
     if padding:
         mask[..., -1] = False
-    sides = (Blocks(torch.zeros(1, 2, t), orders(t), ends[None]) for t, ends in ((tokens, query_offsets), (keys, key_offsets)))
+    sides = (
+        Blocks(torch.zeros(1, 2, t), orders(t), ends[None])
+        for t, ends in ((tokens, query_offsets), (keys, key_offsets))
+    )
     return Plan(*sides, mask[None], 4, 9 - padding, padding, torch.ones(1, 2))
 
 
@@ -82,7 +90,9 @@ def test_an_anchor_is_dense_attention_and_what_the_sparse_one_misses(compensate,
     if padding:
         for head in range(2):
             attendable[0, head, plan.keys.order[0, head, plan.keys.offsets[0, head, -2] :].long()] = False
-    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=attendable[:, :, None])
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=attendable[:, :, None]
+    )
     unit = HALF * exact.abs().max()
     # each of two parts is rounded, and so is their sum
     assert (dense.double() - exact).abs().max() <= 2 * unit
@@ -150,11 +160,16 @@ def test_dense_attention_in_the_hopper_kernel(hopper, tokens, precision):
     valid = torch.arange(500)[None] < 430
     exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid, precision=precision)
     plain = (
-        (dense_attention(q, k, v, key_valid=valid).double() - dense_attention(q.double(), k.double(), v.double(), key_valid=valid))
+        (
+            dense_attention(q, k, v, key_valid=valid).double()
+            - dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
+        )
         .abs()
         .max()
     )
-    runs = [hopper(order, precision).attend_dense_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
+    runs = [
+        hopper(order, precision).attend_dense_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]
+    ]
     assert all(torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1]) for out, lse in runs)
     assert (runs[0][0].double() - exact).abs().max() <= 2 * plain + torch.finfo(torch.bfloat16).eps * exact.abs().max()
 

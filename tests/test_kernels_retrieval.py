@@ -1,6 +1,8 @@
-"""PAMA, clustering and permutation kernels: under the Triton interpreter against float64, and compiled ahead of time for GPUs that are not here.
+"""PAMA, clustering and permutation kernels: under the Triton interpreter against float64, and compiled ahead of time
+for GPUs that are not here.
 
-TRITON_INTERPRET must be set before triton is imported, so every check runs in a process of its own: this file, called as a script.
+TRITON_INTERPRET must be set before triton is imported, so every check runs in a process of its own: this file, called
+as a script.
 """
 
 # formatted by hand: one argument per line would double the tables below
@@ -54,7 +56,8 @@ def test_every_kernel_compiles_ahead_of_time(running, job: tuple[str, ...]) -> N
     running[job].result()
 
 
-# ---------------------------------------------------------------------------------------------- run as a script from here on
+# ---------------------------------------------------------------------------------------------- run as a script from
+# here on
 
 
 def ragged(generator, bh, n, blocks):
@@ -117,7 +120,9 @@ def pama():
 
 
 def pama_edges():
-    """A block cut into several chunks; more key blocks than one tile; blocks that are all empty give rows of zeros; a refusal."""
+    """A block cut into several chunks; more key blocks than one tile; blocks that are all empty give rows of zeros; a
+    refusal.
+    """
     import torch
 
     from parkattn.ops.importance import triton as importance
@@ -152,7 +157,9 @@ def tokens(seed, n, d, dtype, heads=2, spread=0.5):
 
 
 def assign():
-    """The chosen centroid is at most twice as far from optimal as the same-dtype PyTorch choice plus one rounding of a centroid; ties."""
+    """The chosen centroid is at most twice as far from optimal as the same-dtype PyTorch choice plus one rounding of a
+    centroid; ties.
+    """
     import torch
     from hypothesis import given, settings
     from hypothesis import strategies as st
@@ -188,7 +195,9 @@ def assign():
 
 
 def kmeans():
-    """Well separated clusters are found; returned centroids are the means of the returned labels; empty clusters; warm start; valid."""
+    """Well separated clusters are found; returned centroids are the means of the returned labels; empty clusters; warm
+    start; valid.
+    """
     import torch
 
     from parkattn.ops.cluster import triton as cluster
@@ -384,7 +393,8 @@ def check_gluon(target) -> None:
         assert before_arrivals(built.asm["ptx"]) == {"bar.sync"}
         ours, tritons = barriers(built.asm["ptx"])
         assert ours == {"8"} and tritons and not ours & tritons
-        # queries are read into registers: until a product has used them nothing says that the reads are done, not even a barrier
+        # queries are read into registers: until a product has used them nothing says that the reads are done, not even
+        # a barrier
         events = re.findall(r"LDSM|SYNCS\.ARRIVE|WARPGROUP\.DEPBAR", code)
         after_loads = [b for a, b in itertools.pairwise(events) if a == "LDSM" and b != "LDSM"]
         assert after_loads == ["WARPGROUP.DEPBAR"] * 2, f"{after_loads}: the buffer of the queries is given back too early"

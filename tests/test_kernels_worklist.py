@@ -50,7 +50,7 @@ def listed_pairs(work, bh, qb, n, m, key_tile, tail):
 @settings(one_by_one, max_examples=10)
 @given(
     seed=st.integers(0, 2**31), n=st.integers(1, 200), m=st.integers(1, 400), qb=st.integers(1, 9), kb=st.integers(1, 40),
-    density=st.floats(0, 1), tiles=st.sampled_from([(128, 128, 8), (64, 64, 8), (128, 128, 16), (32, 32, 8)]),
+    density=st.floats(0, 1), tiles=st.sampled_from([(128, 128, 8), (192, 64, 8), (64, 64, 8), (128, 128, 16), (32, 32, 8)]),
 )  # fmt: skip
 def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
     _, _, _, query_offsets, key_offsets, mask = problem(seed, n, m, 1, qb, kb, density, torch.float32)
@@ -66,12 +66,28 @@ def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
         tail=tail,
         tail_bias=True,
     )
-    assert torch.equal(listed_pairs(work, 2, qb, n, m, key_tile, tail), pair_mask(query_offsets, key_offsets, mask).int())
+    assert torch.equal(
+        listed_pairs(work, 2, qb, n, m, key_tile, tail), pair_mask(query_offsets, key_offsets, mask).int()
+    )
     records = work.tiles[: work.count[0]]
     assert records[:, 3].sum() == 2 * n
     assert (records[:, 0].diff() >= 0).all()
     for head in range(2):
         assert (records[records[:, 0] == head, 6].diff() <= 0).all()  # longest lists first
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("rows", "tile", "dealt"), [(256, 192, [128, 128]), (400, 192, [192, 128, 80]), (300, 128, [128, 128, 44])]
+)
+def test_the_warpgroups_of_a_block_are_dealt_out_evenly(rows, tile, dealt):
+    ends = torch.tensor([[0, rows]], dtype=torch.int32), torch.tensor([[0, 64]], dtype=torch.int32)
+    work = worklist.build_worklist(
+        *ends, torch.ones(1, 1, 1, dtype=torch.bool), query_tokens=rows, key_tokens=64, query_tile=tile, key_tile=64
+    )
+    tiles = work.tiles[: work.count[0]]
+    assert tiles[:, 3].tolist() == dealt
+    assert tiles[:, 2].tolist() == [sum(dealt[:i]) for i in range(len(dealt))]
 
 
 @in_interpreter

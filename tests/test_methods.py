@@ -1,4 +1,6 @@
-"""The registry, and the seam as somebody outside the package uses it: two methods of at most 60 lines in examples/methods."""
+"""The registry, and the seam as somebody outside the package uses it: two methods of at most 60 lines in
+examples/methods.
+"""
 
 from __future__ import annotations
 
@@ -88,14 +90,20 @@ def test_a_static_plan_is_made_once_and_kept_small(outside):
 
 def test_a_method_of_an_installed_package_is_found_by_name(tmp_path):
     """A wheel's metadata in a folder on the path is what an installation leaves behind."""
-    (tmp_path / "plugin_window.py").write_text((EXAMPLES / "window.py").read_text().replace('"window"', '"plugin-window"'))
+    (tmp_path / "plugin_window.py").write_text(
+        (EXAMPLES / "window.py").read_text().replace('"window"', '"plugin-window"')
+    )
     info = tmp_path / "plugin_window-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-window\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[parkattn.methods]\nwindow = plugin_window:ENTRY\n")
-    program = "import parkattn, torch; print(parkattn.make_method('plugin-window').name, 'plugin-window' in parkattn.METHODS)"
+    program = (
+        "import parkattn, torch; print(parkattn.make_method('plugin-window').name, 'plugin-window' in parkattn.METHODS)"
+    )
     path = f"{tmp_path}:{PARK.parent}"
-    run = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": path, "PATH": ""}, capture_output=True, text=True
+    )
     assert run.stdout.split() == ["plugin-window", "True"], run.stderr
 
 
@@ -114,7 +122,8 @@ def test_a_method_of_another_name_than_its_entry_is_refused(outside):
     try:
         register(dataclasses.replace(entry, name="panes"))
         with pytest.raises(
-            ValueError, match=r"^make: expected a method named 'panes' as its entry is, got 'window'; give both one name\.$"
+            ValueError,
+            match=r"^make: expected a method named 'panes' as its entry is, got 'window'; give both one name\.$",
         ):
             make_method("panes")
     finally:
@@ -136,7 +145,9 @@ def test_labels_that_kernels_cannot_read_are_refused_on_every_device(outside):
             return dataclasses.replace(plan, keys=dataclasses.replace(plan.keys, labels=plan.keys.labels.long()))
 
     q, k, _, site = problem()
-    with pytest.raises(ValueError, match=r"expected int32 labels .* got numbers of torch.int64; make blocks with arrange"):
+    with pytest.raises(
+        ValueError, match=r"expected int32 labels .* got numbers of torch.int64; make blocks with arrange"
+    ):
         make_plan(q, k, Wide(), site, None)
 
 
@@ -167,7 +178,8 @@ def test_a_taken_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    "name", ["../../escaped", "a/b", "", ".hidden", "-x", "a,b", "metrics", "side_by_side", "all", "x" * 65, "é", "a\n", 5]
+    "name",
+    ["../../escaped", "a/b", "", ".hidden", "-x", "a,b", "metrics", "side_by_side", "all", "x" * 65, "é", "a\n", 5],
 )
 def test_a_name_that_no_file_or_option_can_have_is_refused(name):
     with pytest.raises((ValueError, TypeError), match=r"name: expected .*, got .*; "):
@@ -175,7 +187,9 @@ def test_a_name_that_no_file_or_option_can_have_is_refused(name):
     assert name not in parkattn.METHODS.data
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit", "raise RuntimeError('x')", "raise GeneratorExit", "1 / 0"])
+@pytest.mark.parametrize(
+    "ending", ["sys.exit(3)", "raise SystemExit", "raise RuntimeError('x')", "raise GeneratorExit", "1 / 0"]
+)
 def test_a_package_that_ends_the_process_at_import_is_named_and_the_others_stay(tmp_path, monkeypatch, ending):
     (tmp_path / "ends_here.py").write_text(f"import sys\n{ending}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -185,7 +199,9 @@ def test_a_package_that_ends_the_process_at_import_is_named_and_the_others_stay(
     with pytest.warns(UserWarning, match="plug-in ends_here:ENTRY: expected a MethodEntry, got"):
         register_installed()
     if "GeneratorExit" not in ending:
-        with pytest.raises(ValueError, match=r"method: expected module:ENTRY on the import path, got 'ends_here:ENTRY' \(.+\); "):
+        with pytest.raises(
+            ValueError, match=r"method: expected module:ENTRY on the import path, got 'ends_here:ENTRY' \(.+\); "
+        ):
             register_from("ends_here:ENTRY")
 
 
@@ -200,7 +216,7 @@ SMALL = {"height": 64, "width": 96, "frames": 9, "steps": 4, "device": "cpu"}
 
 def test_outside_methods_are_compared_and_summarised_like_our_own(outside, tmp_path):
     from parklab.studio.compare import compare
-    from parklab.studio.generate import Request
+    from parklab.studio.request import Request
 
     request = Request(prompt="a red circle moves right over blue waves", changes={"tile": 32}, **SMALL)
     report = compare(request, ["dense", "tile-top-k"], tmp_path / "tiles", recall_rows=8)

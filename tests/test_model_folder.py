@@ -1,4 +1,6 @@
-"""A model folder runs no code, hangs nothing and passes for nothing it is not: one line says what it holds that it must not."""
+"""A model folder runs no code, hangs nothing and passes for nothing it is not: one line says what it holds that it must
+not.
+"""
 
 import contextlib
 import json
@@ -13,12 +15,15 @@ import torch
 
 pytest.importorskip("diffusers")
 
+import folder_damage as damage
 import hostile_folders as hostile
 import tiny_families as families
 import tiny_pipelines as tiny
 from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints, generate
-from parklab.studio.model_folder import _expect_widths, judge_folder, read_header
+from parklab.studio.model_files import expect_widths, read_header
+from parklab.studio.model_folder import judge_folder
+from parklab.studio.request import Request, config_for, prepare
 
 ONE_LINE = re.compile(r"model: expected [^\n]+, got[^\n]+; [^\n]+\.")
 
@@ -56,7 +61,7 @@ def refused(read, folder):
     with no_hang(), pytest.raises(ValueError) as error:
         read(folder)
     assert ONE_LINE.fullmatch(str(error.value)), str(error.value)
-    assert not hostile.ran(folder).exists()
+    assert not damage.ran(folder).exists()
     new = {name.partition(".")[0] for name in set(sys.modules) - modules}
     assert not new & {"evilmod", "antigravity", "pipeline", "None"}
     return str(error.value)
@@ -78,19 +83,19 @@ def test_weights_that_are_not_the_models_are_refused_in_one_line(folder, name):
     refused(checkpoints.load_pipeline, folder)
 
 
-@pytest.mark.parametrize("part", hostile.WEIGHTS)
+@pytest.mark.parametrize("part", damage.WEIGHTS)
 def test_missing_unexpected_and_broken_weights_are_named(folder, part):
-    names = sorted(read_header(folder / hostile.WEIGHTS[part]))
-    hostile.edit_tensors(folder, part, hostile.remove_three)
+    names = sorted(read_header(folder / damage.WEIGHTS[part]))
+    damage.edit_tensors(folder, part, damage.remove_three)
     assert f"3 missing ({', '.join(names[:3])})" in refused(checkpoints.load_pipeline, folder)
 
 
 def test_no_single_tensor_of_a_text_encoder_can_be_left_out(folder):
-    path = folder / hostile.WEIGHTS["text_encoder"]
+    path = folder / damage.WEIGHTS["text_encoder"]
     good = path.read_bytes()
     for name in read_header(path):
         path.write_bytes(good)
-        hostile.edit_tensors(folder, "text_encoder", lambda tensors, name=name: tensors.pop(name))
+        damage.edit_tensors(folder, "text_encoder", lambda tensors, name=name: tensors.pop(name))
         assert name in refused(checkpoints.load_pipeline, folder)
 
 
@@ -107,16 +112,24 @@ def test_a_saved_pipeline_passes_and_comes_back_bit_for_bit(tmp_path, build, siz
             assert all(torch.equal(value, again[key]) for key, value in part.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["wan_i2v", "wan_ti2v", "vace", "skyreels", "hunyuan15", "cogvideox", "ltx", "mochi"])
+@pytest.mark.parametrize(
+    "family", ["wan_i2v", "wan_ti2v", "vace", "skyreels", "hunyuan15", "cogvideox", "ltx", "mochi"]
+)
 def test_configs_of_every_family_are_no_wider_than_their_weights(family):
     for name, part in getattr(families, family)().components.items():
         if isinstance(part, torch.nn.Module):
             config = dict(part.config) if isinstance(part.config, dict) else part.config.to_dict()
-            _expect_widths(config, name, {key: tuple(value.shape) for key, value in part.state_dict().items()})
+            expect_widths(config, name, {key: tuple(value.shape) for key, value in part.state_dict().items()})
 
 
 def test_the_shipped_model_passes():
-    assert {part.name for part in judge_folder(CHECKPOINT).components} == {"scheduler", "text_encoder", "tokenizer", "transformer", "vae"}
+    assert {part.name for part in judge_folder(CHECKPOINT).components} == {
+        "scheduler",
+        "text_encoder",
+        "tokenizer",
+        "transformer",
+        "vae",
+    }
 
 
 def test_a_snapshot_of_a_hub_cache_passes_and_one_that_leaves_it_does_not(folder, tmp_path):
@@ -145,9 +158,15 @@ def test_a_download_fetches_no_code_and_nothing_before_the_index_is_judged(folde
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert checkpoints.find_model("some/model") == folder
     assert asked[0] == ["model_index.json"] and not any(pattern.endswith((".py", "*", ".bin")) for pattern in asked[1])
-    assert {pattern.partition("/")[0] for pattern in asked[1][1:]} == {"transformer", "vae", "text_encoder", "tokenizer", "scheduler"}
+    assert {pattern.partition("/")[0] for pattern in asked[1][1:]} == {
+        "transformer",
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+    }
     del asked[:]
-    hostile.change(folder, "model_index.json", vae=["evilmod", "X"])
+    damage.change(folder, "model_index.json", vae=["evilmod", "X"])
     refused(lambda _: checkpoints.find_model("some/model"), folder)
     assert asked == [["model_index.json"]]
 
@@ -163,9 +182,11 @@ def test_an_edit_in_the_middle_of_a_file_changes_the_fingerprint_and_each_file_i
     read = checkpoints.content_digest.cache_info().misses
     assert checkpoints.fingerprint(folder) == before
     assert checkpoints.content_digest.cache_info().misses == read
-    path = folder / hostile.WEIGHTS["transformer"]
+    path = folder / damage.WEIGHTS["transformer"]
     # 3 MiB, so that neither end of the file holds the change
-    hostile.write_weights(path, {"a": {"dtype": "U8", "shape": [3 * 2**20], "data_offsets": [0, 3 * 2**20]}}, bytes(3 * 2**20))
+    damage.write_weights(
+        path, {"a": {"dtype": "U8", "shape": [3 * 2**20], "data_offsets": [0, 3 * 2**20]}}, bytes(3 * 2**20)
+    )
     before = checkpoints.fingerprint(folder)
     with path.open("r+b") as file:
         file.seek(3 * 2**19)
@@ -179,15 +200,18 @@ def test_a_size_past_the_models_table_of_positions_is_one_line(folder):
     pipe = checkpoints.load_pipeline(folder)  # 64 positions per axis of 4 frames or 16 pixels
     checkpoints.expect_size(pipe, 253, 1024, 1024)
     for name, size in {"height": (9, 1040, 64), "width": (9, 64, 1040), "frames": (257, 64, 64)}.items():
-        with pytest.raises(ValueError, match=rf"{name}: expected at most \d+, where this model's table of positions ends, got \d+; lower"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name}: expected at most \d+, where this model's table of positions ends, got \d+; lower",
+        ):
             checkpoints.expect_size(pipe, *size)
 
 
 @pytest.mark.parametrize("name", ["height", "width"])
 def test_a_size_of_nothing_is_one_line(folder, name):
-    request = generate.Request(prompt="a cat", model=str(folder), **{name: 0})
+    request = Request(prompt="a cat", model=str(folder), **{name: 0})
     with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
-        generate.prepare(request)
+        prepare(request)
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
@@ -202,7 +226,9 @@ def test_numbers_that_are_not_finite_end_the_run_without_a_video(folder, tmp_pat
         return pipe
 
     monkeypatch.setattr(checkpoints, "load_pipeline", overflowing)
-    request = generate.Request(prompt="a cat", model=str(folder), method="dense", steps=2, height=32, width=32, frames=5, device="cpu")
+    request = Request(
+        prompt="a cat", model=str(folder), method="dense", steps=2, height=32, width=32, frames=5, device="cpu"
+    )
     said = {"transformer": "latents", "vae": "frames"}[part]
     with pytest.raises(ValueError, match=rf"{said}: expected finite numbers, got NaN or Inf at step \d; try"):
         generate.generate_video(request, tmp_path / "out" / "a.mp4")
@@ -221,9 +247,10 @@ def test_a_cpu_without_memory_for_a_video_is_one_line(folder, tmp_path, monkeypa
             return pipe
 
         monkeypatch.setattr(checkpoints, "load_pipeline", without_room)
-        request = generate.Request(prompt="a cat", model=str(folder), steps=2, height=32, width=32, frames=5, device="cpu")
+        request = Request(prompt="a cat", model=str(folder), steps=2, height=32, width=32, frames=5, device="cpu")
         with pytest.raises(
-            ValueError, match="device: expected room for 5 frames of 32 x 32 on cpu, got out of memory; pass a smaller size"
+            ValueError,
+            match="device: expected room for 5 frames of 32 x 32 on cpu, got out of memory; pass a smaller size",
         ):
             generate.generate_video(request, tmp_path / "out" / "a.mp4")
 
@@ -234,7 +261,7 @@ def test_a_special_tokens_path_that_no_loader_opens_is_let_through(folder):
     path = folder / "tokenizer/tokenizer_config.json"
     author = {"special_tokens_map_file": str(folder.parent / "pipe"), "name_or_path": "/home/me/umt5"}
     path.write_text(json.dumps(json.loads(path.read_text()) | author))
-    hostile.change(folder, "text_encoder/config.json", _name_or_path="/raid/umt5")
+    damage.change(folder, "text_encoder/config.json", _name_or_path="/raid/umt5")
     with no_hang():
         checkpoints.load_pipeline(checkpoints.find_model(str(folder)))
 
@@ -243,9 +270,12 @@ def test_a_failure_of_stock_code_in_a_run_is_one_line_and_ours_stays_whole(folde
     """A tokenizer whose words the text encoder does not have: everything loads, the first lookup fails."""
     pipe = checkpoints.load_pipeline(folder)
     pipe.text_encoder.resize_token_embeddings(2)
-    request = generate.Request(prompt="a cat", method="dense", steps=2, height=32, width=32, frames=5, device="cpu")
-    config = generate.config_for(request, pipe)
-    with pytest.raises(ValueError, match=r"model: expected WanPipeline to make a video of this request, got IndexError \(.+\); check its"):
+    request = Request(prompt="a cat", method="dense", steps=2, height=32, width=32, frames=5, device="cpu")
+    config = config_for(request, pipe)
+    with pytest.raises(
+        ValueError,
+        match=r"model: expected WanPipeline to make a video of this request, got IndexError \(.+\); check its",
+    ):
         generate.generate_frames(pipe, request, config)
 
     class Ours:

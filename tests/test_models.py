@@ -104,15 +104,22 @@ def test_under_autocast_attention_sees_what_the_stock_attention_would(name, mode
         out = run(transformer, inputs)
     assert out.dtype == dense.dtype and summary(transformer).calls["refresh"] > 0 == summary(transformer).calls["dense"]
     # each rounds its attention once, in at most 3 layers
-    torch.testing.assert_close(out, dense, rtol=0, atol=3 * 2 * torch.finfo(torch.bfloat16).eps * dense.abs().max().item())
+    torch.testing.assert_close(
+        out, dense, rtol=0, atol=3 * 2 * torch.finfo(torch.bfloat16).eps * dense.abs().max().item()
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in ("wan", "hunyuan", "cogvideox", "minimax h3", "cosmos 3") if name in TINY])
+@pytest.mark.parametrize(
+    "name", [name for name in ("wan", "hunyuan", "cogvideox", "minimax h3", "cosmos 3") if name in TINY]
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_flow_through_kept_blocks_and_survive_checkpointing(name, checkpointing):
     """Recomputed in the backward pass, a refresh is a reuse: both must keep the same tensors for it."""
     transformer, inputs, _ = copy.deepcopy(TINY[name])
-    weights = [getattr(MODELS[type(transformer).__name__].attentions(transformer)[0], to).weight for to in ("to_q", "to_k", "to_v")]
+    weights = [
+        getattr(MODELS[type(transformer).__name__].attentions(transformer)[0], to).weight
+        for to in ("to_q", "to_k", "to_v")
+    ]
 
     def gradients():
         transformer.zero_grad()
@@ -197,7 +204,10 @@ def test_a_model_outside_the_table_is_refused_by_name():
         num_attention_heads=1, attention_head_dim=8, in_channels=4, out_channels=4, num_layers=1, sample_size=8, patch_size=2,
         cross_attention_dim=8, caption_channels=8, norm_type="ada_norm_single", num_embeds_ada_norm=10,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"expected one of .*, WanVACETransformer3DModel, got LatteTransformer3DModel; .*within a frame"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected one of .*, WanVACETransformer3DModel, got LatteTransformer3DModel; .*within a frame",
+    ):
         enable(latte, total_steps=1)
 
 
@@ -208,16 +218,22 @@ def test_a_released_size_is_what_its_class_makes_of_it(name):
         made = getattr(diffusers, size.transformer)(**size.made_with)
     row = MODELS[size.transformer]
     blocks = row.all_blocks(made)
-    feed_forward = {module.out_features for block in blocks for module in block.modules() if isinstance(module, torch.nn.Linear)}
+    feed_forward = {
+        module.out_features for block in blocks for module in block.modules() if isinstance(module, torch.nn.Linear)
+    }
     assert len(blocks) == size.layers and size.ffn in feed_forward
     assert {attention.heads for attention in row.attentions(made)} == {size.heads}
     assert (made.config.num_attention_heads, made.config.attention_head_dim) == (size.heads, size.head_dim)
     config = made.config
     patch = (
-        config.patch_size if isinstance(config.patch_size, (tuple, list)) else (config.patch_size_t, config.patch_size, config.patch_size)
+        config.patch_size
+        if isinstance(config.patch_size, (tuple, list))
+        else (config.patch_size_t, config.patch_size, config.patch_size)
     )
     assert size.pixels == size.latent_pixels * patch[1] and patch[0] == 1
-    frames, height, width = row.grid({"hidden_states": torch.empty(1, 16, *size.latents(*size.video), device="meta")}, made.config)
+    frames, height, width = row.grid(
+        {"hidden_states": torch.empty(1, 16, *size.latents(*size.video), device="meta")}, made.config
+    )
     assert frames * height * width == size.tokens(*size.video)
 
 
@@ -259,7 +275,9 @@ class FlexMask:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("stock,said", [(GroupedDispatch, "enable_gqa"), (GroupedDirectly, "enable_gqa"), (FlexMask, "BlockMask")])
+@pytest.mark.parametrize(
+    "stock,said", [(GroupedDispatch, "enable_gqa"), (GroupedDirectly, "enable_gqa"), (FlexMask, "BlockMask")]
+)
 def test_a_call_that_a_method_cannot_answer_is_the_stock_one_and_says_why(stock, said):
     transformer, inputs, _ = tiny.transformers()["wan"]
     for block in transformer.blocks:

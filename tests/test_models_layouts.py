@@ -28,7 +28,11 @@ def of(name):
 def test_audio_and_what_crosses_to_it_keep_their_processors():
     transformer, _, _ = of("ltx2")
     with enable(transformer, SPARSE, total_steps=1):
-        ours = {name for name, module in transformer.named_modules() if isinstance(getattr(module, "processor", None), MethodProcessor)}
+        ours = {
+            name
+            for name, module in transformer.named_modules()
+            if isinstance(getattr(module, "processor", None), MethodProcessor)
+        }
     assert ours == {"transformer_blocks.0.attn1", "transformer_blocks.1.attn1"}
 
 
@@ -60,7 +64,9 @@ def test_a_second_stream_of_the_video_is_no_text():
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_trained_sparse_mask_stays_dense_with_a_reason(monkeypatch):
     """Kandinsky 5's NABLA hands over a flex BlockMask."""
-    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # set_attention_backend sets it for every model
+    monkeypatch.setattr(
+        registry, "_active_backend", registry._active_backend
+    )  # set_attention_backend sets it for every model
     transformer, inputs, _ = copy.deepcopy(of("kandinsky5"))
     transformer.set_attention_backend("flex")
     places = [torch.arange(size) for size in (2, 8, 8)]
@@ -78,13 +84,17 @@ def packed(prefix: list[tuple[int, int]], grid=(3, 4, 2)) -> dict[str, torch.Ten
     frames = torch.cartesian_prod(*(1.5 * torch.arange(size) for size in grid))
     rows = [*prefix, (0, 0)]
     lengths = [8] * len(prefix) + [len(frames)]
-    tags, times = (torch.repeat_interleave(torch.tensor(column), torch.tensor(lengths)) for column in zip(*rows, strict=True))
+    tags, times = (
+        torch.repeat_interleave(torch.tensor(column), torch.tensor(lengths)) for column in zip(*rows, strict=True)
+    )
     places = torch.cat([torch.zeros(8 * len(prefix), 3), frames])
     return {"position_ids": places, "token_tags": tags, "timestep_indices": times}
 
 
 @pytest.mark.parametrize(
-    "prefix", [[], [(1, 1)], [(1, 2), (0, 1), (2, 0)], [(1, 2), (0, 1)], [(1, 1), (0, 1), (2, 1), (0, 1), (2, 0)]], ids=str
+    "prefix",
+    [[], [(1, 1)], [(1, 2), (0, 1), (2, 0)], [(1, 2), (0, 1)], [(1, 1), (0, 1), (2, 1), (0, 1), (2, 0)]],
+    ids=str,
 )
 @pytest.mark.parametrize("grid", [(3, 4, 2), (1, 4, 2), (2, 1, 3), (2, 3, 1)], ids=str)
 def test_the_video_of_a_packed_sequence_is_found_behind_text_frames_references_and_audio(prefix, grid):
@@ -98,13 +108,26 @@ def test_the_step_of_a_packed_sequence_is_that_of_its_video():
     with enable(transformer, SPARSE, total_steps=3, refresh_interval=2, reference_steps=1):
         seen = trace(transformer)
         for video in (0.0, 0.3, 0.6):
-            run(transformer, {**inputs, "timestep": torch.tensor([video, 0.9, 1.0]), "hidden_states": inputs["hidden_states"] + video})
-    assert [(site.step, stats.phase) for site, stats in seen if site.layer == 0] == [(0, "refresh"), (1, "reuse"), (2, "refresh")]
+            run(
+                transformer,
+                {
+                    **inputs,
+                    "timestep": torch.tensor([video, 0.9, 1.0]),
+                    "hidden_states": inputs["hidden_states"] + video,
+                },
+            )
+    assert [(site.step, stats.phase) for site, stats in seen if site.layer == 0] == [
+        (0, "refresh"),
+        (1, "reuse"),
+        (2, "refresh"),
+    ]
 
 
 @pytest.mark.parametrize("sound", [True, False])
 def test_keys_without_queries_are_exact_in_every_phase(sound):
-    """Cosmos 3: the prompt has keys alone; the dense steps, whose output the residual is taken from, are in the same order."""
+    """Cosmos 3: the prompt has keys alone; the dense steps, whose output the residual is taken from, are in the same
+    order.
+    """
     transformer, inputs, _ = of("cosmos 3")
     if not sound:
         inputs = {key: value for key, value in inputs.items() if not key.startswith("sound")} | {"sequence_length": 56}
@@ -124,7 +147,10 @@ def test_keys_without_queries_are_exact_in_every_phase(sound):
 
 def test_several_videos_in_one_sequence_stay_dense_with_a_reason():
     transformer, inputs, _ = of("cosmos 3")
-    halves = {"vision_tokens": [tiny.noise(1, 4, 1, 8, 8), tiny.noise(1, 4, 2, 8, 8)], "vision_token_shapes": [(1, 4, 4), (2, 4, 4)]}
+    halves = {
+        "vision_tokens": [tiny.noise(1, 4, 1, 8, 8), tiny.noise(1, 4, 2, 8, 8)],
+        "vision_token_shapes": [(1, 4, 4), (2, 4, 4)],
+    }
     inputs = {**inputs, **halves, "vision_noisy_frame_indexes": [torch.arange(1), torch.arange(2)]}
     dense = run(transformer, inputs)
     with enable(transformer, SPARSE, total_steps=1):

@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from parkattn import ParkConfig, build_plan, park_attention
+from parkattn import build_plan, park_attention
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park
 from parkattn.plan import Plan
 from parkattn.site import CallSite
+from parklab.research import ResearchConfig
 from plans import problem, token_mask
 from strategies import clustered
 
-SMALL = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=3, top_p=0.5, dense_steps=0, refresh_steps=(2,))
+SMALL = ResearchConfig(
+    query_clusters=4, key_clusters=6, kmeans_iterations=3, top_p=0.5, dense_steps=0, refresh_steps=(2,)
+)
 RULES = [
     {"budget": "mass"},
     {"budget": "error", "compensate": True},
@@ -46,13 +49,17 @@ def test_a_head_has_the_same_plan_whatever_heads_are_beside_it(rule):
 
 def test_error_is_another_rule_than_mass():
     q, k, _ = video(8)
-    assert not torch.equal(*(build_plan(q, k, SMALL.replace(budget=budget, compensate=True)).mask for budget in ("mass", "error")))
+    assert not torch.equal(
+        *(build_plan(q, k, SMALL.replace(budget=budget, compensate=True)).mask for budget in ("mass", "error"))
+    )
 
 
 @pytest.mark.parametrize("budget", ["row", "mass", "error"])
 def test_tiles_that_hold_a_whole_block_change_nothing(budget):
     q, k, _ = video(2)
-    whole, cut = (build_plan(q, k, SMALL.replace(budget=budget, query_tile=tile, compensate=True)) for tile in (None, 60))
+    whole, cut = (
+        build_plan(q, k, SMALL.replace(budget=budget, query_tile=tile, compensate=True)) for tile in (None, 60)
+    )
     assert torch.equal(token_mask(whole), token_mask(cut))
     assert torch.equal(whole.density(), cut.density())
     assert torch.equal(whole.estimated_mass, cut.estimated_mass)
@@ -124,5 +131,8 @@ def test_tiles_out_of_a_file_tell_no_clusters_so_the_start_is_a_cold_one(tmp_pat
     q, k, _ = video(7)
     config = SMALL.replace(query_tile=5)
     build_plan(q, k, config).save(tmp_path / "plan.safetensors")
-    begun, cold = build_plan(q + 0.1, k, config, start=Plan.load(tmp_path / "plan.safetensors")), build_plan(q + 0.1, k, config)
+    begun, cold = (
+        build_plan(q + 0.1, k, config, start=Plan.load(tmp_path / "plan.safetensors")),
+        build_plan(q + 0.1, k, config),
+    )
     assert torch.equal(begun.queries.labels, cold.queries.labels) and torch.equal(begun.mask, cold.mask)

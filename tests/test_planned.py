@@ -1,4 +1,6 @@
-"""Methods out of a planner and a schedule: anchors are dense, what they show to be missing is added later, and when it is dropped."""
+"""Methods out of a planner and a schedule: anchors are dense, what they show to be missing is added later, and when it
+is dropped.
+"""
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import build_plan
 from parkattn.planned import sampled_error
 from parkattn.site import SiteKey
+from parklab.research import ResearchConfig
 
-SMALL = ParkConfig(query_clusters=4, key_clusters=9, top_p=0.4, compensate=True, residual_rank=8, anchors=4)
+SMALL = ResearchConfig(query_clusters=4, key_clusters=9, top_p=0.4, compensate=True, residual_rank=8, anchors=4)
 STEPS = 16
 
 
@@ -41,7 +44,11 @@ def test_a_backend_gives_dense_attention_and_what_the_plan_misses_of_it(text, pa
 def test_an_anchor_returns_dense_attention():
     q, k, v = tokens()
     made = Park(SMALL)(q, k, v, site())
-    assert made.stats.phase == "anchor" and torch.equal(made.out, dense_attention(q, k, v)) and (made.stats.density == 1).all()
+    assert (
+        made.stats.phase == "anchor"
+        and torch.equal(made.out, dense_attention(q, k, v))
+        and (made.stats.density == 1).all()
+    )
 
 
 def test_an_anchor_without_a_residual_returns_the_models_own_dense_output():
@@ -117,7 +124,9 @@ def test_a_residual_is_as_stale_as_the_input_has_moved():
 def test_refreshes_are_anchors_where_a_residual_is_wanted():
     q, k, v = tokens()
     park = Park(SMALL.replace(anchors=None, dense_steps=2, refresh_steps=(2, 6)))
-    assert [park(q, k, v, site(step)).stats.phase for step in range(8)] == ["dense"] * 2 + ["anchor"] + ["reuse"] * 3 + ["anchor", "reuse"]
+    assert [park(q, k, v, site(step)).stats.phase for step in range(8)] == ["dense"] * 2 + ["anchor"] + [
+        "reuse"
+    ] * 3 + ["anchor", "reuse"]
 
 
 def test_a_residual_goes_with_its_plan():
@@ -246,7 +255,9 @@ def as_laid_out(batch=1, paired=False, n=120, width=32, padded=False, **where):
     parts = zip(*(tokens(n, seed=seed) for seed in range(batch)), strict=True)
     q, k, v = (torch.cat(part) for part in parts)
     key_valid = (torch.arange(n) < 100).expand(batch, n) if padded else None
-    return lambda park, step: park(q + 0.01 * step, k, v[..., :width], site(step, paired=paired, key_valid=key_valid, **where))
+    return lambda park, step: park(
+        q + 0.01 * step, k, v[..., :width], site(step, paired=paired, key_valid=key_valid, **where)
+    )
 
 
 LAYOUTS = {
@@ -263,7 +274,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_neither_plan_nor_residual_outlives_a_change_of_batch_pairing_or_layout(first, share):
-    """What comes after another layout is what a fresh method gives; what comes back is that, or what it would be without the other."""
+    """What comes after another layout is what a fresh method gives; what comes back is that, or what it would be
+    without the other.
+    """
     config = SMALL.replace(share_branches=share)
     one = as_laid_out(**LAYOUTS[first])
     alone = Park(config)

@@ -14,11 +14,15 @@ from parkattn.backend import triton as triton_module
 from parkattn.backend.triton import TritonBackend, triton_backend
 from parkattn.ops.attend.definition import Rounding, attend, attend_with_lse, dense_attention
 from parkattn.plan import Blocks, Plan
+from parklab.research import ResearchConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
 outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 CPU = torch.device("cpu")
 
 
@@ -37,15 +41,29 @@ def problem(n: int = 90, m: int = 130, d: int = 64, dtype: torch.dtype = torch.f
 
 
 def blocks(tokens: int, ends: tuple[int, ...]) -> Blocks:
-    order = torch.stack([torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])[None]
+    order = torch.stack([torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])[
+        None
+    ]
     labels = torch.bucketize(torch.arange(tokens), torch.tensor(ends[1:]), right=True).expand(1, 2, tokens)
     offsets = torch.tensor(ends, dtype=torch.int32).expand(1, 2, -1).contiguous()
     return Blocks(torch.empty_like(labels).scatter_(2, order, labels).int(), order.int(), offsets)
 
 
 def plan(padding: bool = False) -> Plan:
-    mask = torch.tensor([[True, False, True, False], [False, True, False, False], [True, True, True, False]]).expand(1, 2, 3, 4).clone()
-    return Plan(blocks(90, (0, 20, 64, 90)), blocks(130, (0, 40, 77, 120, 130)), mask, 3, 3 if padding else 4, padding, torch.ones(1, 2))
+    mask = (
+        torch.tensor([[True, False, True, False], [False, True, False, False], [True, True, True, False]])
+        .expand(1, 2, 3, 4)
+        .clone()
+    )
+    return Plan(
+        blocks(90, (0, 20, 64, 90)),
+        blocks(130, (0, 40, 77, 120, 130)),
+        mask,
+        3,
+        3 if padding else 4,
+        padding,
+        torch.ones(1, 2),
+    )
 
 
 @outside
@@ -56,7 +74,9 @@ def test_scores_differ_by_half_steps_and_by_what_all_keys_of_a_row_share():
     found = rounding.queries(q) @ rounding.keys(k).mT
     step = rounding.queries(q).abs().amax(-1, keepdim=True) / 127
     lengths = [x.abs().sum(-1) for x in (rounding.queries(q), rounding.keys(k))]
-    allowed = rounding.step / 2 * lengths[0][..., None] + step / 2 * (lengths[1][..., None, :] + q.shape[-1] * rounding.step / 2)
+    allowed = rounding.step / 2 * lengths[0][..., None] + step / 2 * (
+        lengths[1][..., None, :] + q.shape[-1] * rounding.step / 2
+    )
     assert ((found - scores).abs() <= allowed * (1 + 1e-9)).all()
     whole = rounding.keys(k) / rounding.step
     assert (whole - whole.round()).abs().max() < 1e-9 and whole.abs().max().round() == 127
@@ -99,7 +119,7 @@ def test_where_there_is_no_int8_the_reason_says_so(monkeypatch):
 @outside
 def test_precision_is_a_setting_of_a_method():
     q, k, v = problem(dtype=torch.float32)
-    config = ParkConfig(query_clusters=3, key_clusters=5, kmeans_iterations=2, top_p=0.6)
+    config = ResearchConfig(query_clusters=3, key_clusters=5, kmeans_iterations=2, top_p=0.6)
     outs = [park_attention(q, k, v, config.replace(precision=precision)) for precision in ("bf16", "int8")]
     assert torch.equal(outs[0], park_attention(q, k, v, config))
     assert 0 < (outs[1] - outs[0]).norm() / outs[0].norm() < 0.05
@@ -109,7 +129,8 @@ def test_precision_is_a_setting_of_a_method():
 
 @outside
 @pytest.mark.parametrize(
-    ("head_dim", "said"), [(32, "Q K^T in INT8"), (24, "not in INT8, which is defined for head dims that are powers of two, not 24")]
+    ("head_dim", "said"),
+    [(32, "Q K^T in INT8"), (24, "not in INT8, which is defined for head dims that are powers of two, not 24")],
 )
 def test_a_summary_names_the_precision_and_bf16_takes_it_out(head_dim, said):
     pytest.importorskip("diffusers")
@@ -117,7 +138,9 @@ def test_a_summary_names_the_precision_and_bf16_takes_it_out(head_dim, said):
     from parkattn import enable, summary
 
     pipe = tiny.wan(attention_head_dim=head_dim)
-    sparse = ParkConfig(query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4)
+    sparse = ResearchConfig(
+        query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4
+    )
     runs = []
     for precision in ("bf16", "int8", "bf16"):
         enable(pipe, sparse, precision=precision)

@@ -1,4 +1,4 @@
-"""paper, quality and fast, for every model."""
+"""paper, quality, fast and turbo, for every model."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from parkattn.anchors import anchor_count, anchor_steps
 from parkattn.methods import configured_method, method_entry
 from parkattn.models import SIZES, row_for
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.settings import MODEL_NAMES
+from parkattn.settings import MODEL_NAMES, KeyMetric
+from parklab.research import ResearchConfig, studied_entry
 
 MODELS = [None, *ParkConfig.PRESETS]
 
@@ -20,7 +21,7 @@ def test_paper_is_the_preset_of_the_model_alone(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ["quality", "fast"])
+@pytest.mark.parametrize("name", ["quality", "fast", "turbo"])
 def test_a_profile_changes_what_is_kept_and_when_but_no_blocks(name, model):
     profile, paper = ParkConfig.profile(name, model=model), ParkConfig.profile("paper", model=model)
     changed = {field for field, value in profile.to_dict().items() if value != paper.to_dict()[field]}
@@ -29,11 +30,12 @@ def test_a_profile_changes_what_is_kept_and_when_but_no_blocks(name, model):
 
 
 def test_fast_has_fewer_anchors_and_keeps_less_than_quality():
-    fast, quality = (ParkConfig.profile(name) for name in ("fast", "quality"))
+    fast, quality, turbo = (ParkConfig.profile(name) for name in ("fast", "quality", "turbo"))
     assert fast.anchors < quality.anchors and fast.top_p < quality.top_p
+    assert turbo == fast.replace(refresh_falls=True)
 
 
-@pytest.mark.parametrize("name", ["paper", "quality", "fast"])
+@pytest.mark.parametrize("name", list(ParkConfig.PROFILES))
 def test_a_profile_is_accepted_where_a_presets_name_is(name):
     made = configured_method("park", name, model="hunyuanvideo", top_p=0.45)
     assert made.config == ParkConfig.profile(name, model="hunyuanvideo", top_p=0.45)
@@ -45,12 +47,17 @@ def test_a_presets_name_still_is_the_preset():
 
 
 def test_an_unknown_name_is_answered_with_profiles_and_presets():
-    with pytest.raises(ValueError, match=r"profile: expected one of fast, hunyuanvideo, paper, quality, .*did you mean fast"):
+    with pytest.raises(
+        ValueError, match=r"profile: expected one of fast, hunyuanvideo, paper, quality, .*did you mean fast"
+    ):
         configured_method("park", "fats")
 
 
 def test_ablations_have_the_profiles_of_park():
-    assert configured_method("park-no-qrkc", "fast").config == ParkConfig.profile("fast", key_metric="euclidean")
+    made, park = configured_method("park-no-qrkc", "fast").config, ParkConfig.profile("fast", model=None)
+    assert (made.to_dict(), made.metric) == (park.to_dict(), KeyMetric(key_metric="euclidean"))
+    studied = configured_method(studied_entry("park-no-qrkc"), "fast").config
+    assert studied == ResearchConfig.profile("fast", key_metric="euclidean")
 
 
 def test_a_profile_survives_a_record():
@@ -88,6 +95,11 @@ def test_a_budget_of_ones_own_holds_for_every_plan():
     assert shipped.refresh_top_p is not None
     for own in (ParkConfig.profile("fast", top_p=0.6), shipped.replace(top_p=0.6)):
         assert own.top_p == 0.6 and own.refresh_top_p is None and own.budget == "error"
+    turbo = ParkConfig.profile("turbo")
+    assert turbo.refresh_falls and not turbo.replace(top_p=0.6).refresh_falls
+    assert not ParkConfig.profile("turbo", anchors=None).refresh_falls
+    with pytest.raises(ValueError, match="refresh_falls: expected False without refresh_top_p"):
+        ParkConfig(refresh_falls=True)
     with pytest.raises(ValueError, match="refresh_top_p: expected None beside top_k"):
         ParkConfig(top_p=None, top_k=0.1, refresh_top_p=0.5)
 
@@ -102,7 +114,9 @@ def test_top_k_in_a_profile_is_a_share_of_each_rows_blocks():
 
 def test_a_short_video_has_fewer_blocks_however_the_config_is_given():
     for tokens in (1_920, 75_600):
-        assert ParkConfig(top_p=0.8).counts(tokens, tokens) == ParkConfig.for_model("wan2.1-14b", top_p=0.8).counts(tokens, tokens)
+        assert ParkConfig(top_p=0.8).counts(tokens, tokens) == ParkConfig.for_model("wan2.1-14b", top_p=0.8).counts(
+            tokens, tokens
+        )
     assert ParkConfig.for_model("wan2.1-14b").counts(1_920, 1_920)[:2] < (128, 512)
 
 
@@ -126,12 +140,12 @@ def test_a_dense_prefix_beside_spread_anchors_is_refused_and_not_dropped(field):
     value = {"dense_fraction": 0.3, "dense_steps": 2, "refresh_interval": 5, "refresh_steps": (3,)}[field]
     for name in ("quality", "fast"):
         with pytest.raises(ValueError, match=f"{field}: expected none with the profile {name}"):
-            ParkConfig.profile(name, **{field: value})
-        assert getattr(ParkConfig.profile(name, anchors=None, **{field: value}), field) == value
-    assert getattr(ParkConfig.profile("paper", **{field: value}), field) == value
+            ResearchConfig.profile(name, **{field: value})
+        assert getattr(ResearchConfig.profile(name, anchors=None, **{field: value}), field) == value
+    assert getattr(ResearchConfig.profile("paper", **{field: value}), field) == value
 
 
-@pytest.mark.parametrize("name", ["paper", "quality", "fast"])
+@pytest.mark.parametrize("name", list(ParkConfig.PROFILES))
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
 def test_with_p_of_one_every_block_is_kept_whatever_the_sign_of_the_scale(name, scale):
     q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
@@ -150,14 +164,12 @@ def test_with_p_of_one_every_block_is_kept_whatever_the_sign_of_the_scale(name, 
         ({"anchors": 6, "dense_fraction": 0.9}, "dense_fraction"),
         ({"anchors": 6, "refresh_interval": 1}, "refresh_interval"),
         ({"refresh_top_p": 0.5}, "refresh_top_p"),
-        ({"top_p": None, "top_k": 0.2, "floor": 0.5}, "floor"),
-        ({"budget": "error"}, "budget"),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused_however_it_is_given(given, named):
     pipe = tiny.wan()
     quality = ParkConfig.profile("quality")
-    told = {"anchors": None, "compensate": False, **given} if named in ("refresh_top_p", "budget") else given
+    told = {"anchors": None, **given} if named == "refresh_top_p" else given
     for give in (
         lambda: ParkConfig(**given),
         lambda: enable(pipe, given),
@@ -173,8 +185,20 @@ def test_fields_that_need_another_go_with_it():
     quality = ParkConfig.profile("quality")
     for made in (quality.replace, lambda **changes: ParkConfig.profile("quality", **changes)):
         assert made(anchors=None).refresh_top_p is None
-        assert made(compensate=False).budget == "mass"
-    assert quality.replace(floor=0.2).replace(top_p=None, top_k=0.1).floor == 0
+        assert made(top_p=None, top_k=0.1).budget == "row"
+
+
+def test_without_stand_ins_the_budget_by_error_is_that_by_mass():
+    q, k, _ = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    plans = [
+        build_plan(q, k, ResearchConfig.profile("fast", compensate=False, budget=name)) for name in ("error", "mass")
+    ]
+    assert torch.equal(plans[0].mask, plans[1].mask)
+
+
+def test_a_floor_beside_top_k_is_refused():
+    with pytest.raises(ValueError, match=r"floor: expected 0 beside top_k=0\.2"):
+        ResearchConfig(top_p=None, top_k=0.2, floor=0.5)
 
 
 @pytest.mark.parametrize("name", ["hunyuan-video", "Hunyuan_Video", "HUNYUANVIDEO"])
@@ -192,7 +216,7 @@ def test_a_model_that_nobody_knows_is_refused_and_not_taken_for_another(method, 
 
 
 @pytest.mark.parametrize("method", ["park", "svg2", "dense"])
-@pytest.mark.parametrize("name", [[], {}, None, 5, "turbo"])
+@pytest.mark.parametrize("name", [[], {}, None, 5, "swift"])
 def test_a_profile_that_nobody_knows_is_refused_by_that_word(method, name):
     config = method_entry(method).config
     for give in (config.named, config.profile):

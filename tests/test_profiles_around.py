@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 STEPS = 8
-BLOCKS = {"query_clusters": 3, "key_clusters": 8, "kmeans_iterations": 2}
+BLOCKS = {"query_clusters": 3, "key_clusters": 8}
 CPU = torch.device("cpu")
 
 
@@ -62,7 +62,9 @@ def offload_sequentially(pipe):
 
 
 def offload_groups(pipe):
-    pipe.transformer.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type="block_level", num_blocks_per_group=1)
+    pipe.transformer.enable_group_offload(
+        onload_device=CPU, offload_device=CPU, offload_type="block_level", num_blocks_per_group=1
+    )
 
 
 def nothing(pipe):
@@ -174,7 +176,9 @@ def run_rank(rank: int, folder: Path, stock: torch.Tensor, alone: torch.Tensor) 
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="ranks are forked, so that nothing is imported twice")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="ranks are forked, so that nothing is imported twice"
+)
 def test_ulysses_on_two_ranks_does_what_one_process_does(tmp_path):
     pipe = tiny.wan(num_attention_heads=4)
     stock = tiny.run_wan(pipe, steps=STEPS)
@@ -242,7 +246,9 @@ FASTER = {"spatial_attention_timestep_skip_range": (-1, -1), "unconditional_batc
 @pytest.mark.parametrize("which", ["quality", "paper"])
 @pytest.mark.parametrize("name", ["cogvideox", "mochi"])
 def test_a_cache_that_skips_the_unconditional_half_leaves_the_other_its_own_plans(name, which):
-    """With every block kept its runs are stock; the conditional branch is filed under one name in a pair and another alone."""
+    """With every block kept its runs are stock; the conditional branch is filed under one name in a pair and another
+    alone.
+    """
     family = families.FAMILIES[name]
     # prompts of one length: nothing but the batch tells the branches of Mochi apart
     inputs = {key: torch.ones_like(x) if key.endswith("attention_mask") else x for key, x in family.inputs().items()}
@@ -255,7 +261,9 @@ def test_a_cache_that_skips_the_unconditional_half_leaves_the_other_its_own_plan
     def run(profiled=None):
         if profiled is not None:
             enable(pipe, profiled)
-        return pipe(**inputs, num_inference_steps=12, generator=torch.Generator().manual_seed(0), output_type="latent").frames
+        return pipe(
+            **inputs, num_inference_steps=12, generator=torch.Generator().manual_seed(0), output_type="latent"
+        ).frames
 
     stock = run()
     torch.testing.assert_close(run(profile(which, top_p=1.0)), stock, rtol=0, atol=2 * tolerance(stock, 64, 12, 6.0))

@@ -14,6 +14,7 @@ from parkattn.ops.permute.definition import gather, scatter
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan, arrange
 from parklab.metrics import retrieval
+from parklab.research import ResearchConfig
 from strategies import attention_cases, cases, half_cases, self_attention_cases
 
 
@@ -26,13 +27,15 @@ def small_config(case, **changes):
         "kmeans_iterations": 2,
         "seed": case.seed % 1000,
     }
-    return ParkConfig(**(settings | changes))
+    return ResearchConfig(**(settings | changes))
 
 
 def attend_in_token_order(q, k, v, query_labels, key_labels, mask, **options):
     """The permutation around `attend`, done with the library's own verbs."""
     queries, keys = arrange(query_labels, mask.shape[2]), arrange(key_labels, mask.shape[3])
-    return scatter(attend(gather(q, queries), gather(k, keys), gather(v, keys), queries, keys, mask, **options), queries)
+    return scatter(
+        attend(gather(q, queries), gather(k, keys), gather(v, keys), queries, keys, mask, **options), queries
+    )
 
 
 def plan_token_mask(plan):
@@ -67,7 +70,9 @@ def test_attend_is_softmax_over_the_selected_blocks(case):
     query_labels, key_labels = case.labels()
     mask = case.block_mask(key_labels)
     out = attend_in_token_order(q, k, v, query_labels, key_labels, mask, scale=case.scale)
-    expected = definitions.per_head(definitions.sparse_attention, q, k, v, query_labels, key_labels, mask, scale=case.scale)
+    expected = definitions.per_head(
+        definitions.sparse_attention, q, k, v, query_labels, key_labels, mask, scale=case.scale
+    )
     assert out.dtype == case.dtype
     within(out, expected, definitions.output_rounding(q, k, v, case.scale, case.dtype))
 
@@ -82,7 +87,9 @@ def test_attend_returns_the_log_of_the_normaliser(case):
     ordered = gather(q, queries), gather(k, keys), gather(v, keys), queries, keys, mask
     out, lse = attend_with_lse(*ordered, scale=case.scale)
     assert torch.equal(out, attend(*ordered, scale=case.scale))
-    expected = definitions.per_head(definitions.sparse_log_normaliser, q, k, query_labels, key_labels, mask, scale=case.scale)
+    expected = definitions.per_head(
+        definitions.sparse_log_normaliser, q, k, query_labels, key_labels, mask, scale=case.scale
+    )
     # The normaliser is returned in float32 whatever the input, so it also carries that rounding of its own size.
     rounding = torch.finfo(torch.float32).eps * max(expected.abs().max().item(), 1.0)
     bound = definitions.weight_rounding(q, k, case.scale, case.dtype) + rounding
@@ -95,7 +102,9 @@ def test_compensated_attend_lets_skipped_blocks_take_part_as_one_token(case):
     q, k, v = case.qkv()
     query_labels, key_labels = case.labels()
     mask = case.block_mask(key_labels)
-    compensate = torch.rand(mask.shape[0], mask.shape[1], mask.shape[3], generator=strategies.generator(case.seed)) < 0.6
+    compensate = (
+        torch.rand(mask.shape[0], mask.shape[1], mask.shape[3], generator=strategies.generator(case.seed)) < 0.6
+    )
     blocks = query_labels, key_labels, mask
     out = attend_in_token_order(q, k, v, *blocks, scale=case.scale, compensate=compensate)
     expected = definitions.per_head(definitions.compensated_attention, q, k, v, *blocks, compensate, scale=case.scale)
@@ -227,7 +236,9 @@ def test_padding_is_never_attended_and_influences_nothing(case, draw):
     assert torch.equal(park_attention(q, *loud, config, text=text, key_valid=valid), out)
     every = park_attention(q, k, v, small_config(case, top_p=1.0), text=text, key_valid=valid)
     allowed = valid[:, None, None].expand(-1, case.heads, case.queries, -1)
-    weights = definitions.per_head(lambda q, k, allowed: definitions.attention_weights(q, k, None, allowed), q, k, allowed)
+    weights = definitions.per_head(
+        lambda q, k, allowed: definitions.attention_weights(q, k, None, allowed), q, k, allowed
+    )
     within(every, weights @ v.double(), definitions.output_rounding(q, k, v, None, case.dtype))
 
 
@@ -283,14 +294,14 @@ def test_non_contiguous_views_give_the_bits_of_contiguous_input(case):
 @cases(10)
 @given(attention_cases())
 def test_the_default_device_is_not_where_anything_happens(case):
-    from parkattn.backend.triton import _first_tokens
+    from parkattn.ops.cluster.kernels import first_tokens
 
     q, k, v = case.qkv()
     config, valid = small_config(case, query_multiple=2, key_multiple=2), case.key_padding()
-    out, first = park_attention(q, k, v, config, key_valid=valid), _first_tokens(k, 2, case.seed, valid)
+    out, first = park_attention(q, k, v, config, key_valid=valid), first_tokens(k, 2, case.seed, valid)
     with torch.device("meta"):
         assert torch.equal(park_attention(q, k, v, config, key_valid=valid), out)
-        assert torch.equal(_first_tokens(k, 2, case.seed, valid), first)
+        assert torch.equal(first_tokens(k, 2, case.seed, valid), first)
 
 
 @cases(30)
@@ -311,12 +322,18 @@ def test_neither_autocast_nor_gradients_change_a_plan_or_an_output(case):
 
 @pytest.mark.parametrize("which", range(3))
 def test_gradients_of_one_side_alone_are_those_of_masked_attention(which):
-    q, k, v = (torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for seed in range(3)
+    )
     config = ParkConfig(query_clusters=4, key_clusters=8, top_p=0.5)
     plan = build_plan(q, k, config)
     masked = {"attn_mask": plan_token_mask(plan).bool()}
     found = []
-    for attention in (lambda *x: park_attention(*x, config, plan=plan), lambda *x: scaled_dot_product_attention(*x, **masked)):
+    for attention in (
+        lambda *x: park_attention(*x, config, plan=plan),
+        lambda *x: scaled_dot_product_attention(*x, **masked),
+    ):
         sides = [x.clone().requires_grad_(place == which) for place, x in enumerate((q, k, v))]
         attention(*sides).square().sum().backward()
         found.append(sides[which].grad)
@@ -374,5 +391,7 @@ def test_compensated_park_is_closer_to_dense_on_clustered_data(name):
     q, k, v = case.qkv()
     chosen = {"top_p": 0.3} if name == "top_p" else {"top_p": None, "top_k": 0.25}
     dense = definitions.per_head(definitions.dense_attention, q, k, v)
-    plain, compensated = ((park_attention(q, k, v, small_config(case, compensate=c, **chosen)) - dense).norm() for c in (False, True))
+    plain, compensated = (
+        (park_attention(q, k, v, small_config(case, compensate=c, **chosen)) - dense).norm() for c in (False, True)
+    )
     assert compensated < plain

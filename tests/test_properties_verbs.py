@@ -186,7 +186,8 @@ def test_more_iterations_never_raise_the_kmeans_objective(case, clusters):
     _, k, _ = case.qkv()
     count = min(clusters, case.keys)
     trail = [
-        definitions.per_head(definitions.euclidean_objective, k, kmeans(k, clusters, iterations=t).labels, count) for t in (1, 2, 4, 8)
+        definitions.per_head(definitions.euclidean_objective, k, kmeans(k, clusters, iterations=t).labels, count)
+        for t in (1, 2, 4, 8)
     ]
     for before, after in itertools.pairwise(trail):
         assert (after - before).max() <= case.keys * distance_rounding(k)
@@ -228,7 +229,10 @@ def test_metric_and_roots_are_their_definitions(case, alpha, draw):
     q, *_ = case.qkv()
     valid = draw.draw(st.sampled_from([None, case.with_(keys=case.queries).key_padding()]))
     expected = torch.stack(
-        [torch.stack([definitions.query_metric(x if valid is None else x[valid[b]]) for x in q[b]]) for b in range(case.batch)]
+        [
+            torch.stack([definitions.query_metric(x if valid is None else x[valid[b]]) for x in q[b]])
+            for b in range(case.batch)
+        ]
     )
     found = query_metric(q, valid=valid)
     size = max(expected.abs().max().item(), 1e-12)

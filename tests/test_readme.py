@@ -38,9 +38,9 @@ def test_every_figure_of_the_first_screen_is_one_of_its_records_or_of_the_paper(
     models = measured_forwards()["models"]
     compiling = [own["compiling_s"] for own in models.values()]
     densities = {name: own["density"] for name, own in models["wan2.1-14b"]["profiles"].items()}
-    own_kernel = composed_run(models["hunyuanvideo"], "hunyuanvideo", steps=50, forwards_per_step=1)["profiles"]["fast"]["speedup"][
-        "own kernel"
-    ]
+    own_kernel = composed_run(models["hunyuanvideo"], "hunyuanvideo", steps=50, forwards_per_step=1)["profiles"][
+        "fast"
+    ]["speedup"]["own kernel"]
     printed = next(row for row in PAPER["tab:main_quality_efficiency"].rows if row[:2] == ("Wan2.1-14B", "PARK"))
     short = {
         setting: statistics.median(
@@ -51,7 +51,9 @@ def test_every_figure_of_the_first_screen_is_one_of_its_records_or_of_the_paper(
     }  # fmt: skip
     for said in (
         f"Compiling takes {min(compiling):.0f} to {max(compiling):.0f} s",
-        f"compute {densities['paper']['reuse']:.0%} of the token pairs, with `fast` {densities['fast']['reuse']:.0%}".replace("%", " %"),
+        f"compute {densities['paper']['reuse']:.0%} of the token pairs, with `fast` {densities['fast']['reuse']:.0%}".replace(
+            "%", " %"
+        ),
         f"compute {densities['quality']['refresh']:.0%} and {densities['fast']['refresh']:.0%}".replace("%", " %"),
         f"`fast` is {own_kernel:.2f}x as fast as our dense kernel",
         f"{float(printed[2]):.1f} dB PSNR against dense at {printed[-1].replace('×', 'x')}",
@@ -65,4 +67,6 @@ def test_every_figure_of_the_first_screen_is_one_of_its_records_or_of_the_paper(
 def test_the_prompts_that_the_small_model_follows_are_those_of_its_card():
     card = (ROOT / "lab/src/parklab/sprites/checkpoint/MODEL_CARD.md").read_text()
     both, motion = re.search(r"^\| 33 x 160 x 256 .* \| \*\*(\d+) %\*\* \| (\d+) % \|$", card, re.MULTILINE).groups()
-    assert f"colour and shape for {both} % of 50 held-out prompts, and the asked motion for {motion} %" in " ".join(README.split())
+    assert f"colour and shape for {both} % of 50 held-out prompts, and the asked motion for {motion} %" in " ".join(
+        README.split()
+    )

@@ -1,11 +1,13 @@
-"""What defines SVG-EAR, SparsePR, Sol-Attn, STA and Radial Attention, checked on their slow restatements."""
+"""What defines SVG-EAR, SparsePR, Sol-Attn, STA, Radial Attention, MC-Sparse and Chipmunk, checked on their slow
+restatements.
+"""
 
 import math
 
 import pytest
 import torch
 
-from restated import radial, sol, sparsepr, sta, svg_ear
+from restated import chipmunk, mc_sparse, radial, sol, sparsepr, sta, svg_ear
 from restated.problem import Problem, dense, lloyd, log_block_error, masked, tokens_by_role
 
 # float64 softmax over at most 100 keys, two ways: a few hundred roundings of 1.1e-16
@@ -17,6 +19,8 @@ SMALL = {
     "sol": (sol.restate, {"block": 4}),
     "sta": (sta.restate, {"tile": (2, 2, 2), "window": (1, 3, 1)}),
     "radial": (radial.restate, {"block": 4, "decay": 0.5, "sink": False}),
+    "mc_sparse": (mc_sparse.restate, {"group": 4, "multiple": 2}),
+    "chipmunk": (chipmunk.restate, {"voxel": (1, 2, 2), "multiple": 2, "top_k": 0.2}),
 }
 DENSE = {
     "svg_ear": {"top_p": 1.0},
@@ -24,6 +28,8 @@ DENSE = {
     "sol": {"tau": -1e6},
     "sta": {"window": (9, 9, 9)},
     "radial": {"block": 1000},
+    "mc_sparse": {"top_k": 1.0},
+    "chipmunk": {"top_k": 1.0},
 }
 UNCORRECTED = {"svg_ear": {"compensate": False}, "sparsepr": {"repair": False}, "sta": {}, "radial": {"block": 2}}
 PROBLEMS = [
@@ -82,6 +88,15 @@ def test_a_setting_that_leaves_nothing_out_is_dense_attention(name, problem):
     if common["key_valid"] is None:
         assert result.allowed.all()
     assert close(result.out, dense(q, k, v, common["key_valid"]))
+
+
+@pytest.mark.parametrize("name", ["mc_sparse", "chipmunk"])
+def test_a_residual_is_what_the_allowed_keys_miss_and_the_next_step_adds_it(name):
+    q, k, v, _ = PROBLEMS[1].inputs()
+    result = run(name, PROBLEMS[1], later=(k, q, v))
+    assert not result.allowed.all()
+    assert close(result.notes["residual"], dense(q, k, v) - masked(q, k, v, result.allowed))
+    assert close(result.notes["later"], masked(k, q, v, result.allowed) + result.notes["residual"])
 
 
 @pytest.mark.parametrize("name", ["sta", "radial"])

@@ -111,8 +111,13 @@ def test_top_k_is_the_first_of_a_stable_sort_with_ties_nan_and_empty_blocks(seed
     for ratio in (0.01, 0.1, 1 / 3, 0.5, 0.999, 1.0):
         kept = select_top_k(importance, ratio, sizes=sizes)
         for head in range(4):
-            weights, occupied = importance.flatten(0, 1)[head], (sizes.flatten(0, 1)[head] > 0).nonzero().flatten().tolist()
+            weights, occupied = (
+                importance.flatten(0, 1)[head],
+                (sizes.flatten(0, 1)[head] > 0).nonzero().flatten().tolist(),
+            )
             count = max(1, math.ceil(len(occupied) * ratio - 1e-9))
             for row, found in zip(weights.tolist(), kept.flatten(0, 1)[head], strict=True):
-                ranked = sorted(occupied, key=lambda block: (-math.inf if math.isnan(row[block]) else -row[block], block))
+                ranked = sorted(
+                    occupied, key=lambda block: (-math.inf if math.isnan(row[block]) else -row[block], block)
+                )
                 assert found.nonzero().flatten().tolist() == sorted(ranked[:count])

@@ -11,6 +11,7 @@ from parkattn import CallSite, Park, ParkConfig
 from parkattn.park import build_plan
 from parkattn.reuse import History, PlanStore, Schedule, pack_bits, unpack_bits
 from parkattn.site import AttentionMethod, SiteKey
+from parklab.research import ResearchConfig
 
 
 def phases(config: ParkConfig, total: int, layer: int = 0, ran=None) -> list[str]:
@@ -45,11 +46,11 @@ def test_short_runs_begin_dense_and_still_refresh(total):
 
 
 def test_explicit_refresh_steps_replace_the_interval():
-    names = phases(ParkConfig(refresh_steps=(10, 30)), 50)
+    names = phases(ResearchConfig(refresh_steps=(10, 30)), 50)
     assert [step for step, name in enumerate(names) if name == "refresh"] == [10, 30]
 
 
-@pytest.mark.parametrize("config", [ParkConfig(), ParkConfig(refresh_steps=(10, 20, 30, 40))])
+@pytest.mark.parametrize("config", [ParkConfig(), ResearchConfig(refresh_steps=(10, 20, 30, 40))])
 def test_a_skipped_refresh_step_is_made_up_at_the_next_step_that_runs(config):
     ran = [step for step in range(50) if step not in (20, 21)]
     names = dict(zip(ran, phases(config, 50, ran=ran), strict=True))
@@ -57,7 +58,7 @@ def test_a_skipped_refresh_step_is_made_up_at_the_next_step_that_runs(config):
 
 
 def test_dense_steps_override_the_fraction_and_last_steps_are_dense():
-    names = phases(ParkConfig(dense_steps=3, dense_last_steps=2), 10)
+    names = phases(ResearchConfig(dense_steps=3, dense_last_steps=2), 10)
     assert names[:3] == ["dense"] * 3 and names[-2:] == ["dense"] * 2 and names[3] == "refresh"
 
 

@@ -1,6 +1,8 @@
 """Configs say what every field of theirs means."""
 
 import ast
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ SOURCES = sorted(path for package in (parkattn, parklab) for path in Path(packag
 
 
 def classes():
-    return [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    return [
+        node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
 
 
 def bases(config):
@@ -37,7 +41,9 @@ def fields(config):
     """name -> whether a string follows."""
     following = zip(config.body, [*config.body[1:], None], strict=True)
     return {
-        node.target.id: isinstance(then, ast.Expr) and isinstance(then.value, ast.Constant) and bool(str(then.value.value).strip())
+        node.target.id: isinstance(then, ast.Expr)
+        and isinstance(then.value, ast.Constant)
+        and bool(str(then.value.value).strip())
         for node, then in following
         if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
     }
@@ -56,3 +62,14 @@ def test_the_configs_of_all_methods_are_looked_at():
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_config_field_is_explained_where_it_is_defined(name):
     assert fields(CONFIGS[name]).keys() <= explained(CONFIGS[name])
+
+
+def test_every_field_of_park_is_a_profiles_a_models_or_named_in_a_page_for_users():
+    """What only research changes is a field of parklab.research.ResearchConfig."""
+    config, root = parkattn.ParkConfig, Path(__file__).parents[1]
+    set_by_us = {name for changes in (*config.PROFILES.values(), *config.PRESETS.values()) for name in changes}
+    pages = [*root.glob("docs/*.md"), root / "README.md"]
+    text = " ".join(path.read_text() for path in pages if path.name not in ("diary.md", "measured.md", "reproduce.md"))
+    fields = {field.name for field in dataclasses.fields(config)}
+    assert {name for name in fields - set_by_us if not re.search(rf"\b{name}\b", text)} == {"long_video_blocks"}
+    assert len(fields) <= 27

@@ -20,7 +20,12 @@ PROJECTS = {
     name: tomllib.loads((ROOT / path).read_text())["project"]
     for name, path in {"parkattn": "pyproject.toml", "parklab": "lab/pyproject.toml"}.items()
 }
-EVERY = [f"{name}[{extra}]" for name, project in PROJECTS.items() for extra in project["optional-dependencies"] if extra != "lab"]
+EVERY = [
+    f"{name}[{extra}]"
+    for name, project in PROJECTS.items()
+    for extra in project["optional-dependencies"]
+    if extra != "lab"
+]
 CONSTRAINTS = ROOT / "constraints.txt"
 THEIRS = {"click", "huggingface-hub", "tokenizers", "pyparsing"}  # required by packages that we require
 PINS = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
@@ -32,7 +37,10 @@ def requirements(*packages: str) -> set[str]:
     for package in packages:
         name, _, extras = package.removesuffix("]").partition("[")
         optional = PROJECTS[name]["optional-dependencies"]
-        lines = [*PROJECTS[name]["dependencies"], *(line for extra in extras.split(",") if extra for line in optional[extra])]
+        lines = [
+            *PROJECTS[name]["dependencies"],
+            *(line for extra in extras.split(",") if extra for line in optional[extra]),
+        ]
         ours = [line for line in lines if line.partition("[")[0] in PROJECTS]
         asked |= {line for line in lines if line not in ours} | (requirements(*ours) if ours else set())
     return asked
@@ -142,23 +150,27 @@ def test_every_pin_is_within_the_bounds_of_the_metadata():
 
 
 def test_what_set_up_installs_is_pinned_to_one_released_version():
-    """The suite turns warnings into errors and compares formatted text: a version that floats breaks it without a change here."""
+    """The suite turns warnings into errors and compares formatted text: a version that floats breaks it without a
+    change here.
+    """
     asked = {re.split(r"[<>=;]", line)[0] for line in requirements("parklab[test]")}
     assert asked | THEIRS == set(PINS)
     assert all(re.fullmatch(r"[\d.]+", pinned) for pinned in PINS.values())  # no local build, such as +cpu
 
 
 def test_every_dependency_names_its_lowest_version():
-    assert not [line for line in requirements("parkattn[video,triton]", "parklab[plots]") if not re.search(r">=\d", line)]
+    assert not [
+        line for line in requirements("parkattn[video,triton]", "parklab[plots]") if not re.search(r">=\d", line)
+    ]
 
 
 def test_the_matrix_names_tests_that_exist():
-    named = set(re.findall(r'"(test_\w+)"', (ROOT / "tools/matrix.py").read_text()))
+    named = set(re.findall(r'"(test_\w+)"', (ROOT / "tools/matrix_environments.py").read_text()))
     assert "test_reuse" in named and not {name for name in named if not (ROOT / f"tests/{name}.py").is_file()}
 
 
 def test_every_extra_has_a_job_in_the_matrix():
-    jobs = (ROOT / "tools/matrix.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}")[0]
+    jobs = (ROOT / "tools/matrix_environments.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}")[0]
     assert {*EVERY, *PROJECTS} == set(re.findall(r'^    "([\w\[\]]*)":', jobs, re.MULTILINE))
 
 

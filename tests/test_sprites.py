@@ -14,7 +14,13 @@ from parklab.sprites.data import ClipSize, render
 from parklab.sprites.evaluation import evaluate
 from parklab.sprites.flow import RADIX
 from parklab.sprites.gradients import orthogonalised
-from parklab.sprites.model import SpriteModelConfig, build_autoencoder, build_pipeline, build_text_encoder, build_tokenizer
+from parklab.sprites.model import (
+    SpriteModelConfig,
+    build_autoencoder,
+    build_pipeline,
+    build_text_encoder,
+    build_tokenizer,
+)
 from parklab.sprites.recipe import TrainConfig, train_scenes
 from parklab.sprites.train import Trainer
 from parklab.sprites.whole_clips import WholeClips
@@ -41,7 +47,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-# --- grammar ---------------------------------------------------------------------------------------------------------------
+# --- grammar
+# ---------------------------------------------------------------------------------------------------------------
 def test_every_sentence_parses_to_its_own_scene():
     scenes = list(grammar.every_scene())
     assert len(scenes) == grammar.SENTENCES == 8 * 6**4
@@ -79,7 +86,8 @@ def test_held_out_sentences_never_train():
         grammar.held_out_scenes(10_000)
 
 
-# --- renderer and rule -----------------------------------------------------------------------------------------------------
+# --- renderer and rule
+# -----------------------------------------------------------------------------------------------------
 def test_clips_are_seeded_and_independent_of_the_global_generator():
     scenes = grammar.held_out_scenes(2)
     torch.manual_seed(1)
@@ -110,7 +118,8 @@ def test_the_rule_is_right_on_true_renders_and_at_chance_on_shuffled_prompts():
         following.look(torch.zeros(5, 32, 32))
 
 
-# --- model and training ----------------------------------------------------------------------------------------------------
+# --- model and training
+# ----------------------------------------------------------------------------------------------------
 def test_whole_clips_equal_the_stock_chunks():
     torch.manual_seed(0)
     stock = build_autoencoder(TINY).double()
@@ -145,7 +154,9 @@ def test_training_embeds_prompts_as_the_pipeline_does(tmp_path):
     rows = (torch.tensor([s.indices for s in scenes]) * RADIX).sum(1)
     with torch.no_grad():
         ours = flow.text_states(torch.cat([rows, torch.tensor([len(flow.token_table) - 1])]), 24)
-        theirs, _ = pipeline.encode_prompt([s.sentence for s in scenes] + [""], do_classifier_free_guidance=False, max_sequence_length=24)
+        theirs, _ = pipeline.encode_prompt(
+            [s.sentence for s in scenes] + [""], do_classifier_free_guidance=False, max_sequence_length=24
+        )
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
@@ -154,7 +165,10 @@ def test_the_untrained_text_encoder_already_tells_word_orders_apart():
     sentences = ["a blue ring bounces over green dots", "a green ring bounces over blue dots"]
     with torch.no_grad():
         first, second = (encoder(**tokenizer(s, return_tensors="pt")).last_hidden_state[0] for s in sentences)
-    for one, other in ((first[1], second[5]), (first[5], second[1])):  # the same word as the sprite's and as the ground's colour
+    for one, other in (
+        (first[1], second[5]),
+        (first[5], second[1]),
+    ):  # the same word as the sprite's and as the ground's colour
         assert (one - other).norm() > 0.2 * one.norm()
 
 
@@ -192,7 +206,9 @@ def test_training_resumes_where_it_stopped_and_exports_a_loadable_folder(tmp_pat
     assert "Does it follow the prompt?" in text
     pipeline = WanPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    frames = pipeline(grammar.EXAMPLE, height=48, width=64, num_frames=5, num_inference_steps=2, guidance_scale=2.0).frames
+    frames = pipeline(
+        grammar.EXAMPLE, height=48, width=64, num_frames=5, num_inference_steps=2, guidance_scale=2.0
+    ).frames
     assert frames.shape == (1, 5, 48, 64, 3)
     with pytest.raises(ValueError, match="seed"):
         Trainer(tmp_path / "resumed", TINY, replace(SMALL, seed=1), torch.device("cpu")).resume()
@@ -221,7 +237,8 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- the shipped checkpoint ------------------------------------------------------------------------------------------------
+# --- the shipped checkpoint
+# ------------------------------------------------------------------------------------------------
 @shipped
 def test_the_shipped_checkpoint_is_small_pickle_free_and_documented():
     files = [file for file in Path(CHECKPOINT).rglob("*") if file.is_file()]

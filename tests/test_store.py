@@ -250,7 +250,8 @@ def test_a_dangling_link_is_not_followed_and_a_fifo_does_not_hang(tmp_path, quie
 
 
 def test_a_name_of_240_letters_works_and_one_that_cannot_be_written_is_found_before_the_work(tmp_path, quiet):
-    from parklab.studio.generate import Request, generate_video
+    from parklab.studio.generate import generate_video
+    from parklab.studio.request import Request
 
     generate_video(Request(prompt=disturb.SENTENCES[0]), tmp_path / ("x" * 240 + ".mp4"))
     assert names(tmp_path) == ["x" * 240 + ".json", "x" * 240 + ".mp4"]
@@ -358,7 +359,9 @@ def test_lines_are_appended_after_a_torn_one_and_not_through_a_link(tmp_path):
     assert record.read_records(path) == [{"a": 1}, {"a": 2}, {"a": 3}] and record.read_records(tmp_path / "none") == []
     for target in ("nothing", "below/results.jsonl"):
         (tmp_path / "link").symlink_to(tmp_path / target)
-        with pytest.raises(OSError, match=r"expected an ordinary file at .*link, got a link; have it removed, or choose"):
+        with pytest.raises(
+            OSError, match=r"expected an ordinary file at .*link, got a link; have it removed, or choose"
+        ):
             record.append_records(tmp_path / "link", [{}])
         (tmp_path / "link").unlink()
     assert not (tmp_path / "nothing").exists() and len(path.read_text().splitlines()) == 4
@@ -367,7 +370,9 @@ def test_lines_are_appended_after_a_torn_one_and_not_through_a_link(tmp_path):
 def test_the_package_has_one_atomic_write():
     renames = r"os\.replace|os\.rename|\.replace\((path|final|out)\)|mkstemp|NamedTemporaryFile|\.partial\""
     rivals = re.compile(renames + r"|save_file|savefig\((?!data|buffer)|\.write_(text|bytes)\(|open\(\"[wax]")
-    sources = [path for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")] if path.name != "files.py"]
+    sources = [
+        path for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")] if path.name != "files.py"
+    ]
     found = {path.name for path in sources if rivals.search(path.read_text())}
     assert found <= {"train.py", "sanitize.py"}, "train.py renames a folder; sanitize.py writes in a folder of tempfile"
 

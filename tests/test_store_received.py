@@ -1,4 +1,6 @@
-"""Folders that came from others, disks that fail halfway, requests that look alike: results stay inside, whole and one's own."""
+"""Folders that came from others, disks that fail halfway, requests that look alike: results stay inside, whole and
+one's own.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ pytest.importorskip("av")
 import campaign_store as campaign
 import disturbed_files as disturb
 from parkattn import files
+from parkattn.methods import method_entry
 from parklab import record
 from parklab.baselines.density_profile import DensityProfile
 from parklab.experiments import reproduce
 from parklab.store import Cell, Making, Store, read_record, sealed
 from parklab.studio import checkpoints, generate
-from parklab.studio.generate import Request
+from parklab.studio.request import Request
 
 REQUEST = Request(prompt=disturb.SENTENCES[0])
 
@@ -77,7 +80,9 @@ def test_what_is_in_the_way_is_named_before_the_work(tmp_path, what):
         folder.mkdir()
     campaign.RECEIVED[what][0](place, outside, files.mark_of("cell a"))
     cell = Cell(name="a", format="test", files=("raw/a.bin",))
-    with pytest.raises((OSError, ValueError), match=r"^out: expected .*(\.park-|raw).*; (have it removed|remove it), or choose"):
+    with pytest.raises(
+        (OSError, ValueError), match=r"^out: expected .*(\.park-|raw).*; (have it removed|remove it), or choose"
+    ):
         Store(place).fill([cell], lambda making: pytest.fail("made in vain"))
 
 
@@ -116,7 +121,9 @@ def test_a_setting_of_null_is_not_the_video_of_the_default(tmp_path, quiet):
 
 
 def test_a_record_without_hashes_is_no_record(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps(sealed({"format": "test", "request": {}, "files": {"absent.bin": None}})))
+    (tmp_path / "a.json").write_text(
+        json.dumps(sealed({"format": "test", "request": {}, "files": {"absent.bin": None}}))
+    )
     assert read_record(tmp_path / "a.json") is None
 
 
@@ -142,7 +149,10 @@ def test_cells_of_another_file_under_the_same_name_are_other_cells(tmp_path, qui
         lab = reproduce.Lab(evaluation, tmp_path / "out")
         request = lab.requests()[0]
         quality = lab.quality_cell(request, "svoo", density=0.5)
-        return {cell.name for cell in (quality, lab._budget_cell(quality), lab.frames_cell(request, "svoo"), lab.times_cell("svoo"))}
+        return {
+            cell.name
+            for cell in (quality, lab._budget_cell(quality), lab.frames_cell(request, "svoo"), lab.times_cell("svoo"))
+        }
 
     asked = profiles(tmp_path)
     before = names()
@@ -154,7 +164,9 @@ def test_cells_of_another_file_under_the_same_name_are_other_cells(tmp_path, qui
 def test_a_file_or_model_that_is_exchanged_during_a_run_is_refused_and_nothing_is_kept(tmp_path, quiet, monkeypatch):
     marks = iter(["0" * 16, "1" * 16])
     monkeypatch.setattr(checkpoints, "fingerprint", lambda folder: next(marks))
-    with pytest.raises(ValueError, match=r"model: expected .* as it was when the run began, got other files; run again"):
+    with pytest.raises(
+        ValueError, match=r"model: expected .* as it was when the run began, got other files; run again"
+    ):
         generate.generate_video(REQUEST, tmp_path / "a.mp4")
     assert not list(tmp_path.iterdir())
 
@@ -162,14 +174,18 @@ def test_a_file_or_model_that_is_exchanged_during_a_run_is_refused_and_nothing_i
 def test_a_profile_that_is_exchanged_before_it_is_read_is_refused(tmp_path):
     asked = profiles(tmp_path)
     asked = dataclasses.replace(asked, steps=1, file_hashes={"density_profile": "0" * 16})
-    config = generate.method_entry("svoo").config(**asked.changes)
-    with pytest.raises(ValueError, match="density_profile: expected the file as it was when the run began, got other bytes"):
+    config = method_entry("svoo").config(**asked.changes)
+    with pytest.raises(
+        ValueError, match="density_profile: expected the file as it was when the run began, got other bytes"
+    ):
         generate.generate_frames(object(), asked, config)
 
 
 def test_a_density_profile_that_is_a_fifo_is_refused_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "p.safetensors")
-    with pytest.raises(ValueError, match=r"expected a file written by DensityProfile.save, got .* \(no ordinary file\)"):
+    with pytest.raises(
+        ValueError, match=r"expected a file written by DensityProfile.save, got .* \(no ordinary file\)"
+    ):
         DensityProfile.load(tmp_path / "p.safetensors")
 
 
@@ -195,12 +211,17 @@ def test_a_lock_of_another_user_is_locked_for_reading_or_named(tmp_path, monkeyp
     with files.locked(tmp_path, "0" * 16) as state:
         assert state == files.HELD
     path.touch()
-    with disturb.disturbed(how=disturb.NFS) as nfs, pytest.raises(OSError, match="got one of another user; have it removed"):
+    with (
+        disturb.disturbed(how=disturb.NFS) as nfs,
+        pytest.raises(OSError, match="got one of another user; have it removed"),
+    ):
         nfs.open = os.open  # refuses writing, as above
         files.locked(tmp_path, "0" * 16).__enter__()
     assert path.exists(), "a lock that is not ours stays"
     refuse({os.O_RDWR, os.O_RDONLY})
-    with pytest.raises(OSError, match=re.escape(f"out: expected a lock at {path}, got one of another user; have it removed")):
+    with pytest.raises(
+        OSError, match=re.escape(f"out: expected a lock at {path}, got one of another user; have it removed")
+    ):
         files.locked(tmp_path, "0" * 16).__enter__()
 
 
@@ -238,14 +259,19 @@ def test_tables_of_an_earlier_report_are_replaced_and_do_not_pile_up(tmp_path):
     said = []
     for seed, names in enumerate((("a", "b"), ("b",), ("a",), ("a", "b"))):
         contents = {f"tables/{name}.csv": f"{name} {seed}".encode() for name in names}
-        Store(tmp_path, said.append).put(Cell(name="report", format="test", files=tuple(contents)), {"format": "test"}, contents)
+        Store(tmp_path, said.append).put(
+            Cell(name="report", format="test", files=tuple(contents)), {"format": "test"}, contents
+        )
     assert not said and sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["a.csv", "b.csv"]
 
 
 def test_lines_that_do_not_all_fit_are_appended_not_at_all(tmp_path):
     path = tmp_path / "results.jsonl"
     record.append_records(path, [{"number": 0}])
-    with files_of_at_most(8192), pytest.raises(OSError, match=r"out: expected room for .*results\.jsonl, got a full disk"):
+    with (
+        files_of_at_most(8192),
+        pytest.raises(OSError, match=r"out: expected room for .*results\.jsonl, got a full disk"),
+    ):
         record.append_records(path, [{"number": number, "text": "x" * 500} for number in range(30)])
     assert path.read_text() == '{"number": 0}\n'
     record.append_records(path, [{"number": 1}])

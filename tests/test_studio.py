@@ -1,9 +1,10 @@
-"""`park generate`, `park compare` and `park ablation` on a tiny pipeline: what is written, repeated, resumed and measured."""
+"""`park generate`, `park compare` and `park ablation` on a tiny pipeline: what is written, repeated, resumed and
+measured.
+"""
 
 import dataclasses
 import itertools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +22,11 @@ from parklab.experiments import ablation
 from parklab.metrics.budget import CLOSE_ENOUGH, solve_budget
 from parklab.metrics.retrieval import attention_recall
 from parklab.scene import clustered_scene
-from parklab.store import Cell, Making, Store, sealed
+from parklab.store import sealed
 from parklab.studio import checkpoints, compare, generate, video
 from parklab.studio.gain import what_was_saved, why_no_gain
-from parklab.studio.generate import Request
 from parklab.studio.observe import Observer, measured, sampled_recall
+from parklab.studio.request import Request, config_for, fit_to_pipeline, understood
 
 CASE = compare.Case("", "a red circle moves right over blue waves", 0)
 SMALL = {"steps": 4, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0}
@@ -37,7 +38,9 @@ def model(tmp_path_factory):
     from parklab.sprites.model import SpriteModelConfig, build_pipeline
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    shape = SpriteModelConfig(heads=2, head_dim=32, layers=2, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
+    shape = SpriteModelConfig(
+        heads=2, head_dim=32, layers=2, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8
+    )
     pipe = build_pipeline(shape)
     # an untrained output layer predicts zero, and every method would give the same frames
     torch.nn.init.normal_(pipe.transformer.proj_out.weight, std=0.5, generator=torch.Generator().manual_seed(0))
@@ -47,7 +50,9 @@ def model(tmp_path_factory):
 
 def asked(model, **changes) -> Request:
     config = {"query_clusters": 2, "key_clusters": 4, "top_p": 0.5}
-    return Request(prompt="a red circle moves right over blue waves", model=str(model), changes=config, **(SMALL | changes))
+    return Request(
+        prompt="a red circle moves right over blue waves", model=str(model), changes=config, **(SMALL | changes)
+    )
 
 
 def test_generate_writes_a_video_and_a_record_that_repeats_it(model, tmp_path):
@@ -56,9 +61,17 @@ def test_generate_writes_a_video_and_a_record_that_repeats_it(model, tmp_path):
     assert made and sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.mp4"]
     assert video.read_mp4(tmp_path / "a.mp4").shape == (5, 32, 48, 3)
     assert record == json.loads((tmp_path / "a.json").read_text())
-    assert [(r.step, r.phase) for r in reports] == [(0, "dense"), (1, "refresh"), (2, "refresh"), (3, "refresh"), (4, "done")]
+    assert [(r.step, r.phase) for r in reports] == [
+        (0, "dense"),
+        (1, "refresh"),
+        (2, "refresh"),
+        (3, "refresh"),
+        (4, "done"),
+    ]
     assert [row["phase"] for row in record["measured"]["steps"]] == ["dense", "refresh", "refresh", "refresh"]
-    assert record["measured"]["density"] == pytest.approx(np.mean([row["density"] for row in record["measured"]["steps"]]))
+    assert record["measured"]["density"] == pytest.approx(
+        np.mean([row["density"] for row in record["measured"]["steps"]])
+    )
     assert 0 < record["measured"]["density_sparse_steps"] < 1
     again = Request(**{name: value for name, value in record["resolved"].items() if name != "config"})
     generate.generate_video(again, tmp_path / "b.mp4")
@@ -78,7 +91,10 @@ def test_a_second_run_is_done_already_and_other_settings_are_refused(model, tmp_
     path.write_bytes(b"cut short")
     assert generate.generate_video(asked(model, seed=1), path, say=said.append)[1] is True
     assert path.read_bytes() == made and (tmp_path / "a.aside-1.mp4").read_bytes() == b"cut short"
-    assert "a.mp4 is not the file that a.json describes; it is made again" in said[0] and "kept as a.aside-1.mp4" in said[1]
+    assert (
+        "a.mp4 is not the file that a.json describes; it is made again" in said[0]
+        and "kept as a.aside-1.mp4" in said[1]
+    )
 
 
 def test_a_record_holds_what_was_left_to_the_pipeline_and_a_missing_video_is_made_again(model, tmp_path):
@@ -93,16 +109,18 @@ def test_a_record_holds_what_was_left_to_the_pipeline_and_a_missing_video_is_mad
 
 def test_a_text_that_would_be_cut_is_refused_and_one_that_just_fits_is_not(model):
     pipe = checkpoints.load_pipeline(model)  # a token a word, and one for the end: 9
-    assert generate.fit_to_pipeline(asked(model, text_tokens=9), pipe).text_tokens == 9
-    with pytest.raises(ValueError, match=r"at least 9 for this prompt, got 8, which would cut it; leave out --text-tokens\."):
-        generate.fit_to_pipeline(asked(model, text_tokens=8), pipe)
+    assert fit_to_pipeline(asked(model, text_tokens=9), pipe).text_tokens == 9
+    with pytest.raises(
+        ValueError, match=r"at least 9 for this prompt, got 8, which would cut it; leave out --text-tokens\."
+    ):
+        fit_to_pipeline(asked(model, text_tokens=8), pipe)
     with pytest.raises(ValueError, match=r"at least 13 for this negative, got 9"):
-        generate.fit_to_pipeline(asked(model, text_tokens=9, guidance=3.0, negative="blue " * 12), pipe)
+        fit_to_pipeline(asked(model, text_tokens=9, guidance=3.0, negative="blue " * 12), pipe)
     # beyond the pipeline's own 512 leaving the option out would not help
     long = dataclasses.replace(asked(model, text_tokens=None), prompt="red " * 512)
     with pytest.raises(ValueError, match=r"at least 513 .* got 512, .*; shorten the prompt, or pass --text-tokens 513"):
-        generate.fit_to_pipeline(long, pipe)
-    assert generate.fit_to_pipeline(dataclasses.replace(long, text_tokens=513), pipe).text_tokens == 513
+        fit_to_pipeline(long, pipe)
+    assert fit_to_pipeline(dataclasses.replace(long, text_tokens=513), pipe).text_tokens == 513
 
 
 def test_the_template_of_hunyuanvideo_is_not_counted_as_prompt():
@@ -128,16 +146,19 @@ def test_an_option_the_pipeline_does_not_know_is_refused_by_name(model):
         def __call__(self, prompt, height=32, width=48, num_frames=5, num_inference_steps=2):
             raise AssertionError
 
-    with pytest.raises(ValueError, match=r"guidance: expected none, since Plain takes no guidance_scale, got 1\.0; leave out --guidance"):
-        generate.fit_to_pipeline(asked(model), Plain())
+    with pytest.raises(
+        ValueError,
+        match=r"guidance: expected none, since Plain takes no guidance_scale, got 1\.0; leave out --guidance",
+    ):
+        fit_to_pipeline(asked(model), Plain())
     with pytest.raises(ValueError, match=r"text_tokens: expected none.*leave out --text-tokens"):
-        generate.fit_to_pipeline(asked(model, guidance=None), Plain())
+        fit_to_pipeline(asked(model, guidance=None), Plain())
 
 
 def test_the_shipped_model_gets_its_grammar_and_another_the_words_as_they_are(model):
     spoken = "A Red circle  moves right over blue waves."
-    assert generate.understood(spoken, checkpoints.find_model(None)) == "a red circle moves right over blue waves"
-    assert generate.understood(spoken, model) == spoken
+    assert understood(spoken, checkpoints.find_model(None)) == "a red circle moves right over blue waves"
+    assert understood(spoken, model) == spoken
 
 
 def test_an_interruption_leaves_nothing_behind(model, tmp_path):
@@ -147,16 +168,6 @@ def test_an_interruption_leaves_nothing_behind(model, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         generate.generate_video(asked(model), tmp_path / "a.mp4", progress=interrupt)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_interruption_while_encoding_leaves_nothing_behind(tmp_path, monkeypatch):
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(video.video_library(), "VideoFrame", SimpleNamespace(from_ndarray=interrupt))
-    with pytest.raises(KeyboardInterrupt), Making(Store(tmp_path), Cell(name="a", format="test", files=("a.mp4",))) as making:
-        making.write("a.mp4", lambda path: video.write_mp4(path, np.zeros((2, 32, 32, 3), np.uint8), 8))
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +190,11 @@ def test_the_observer_measures_the_plans_recall_in_nobodys_time():
 
 def test_a_run_without_dense_calls_times_one_apart_and_one_with_them_none():
     q, k, v, *_ = clustered_scene(heads=2, grid=(4, 8, 8), dim=32)
-    cases = (("quality", {}, 0, 2), ("paper", {"dense_steps": 1}, 2, 0), ("quality", {"dense_layers": (0,), "own_dense": False}, 4, 2))
+    cases = (
+        ("quality", {}, 0, 2),
+        ("paper", {"dense_steps": 1}, 2, 0),
+        ("quality", {"dense_layers": (0,), "own_dense": False}, 4, 2),
+    )
     for profile, changes, by_method, timed in cases:
         asked_for = []
 
@@ -194,7 +209,9 @@ def test_a_run_without_dense_calls_times_one_apart_and_one_with_them_none():
             for step, layer in itertools.product(range(4), range(2)):
                 engine.clock.step = step
                 engine.attend(q, k, v, layer=layer, dense=dense)
-        assert len(asked_for) == by_method + timed and sum(c.stats.phase == "dense" for c in engine.log.calls) == by_method
+        assert (
+            len(asked_for) == by_method + timed and sum(c.stats.phase == "dense" for c in engine.log.calls) == by_method
+        )
         found = measured(engine.log.calls, engine.summary(), observer, [1.0, 2.0, 3.0, 4.0], 4)
         assert found["attention_seconds_saved"] is not None and (3 in observer.measuring) == bool(timed)
         assert found["attention_saved_against"] == ("sample" if timed else "run")
@@ -212,58 +229,14 @@ def test_a_run_that_gains_nothing_says_so_in_one_line_with_what_to_do():
     assert line.endswith("make the video longer or larger, or pass --method dense.") and "\n" not in line
     assert why_no_gain(record("park", 0.1)).startswith("Little is gained")
     against = {"attention_seconds_saved": 2.0, "attention_saved_against": "sample"}
-    assert what_was_saved(against) == "dense attention would take about 2.0 s more, by one dense call that was timed apart"
-    assert what_was_saved({"attention_seconds_saved": None}) == "what was saved is not known, since no dense call was timed"
+    assert (
+        what_was_saved(against) == "dense attention would take about 2.0 s more, by one dense call that was timed apart"
+    )
+    assert (
+        what_was_saved({"attention_seconds_saved": None})
+        == "what was saved is not known, since no dense call was timed"
+    )
     assert [why_no_gain(record(*given)) for given in (("park", 3.0), ("park", None), ("dense", 0.0))] == [None] * 3
-
-
-def test_frames_of_odd_size_are_made_even_and_survive_the_codec(tmp_path):
-    frames = np.zeros((3, 33, 47, 3), np.uint8)
-    frames[:, 8:24, 8:24] = (200, 40, 40)
-    video.write_mp4(tmp_path / "a.mp4", frames, 8)
-    read = video.read_mp4(tmp_path / "a.mp4")
-    assert read.shape == (3, 34, 48, 3)
-    assert np.abs(read[:, 12:20, 12:20].astype(int) - (200, 40, 40)).max() < 16
-    # the index stands before the frames, so that a browser can start at once
-    data = (tmp_path / "a.mp4").read_bytes()
-    assert data.index(b"moov") < data.index(b"mdat")
-
-
-@pytest.mark.parametrize(
-    ("name", "frames", "line"),
-    [
-        ("a.avi", np.zeros((2, 32, 32, 3), np.uint8), r"path: expected a file name ending in \.mp4, got .*a\.avi; rename it\."),
-        ("no/a.mp4", np.zeros((2, 32, 32, 3), np.uint8), r"path: expected a file in a folder that exists, got .*; make .*no first\."),
-        ("a.mp4", np.zeros((2, 32, 32, 3), np.float32), r"frames: expected uint8 .*, got float32 \[2, 32, 32, 3\]; pass as_bytes"),
-        ("a.mp4", np.zeros((32, 32, 3), np.uint8), r"frames: expected uint8 .*, got uint8 \[32, 32, 3\]; pass as_bytes"),
-    ],
-)
-def test_what_cannot_be_an_mp4_is_refused_in_one_line(tmp_path, name, frames, line):
-    with pytest.raises(ValueError, match=line):
-        video.write_mp4(str(tmp_path / name), frames, 8)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("damage", [b"", b"no video", b"\0" * 4096, None], ids=["empty", "text", "zeros", "half"])
-def test_a_broken_video_is_one_line(tmp_path, damage):
-    video.write_mp4(tmp_path / "a.mp4", np.zeros((3, 32, 32, 3), np.uint8), 8)
-    whole = (tmp_path / "a.mp4").read_bytes()
-    (tmp_path / "a.mp4").write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-    with pytest.raises(ValueError, match=r"a\.mp4: expected a whole video, got .*; make it again\."):
-        video.read_mp4(tmp_path / "a.mp4")
-
-
-@pytest.mark.parametrize(("count", "grid"), [(1, (1, 1)), (2, (1, 3)), (3, (2, 2)), (4, (2, 2)), (5, (2, 3)), (7, (3, 3)), (9, (3, 3))])
-def test_no_place_of_the_side_by_side_is_empty(count, grid):
-    names = ["dense", *(f"m{i}" for i in range(1, count))]
-    clips = {name: np.full((1, 32, 32, 3), 100 + i, np.uint8) for i, name in enumerate(names)}
-    sheet = video.side_by_side(clips, "dense")
-    rows, columns = grid
-    assert sheet.shape == (1, rows * (32 + video.LABEL_HEIGHT), columns * 32, 3)
-    places = [sheet[0, (r + 1) * (32 + video.LABEL_HEIGHT) - 1, c * 32] for r in range(rows) for c in range(columns)]
-    # clips first, then differences of the first methods from the reference, four times as strong
-    differences = [video.DIFFERENCE_GAIN * i for i in range(1, rows * columns - count + 1)]
-    assert [int(place[0]) for place in places] == [100 + i for i in range(count)] + differences
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +260,9 @@ def test_compare_writes_everything_and_measures_against_dense(compared):
     assert names <= {p.name for p in out.iterdir()}
     rows = {row["method"]: row for row in report["methods"]}
     assert rows["dense"]["psnr"]["mean"] == 100 and rows["dense"]["density"] == 1 and rows["dense"]["recall"] is None
-    assert rows["park"]["psnr"]["mean"] < 100 and 0 < rows["park"]["recall"]["worst"] <= rows["park"]["recall"]["mean"] < 1
+    assert (
+        rows["park"]["psnr"]["mean"] < 100 and 0 < rows["park"]["recall"]["worst"] <= rows["park"]["recall"]["mean"] < 1
+    )
     assert np.shape(rows["park"]["heat"]["recall"]) == np.shape(rows["park"]["heat"]["density"]) == (2, 2)
     assert sum(rows["park"]["phase_seconds"].values()) == pytest.approx(rows["park"]["seconds"]["denoise"])
     assert (out / "metrics.csv").read_text().splitlines()[2].startswith("park,")
@@ -300,15 +275,24 @@ def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
     out, _ = compared
     before = {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in ("dense", "park-quality")}
     events = []
-    report = compare.compare(asked(model), ["dense", "park", "park-no-pama"], out, announce=lambda *event: events.append(event))
-    assert events == [("dense", "kept"), ("park-quality", "kept"), ("park-no-pama-quality", "start"), ("park-no-pama-quality", "done")]
+    report = compare.compare(
+        asked(model), ["dense", "park", "park-no-pama"], out, announce=lambda *event: events.append(event)
+    )
+    assert events == [
+        ("dense", "kept"),
+        ("park-quality", "kept"),
+        ("park-no-pama-quality", "start"),
+        ("park-no-pama-quality", "done"),
+    ]
     assert before == {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in before}
     assert [row["method"] for row in report["methods"]] == ["dense", "park", "park-no-pama"]
     with pytest.raises(ValueError, match="steps = 4, asked 3"):
         compare.compare(asked(model, steps=3), ["dense", "park"], out)
 
 
-def test_disturbed_steps_are_in_the_metrics_and_a_sentence_in_the_terminal(compared, model, tmp_path, monkeypatch, capsys):
+def test_disturbed_steps_are_in_the_metrics_and_a_sentence_in_the_terminal(
+    compared, model, tmp_path, monkeypatch, capsys
+):
     import shutil
 
     from parklab.studio import commands
@@ -347,10 +331,10 @@ def test_short_videos_keep_the_papers_tokens_per_block_and_a_named_preset_is_tak
     pipe = checkpoints.load_pipeline(model)
     request = dataclasses.replace(asked(model, height=160, width=240, frames=33), changes={})
     assert checkpoints.token_count(pipe, 33, 160, 240) == 5400
-    config = generate.config_for(request, pipe)
+    config = config_for(request, pipe)
     assert (config.query_clusters, config.key_clusters) == (10, 41)
-    assert generate.config_for(dataclasses.replace(request, preset="hunyuanvideo"), pipe).key_clusters == 1024
-    assert generate.config_for(dataclasses.replace(request, frames=337), pipe).key_clusters == 512
+    assert config_for(dataclasses.replace(request, preset="hunyuanvideo"), pipe).key_clusters == 1024
+    assert config_for(dataclasses.replace(request, frames=337), pipe).key_clusters == 512
 
 
 def test_false_position_finds_the_budget_of_a_density():
@@ -365,7 +349,11 @@ def test_ablation_compares_at_equal_density_and_resumes(model, tmp_path, monkeyp
     blocks = {"query_clusters": 2, "key_clusters": 4}
     evaluation = ablation.ablation_of(2, methods=("park", "centroid"), densities=(0.6,), changes=blocks, **size)
     table = ablation.run_ablation(evaluation, tmp_path)
-    assert [(line["method"], line["runs"]) for line in table["lines"]] == [("park", 2), ("centroid", 2), ("dense again", 2)]
+    assert [(line["method"], line["runs"]) for line in table["lines"]] == [
+        ("park", 2),
+        ("centroid", 2),
+        ("dense again", 2),
+    ]
     floor = table["lines"][-1]
     assert floor["psnr"] == 100 and table["lines"][0]["psnr"] < 100
     assert "| dense again | 2 | 100.00 |" in (tmp_path / "table.md").read_text()

@@ -17,31 +17,83 @@ from parklab.studio import checkpoints, commands, compare, generate
 CASES = {
     "a seed no generator takes": (["generate", EXAMPLE, "--seed", str(2**64)], "seed: expected", str(2**64)),
     "a seed below 0": (["generate", EXAMPLE, "--seed", "-1"], "seed: expected at least 0", "-1"),
-    "more steps than schedulers have": (["generate", EXAMPLE, "--steps", "1001"], "steps: expected at most 1000", "got 1001"),
-    "more text than encoders read": (["compare", "--text-tokens", "99999999"], "text_tokens: expected at most 4096", "got 99999999"),
-    "guidance NaN": (["reproduce", "all", "--quick", "--guidance", "1,nan"], "guidance: expected a number from 0 on", "got nan"),
+    "more steps than schedulers have": (
+        ["generate", EXAMPLE, "--steps", "1001"],
+        "steps: expected at most 1000",
+        "got 1001",
+    ),
+    "more text than encoders read": (
+        ["compare", "--text-tokens", "99999999"],
+        "text_tokens: expected at most 4096",
+        "got 99999999",
+    ),
+    "guidance NaN": (
+        ["reproduce", "all", "--quick", "--guidance", "1,nan"],
+        "guidance: expected a number from 0 on",
+        "got nan",
+    ),
     "guidance below 0": (["reproduce", "frontier", "--guidance=-5"], "guidance: expected a number from 0 on", "got -5"),
     "no height": (["generate", EXAMPLE, "--height", "0"], "height: expected at least 1", "0"),
     "a setting nearly right": (["generate", EXAMPLE, "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
-    "a method nearly right": (["generate", EXAMPLE, "--method", "prak"], "method: expected one of", "did you mean park?"),
-    "a word nearly right": (["generate", EXAMPLE.replace("circle", "circel")], "unknown word 'circel'", "did you mean circle?"),
-    "methods nearly right": (["compare", "--methods", "dense,parc"], "methods: expected all or some of", "did you mean park?"),
-    "a prompt and a file of prompts": (["compare", EXAMPLE, "--prompts", "x.txt"], "prompt: expected either", "got both"),
-    "no file of prompts": (["compare", "--prompts", "x.txt"], "prompts: expected a text file", "got x.txt (No such file or directory)"),
-    "a seed and seeds": (["compare", "--seed", "3", "--seeds", "0,1"], "seeds: expected either --seed or --seeds", "got 3 and 0,1"),
+    "a method nearly right": (
+        ["generate", EXAMPLE, "--method", "prak"],
+        "method: expected one of",
+        "did you mean park?",
+    ),
+    "a word nearly right": (
+        ["generate", EXAMPLE.replace("circle", "circel")],
+        "unknown word 'circel'",
+        "did you mean circle?",
+    ),
+    "methods nearly right": (
+        ["compare", "--methods", "dense,parc"],
+        "methods: expected all or some of",
+        "did you mean park?",
+    ),
+    "a prompt and a file of prompts": (
+        ["compare", EXAMPLE, "--prompts", "x.txt"],
+        "prompt: expected either",
+        "got both",
+    ),
+    "no file of prompts": (
+        ["compare", "--prompts", "x.txt"],
+        "prompts: expected a text file",
+        "got x.txt (No such file or directory)",
+    ),
+    "a seed and seeds": (
+        ["compare", "--seed", "3", "--seeds", "0,1"],
+        "seeds: expected either --seed or --seeds",
+        "got 3 and 0,1",
+    ),
     "seeds that are none": (["compare", "--seeds", "0,x"], "seeds: expected whole numbers", "got '0,x'"),
     "one seed twice": (["compare", "--seeds", "1,1"], "seeds: expected each once", "got 1, 1"),
     "no picture": (["compare", "--image", "x.png"], "image: expected a file", "'x.png'"),
-    "no LoRA": (["generate", EXAMPLE, "--lora", "x.safetensors"], "lora: expected a LoRA in a safetensors file", "no such file"),
-    "a pickled LoRA": (["compare", "--lora", "."], "lora: expected a LoRA in a safetensors file", "a pickle can run code"),
-    "a setting of no method": (["compare", "--methods", "dense,park", "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
+    "no LoRA": (
+        ["generate", EXAMPLE, "--lora", "x.safetensors"],
+        "lora: expected a LoRA in a safetensors file",
+        "no such file",
+    ),
+    "a pickled LoRA": (
+        ["compare", "--lora", "."],
+        "lora: expected a LoRA in a safetensors file",
+        "a pickle can run code",
+    ),
+    "a setting of no method": (
+        ["compare", "--methods", "dense,park", "--set", "topp=0.8"],
+        "got topp",
+        "did you mean top_p?",
+    ),
     "a profile nearly right": (
         ["compare", "--profile", "paper,fats"],
         "profile: expected one of paper, quality, fast",
         "did you mean fast?",
     ),
     "no profile": (["compare", "--profile", ","], "profile: expected names separated by commas", "got ','"),
-    "a profile of no method": (["compare", "--methods", "dense", "--profile", "fast"], "profile: expected none", "dense has no profiles"),
+    "a profile of no method": (
+        ["compare", "--methods", "dense", "--profile", "fast"],
+        "profile: expected none",
+        "dense has no profiles",
+    ),
     "no sparse step": (["ablation", "--steps", "1"], "steps: expected more than the 1 that are dense", "got 1"),
     "seeds no generator takes": (["ablation", "--seeds", f"0,{2**64}"], "seeds: expected", str(2**64)),
     "no method": (["ablation", "--methods", ","], "expected", "got ''"),
@@ -84,9 +136,13 @@ def test_a_setting_is_read_as_json_or_as_python_writes_it(text, value):
 
 def test_settings_in_pythons_spelling_are_accepted(tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr("parklab.studio.generate.generate_video", lambda request, out, **_: (seen.update(request.changes), False))
+    monkeypatch.setattr(
+        "parklab.studio.generate.generate_video", lambda request, out, **_: (seen.update(request.changes), False)
+    )
     for words in (["compensate=True", "top_p=.5", "anchors=None"], ["top_p=None", "top_k=0.1"]):
-        monkeypatch.setattr(sys, "argv", ["park", "generate", EXAMPLE, *(word for setting in words for word in ("--set", setting))])
+        monkeypatch.setattr(
+            sys, "argv", ["park", "generate", EXAMPLE, *(word for setting in words for word in ("--set", setting))]
+        )
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 0
@@ -137,12 +193,14 @@ def test_every_way_in_takes_the_same_profile_where_none_is_named(monkeypatch):
         with pytest.raises(LookupError) as asked:
             commands.generate(EXAMPLE, method=method)
         assert asked.value.args == (profile,)
-    assert compare.default_profiles(compare.DEFAULT_METHODS) == compare.default_profiles(["dense", "park"]) == ["quality"]
+    assert (
+        compare.default_profiles(compare.DEFAULT_METHODS) == compare.default_profiles(["dense", "park"]) == ["quality"]
+    )
     assert compare.default_profiles(["dense", "svg2"]) == [] and parkattn.ParkConfig.DEFAULT_PROFILE == "quality"
 
 
 def test_the_command_in_a_record_names_the_profile_that_was_meant(tmp_path):
-    from parklab.studio.generate import Request, repeat_command
+    from parklab.studio.request import Request, repeat_command
 
     def command(**asked) -> str:
         return repeat_command(Request(prompt="a cat", **asked), tmp_path / "a.mp4")

@@ -1,4 +1,6 @@
-"""`park compare` over several profiles, prompts and seeds, from a picture, and with a LoRA: on pipelines of a few thousand weights."""
+"""`park compare` over several profiles, prompts and seeds, from a picture, and with a LoRA: on pipelines of a few
+thousand weights.
+"""
 
 import dataclasses
 import json
@@ -18,8 +20,8 @@ from parklab import cli
 from parklab.sprites.grammar import EXAMPLE
 from parklab.store import sealed
 from parklab.studio import checkpoints, compare, video
-from parklab.studio.generate import Request
 from parklab.studio.page import render_page
+from parklab.studio.request import Request
 from test_studio import asked, model  # noqa: F401 (a fixture)
 
 # numpy's complaint about schedulers of diffusers
@@ -61,7 +63,9 @@ def test_every_prompt_is_made_with_every_seed_in_one_folder(gallery):
     first, second = (video.read_mp4(folder / "out" / case["videos"]["dense"]) for case in cases[:2])
     assert not np.array_equal(first, second)
     lines = (folder / "out" / "metrics.csv").read_text().splitlines()
-    assert len(lines) == 1 + 4 * 2 and {line.rsplit(",", 1)[1] for line in lines[1:]} == {case["name"] for case in cases}
+    assert len(lines) == 1 + 4 * 2 and {line.rsplit(",", 1)[1] for line in lines[1:]} == {
+        case["name"] for case in cases
+    }
 
 
 def test_recall_that_was_not_measured_is_not_taken_for_measured(model, tmp_path):  # noqa: F811
@@ -76,7 +80,8 @@ def test_recall_that_was_not_measured_is_not_taken_for_measured(model, tmp_path)
     del record["measured"]
     path.write_text(json.dumps(sealed(record)))
     with pytest.raises(
-        ValueError, match=r"out: expected .*park-quality.json as park compare writes it, got none of steps; pass --overwrite"
+        ValueError,
+        match=r"out: expected .*park-quality.json as park compare writes it, got none of steps; pass --overwrite",
     ):
         run(request, tmp_path)
 
@@ -171,7 +176,9 @@ def test_the_printed_command_asks_for_the_same_cells(gallery, monkeypatch):
     words = shlex.split(report["command"])
     words[words.index("--out") + 1] = str(folder / "out")
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("the command asks for something else"))
+    monkeypatch.setattr(
+        checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("the command asks for something else")
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (0, None)
@@ -218,7 +225,9 @@ def image_request(folder, **changes) -> Request:
         "dtype": "float32",
         "device": "cpu",
     }
-    return Request(prompt="a cat", model=str(folder), changes={"query_clusters": 2, "key_clusters": 4}, **(small | changes))
+    return Request(
+        prompt="a cat", model=str(folder), changes={"query_clusters": 2, "key_clusters": 4}, **(small | changes)
+    )
 
 
 def test_an_image_to_video_model_begins_with_the_picture(image_model, picture, tmp_path):
@@ -247,7 +256,9 @@ def test_a_picture_and_its_model_belong_together(image_model, model, picture, tm
         match=r"image: expected a picture, which WanImageToVideoPipeline begins with, got none; pass --image",
     ):
         run(image_request(image_model), tmp_path / "a")
-    with pytest.raises(ValueError, match=r"image: expected none, since WanPipeline takes no picture.*leave out --image"):
+    with pytest.raises(
+        ValueError, match=r"image: expected none, since WanPipeline takes no picture.*leave out --image"
+    ):
         run(asked(model, image=str(picture)), tmp_path / "b")
 
 
@@ -264,7 +275,9 @@ def test_a_lora_is_in_every_method_and_another_file_is_another_request(tmp_path)
     made, _, report = run(dataclasses.replace(request, lora=str(file)), tmp_path / "adapted")
     assert made == ["dense", "park-quality"] and "--lora" in report["command"] and report["settings"]["lora_hash"]
     for method in made:
-        assert not np.array_equal(*(video.read_mp4(tmp_path / folder / f"{method}.mp4") for folder in ("plain", "adapted")))
+        assert not np.array_equal(
+            *(video.read_mp4(tmp_path / folder / f"{method}.mp4") for folder in ("plain", "adapted"))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +306,9 @@ def test_a_profile_that_is_added_later_leaves_the_others(profiles, monkeypatch):
     added, kept, report = run(request, out, methods=methods, profiles=["paper", "quality", "fast"])
     assert added == ["park-quality"] and kept == made
     assert [row["name"] for row in report["methods"]] == ["dense", "park-paper", "park-quality", "park-fast", "sta"]
-    monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("one profile is a variant of the several"))
+    monkeypatch.setattr(
+        checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("one profile is a variant of the several")
+    )
     assert run(dataclasses.replace(request, preset="fast"), out, methods=methods)[1] == ["dense", "park-fast", "sta"]
 
 

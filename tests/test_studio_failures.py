@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +22,6 @@ from parklab.sprites import CHECKPOINT
 from parklab.store import Cell, Making, Store
 from parklab.studio import checkpoints, commands, doctor, gain, generate, video
 
-MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 SENTENCE = "a red circle moves right over blue waves"
 
 
@@ -31,7 +29,9 @@ SENTENCE = "a red circle moves right over blue waves"
 def park(monkeypatch, capsys):
     """The command as a user types it: (exit code, stdout, stderr)."""
     if "generate" not in {command.callback.__name__ for command in cli.app.registered_commands}:
-        monkeypatch.setattr(cli.app, "registered_commands", cli.app.registered_commands + commands.app.registered_commands)
+        monkeypatch.setattr(
+            cli.app, "registered_commands", cli.app.registered_commands + commands.app.registered_commands
+        )
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["park", *map(str, arguments)])
@@ -69,10 +69,13 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--height", "100"], "height: expected a multiple of 16 for this model, got 100; try 96."),
         ([SENTENCE, "--width", "8"], "width: expected a multiple of 16 for this model, got 8; try 16."),
         ([SENTENCE, "--frames", "16"], "frames: expected a multiple of 4 plus 1 for this model, got 16; try 17."),
-        ([SENTENCE, "--method", "parc"], "method: expected one of centroid, dense, park"),
-        ([SENTENCE, "--profile", "wan9"], "profile: expected one of paper, quality, fast, hunyuanvideo"),
+        ([SENTENCE, "--method", "parc"], "method: expected one of centroid, chipmunk, dense, mc-sparse, park"),
+        ([SENTENCE, "--profile", "wan9"], "profile: expected one of paper, quality, fast, turbo, hunyuanvideo"),
         ([SENTENCE, "--profile", "fats"], "got 'fats'; did you mean fast?"),
-        ([SENTENCE, "--method", "dense", "--profile", "fast"], "profile: expected none, since dense has no profiles, got 'fast'"),
+        (
+            [SENTENCE, "--method", "dense", "--profile", "fast"],
+            "profile: expected none, since dense has no profiles, got 'fast'",
+        ),
         ([SENTENCE, "--set", "top_q=0.9"], "got top_q; did you mean top_p?"),
         ([SENTENCE, "--set", "top_p"], "--set: expected NAME=VALUE, got 'top_p'"),
         ([SENTENCE, "--device", "cuda:7"], "device: expected one this machine has"),
@@ -82,7 +85,10 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--steps", "0"], "steps: expected at least 1, got 0"),
         ([SENTENCE, "--guidance", "nan"], "guidance: expected a number from 0 on, got nan"),
         ([SENTENCE, "--negative", "blue"], "negative: expected guidance above 1 beside it, got 1.0"),
-        ([SENTENCE, "--text-tokens", "4"], "text_tokens: expected at least 9 for this prompt, got 4, which would cut it; leave out"),
+        (
+            [SENTENCE, "--text-tokens", "4"],
+            "text_tokens: expected at least 9 for this prompt, got 4, which would cut it; leave out",
+        ),
         ([SENTENCE, "--text-tokens", "0"], "text_tokens: expected at least 1, got 0"),
         ([SENTENCE, "--model", "no-such-folder"], "model: expected a diffusers folder or a hub id"),
     ],
@@ -191,7 +197,10 @@ def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # files of this process end here, as on a full disk
     try:
         cell = Cell(name="a", format="test", files=("a.mp4",))
-        with pytest.raises(OSError, match=r"out: expected room for .*a\.mp4, got a full disk"), Making(Store(tmp_path), cell) as making:
+        with (
+            pytest.raises(OSError, match=r"out: expected room for .*a\.mp4, got a full disk"),
+            Making(Store(tmp_path), cell) as making,
+        ):
             making.write("a.mp4", lambda path: video.write_mp4(path, frames, 8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -217,7 +226,16 @@ def test_ctrl_c_is_one_line_and_exit_code_130(park, tmp_path, monkeypatch):
 
 def test_running_out_of_gpu_memory_is_one_line(park, tmp_path, monkeypatch):
     class Full:
-        def __call__(self, height=32, width=48, num_frames=5, num_inference_steps=2, guidance_scale=1.0, max_sequence_length=32, **options):
+        def __call__(
+            self,
+            height=32,
+            width=48,
+            num_frames=5,
+            num_inference_steps=2,
+            guidance_scale=1.0,
+            max_sequence_length=32,
+            **options,
+        ):
             raise torch.OutOfMemoryError
 
         class transformer:  # noqa: N801 (a pipeline's attribute)
@@ -226,9 +244,13 @@ def test_running_out_of_gpu_memory_is_one_line(park, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "load_pipeline", lambda *arguments, **options: Full())
     monkeypatch.setattr(generate, "config_for", lambda *arguments: ParkConfig())
     monkeypatch.setattr(
-        generate, "Session", lambda *arguments, **options: contextlib.nullcontext(SimpleNamespace(engine=SimpleNamespace()))
+        generate,
+        "Session",
+        lambda *arguments, **options: contextlib.nullcontext(SimpleNamespace(engine=SimpleNamespace())),
     )
-    assert holds(refused(park, tmp_path, SENTENCE, "--height", "32", "--width", "48"), "got out of memory; pass --offload model")
+    assert holds(
+        refused(park, tmp_path, SENTENCE, "--height", "32", "--width", "48"), "got out of memory; pass --offload group"
+    )
 
 
 def test_an_ffmpeg_without_h264_is_one_line(park, tmp_path, monkeypatch):
@@ -259,15 +281,16 @@ def test_doctor_fails_when_the_definition_does(park, monkeypatch):
 
 
 def test_the_arithmetic_is_amdahls():
-    video = {"frames": 81, "height": 480, "width": 832}
+    video = {"frames": 49, "height": 480, "width": 832}
     guess = gain.estimate("wan2.1-14b", **video, gpu="H200", guidance=1)
-    n, d, ffn, text = 32_760, 5120, 13_824, 512
+    n, d, ffn, text = 20_280, 5120, 13_824, 512
     attention = 4 * n * n * d
     rest = 8 * n * d * d + (4 * n + 4 * text) * d * d + 4 * n * text * d + 4 * n * d * ffn
     share = attention / (attention + rest)
     assert guess["attention_share"] == pytest.approx(share) and guess["source"] == "arithmetic"
     assert guess["dense_s"]["dense"] == pytest.approx(50 * 40 * (attention + rest) / (989e12 / 2))
-    # of 50 steps paper has 10 dense ones, quality 12 with its anchors, fast 7; densities are those of the measured forwards
+    # of 50 steps paper has 10 dense ones, quality 12 with its anchors, fast 7; densities are those of the measured
+    # forwards
     for name, dense, kept in (("paper", 10, 0.25), ("quality", 12, 0.25), ("fast", 7, 0.1)):
         wanted = 1 / (1 - share * (50 - dense) / 50 * (1 - kept))
         assert guess["profiles"][name]["speedup"]["dense"] == pytest.approx(wanted, rel=0.01)
@@ -277,7 +300,9 @@ def test_the_arithmetic_is_amdahls():
 
 def test_doctor_says_what_was_measured_and_scales_it_by_the_peak_for_other_gpus():
     video = {"frames": 81, "height": 720, "width": 1280}
-    here, other, same = (gain.estimate("wan2.1-14b", **video, gpu=gpu, steps=20) for gpu in ("H200", "4090", "NVIDIA H100 PCIe"))
+    here, other, same = (
+        gain.estimate("wan2.1-14b", **video, gpu=gpu, steps=20) for gpu in ("H200", "4090", "NVIDIA H100 PCIe")
+    )
     assert [each["source"] for each in (here, other, same)] == ["measured", "scaled", "scaled"]
     for name, park in here["profiles"].items():
         assert other["profiles"][name]["seconds"] == pytest.approx(park["seconds"] * 989 / 165)
@@ -291,7 +316,9 @@ def test_doctor_shows_the_profile_that_was_asked_for_alone(park):
     text = " ".join(park("doctor", "--profile", "fast", "--steps", "4", "--guidance", "1", "--gpu", "h200")[1].split())
     assert "4 steps of 1 forward on H200" in text and "with the state of fast" in text and "(estimated)" in text
     assert "1 anchor, 3 refresh" in text and "36 reuse" not in text
-    code, _, error = park("doctor", "--profile", "turbo")
+    turbo = park("doctor", "--profile", "turbo", "--steps", "4", "--guidance", "1", "--gpu", "h200")[1]
+    assert "1 anchor, 3 refresh" in " ".join(turbo.split()) and "with the state of turbo" in " ".join(turbo.split())
+    code, _, error = park("doctor", "--profile", "swift")
     assert code == 2 and holds(error, "profile: expected one of")
 
 
@@ -320,3 +347,23 @@ def test_doctor_fits_80_columns_whole_and_names_the_model_it_estimates(park, mon
     ):
         assert told.replace(" ", "") in words.replace(" ", "")
     assert "the default" not in park("doctor", "--model", "hunyuanvideo")[1]
+
+
+def test_an_estimate_counts_what_forecasts_left_out_or_says_that_nothing_is_known(monkeypatch):
+    known = gain.measured_forwards()
+    phases = {"dense": 1, "anchor": 6, "reuse": 18, "forecast": 25}
+    recorded = {"steps": 50, "forwards_per_step": 2, "tolerance": 0.006, "phases": phases}
+    monkeypatch.setattr(gain, "measured_forwards", lambda: known | {"forecasts": {"fast": [recorded]}})
+    video = {"frames": 81, "height": 720, "width": 1280, "gpu": "H200"}
+    every, some, fewer, other = (
+        gain.estimate("wan2.1-14b", **video, steps=steps, tolerance=tolerance)["profiles"]["fast"]
+        for steps, tolerance in ((50, 0.0), (50, 0.007), (50, 0.005), (20, 0.007))
+    )
+    reuse = known["models"]["wan2.1-14b"]["profiles"]["fast"]["seconds"]["reuse"]
+    assert every["seconds"] - some["seconds"] == pytest.approx(2 * 25 * reuse) and some["no_forecasts"] is None
+    assert fewer["seconds"] == every["seconds"] and "every forward is counted" in fewer["no_forecasts"]
+    assert "in 20 steps of 2" in other["no_forecasts"]
+    # by arithmetic a forecast costs nothing either
+    small = {"frames": 41, "height": 480, "width": 832}
+    some = gain.estimate("wan2.1-14b", **small, tolerance=0.006)["profiles"]["fast"]["speedup"]["dense"]
+    assert some > gain.estimate("wan2.1-14b", **small, tolerance=0)["profiles"]["fast"]["speedup"]["dense"] > 1

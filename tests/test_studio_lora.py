@@ -23,7 +23,9 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A LoRA with alpha = 4 r, saved as diffusers' training scripts save one, and the latents of the pipeline that it came from."""
+    """A LoRA with alpha = 4 r, saved as diffusers' training scripts save one, and the latents of the pipeline that it
+    came from.
+    """
     folder = tmp_path_factory.mktemp("lora")
     pipe = tiny.wan()
     torch.manual_seed(7)
@@ -75,7 +77,9 @@ def test_what_is_no_lora_of_this_model_is_refused_in_one_line(made, tmp_path, ki
         if kind == "metadata":
             metadata[METADATA] = "[" * 10
         if kind == "pattern":
-            metadata[METADATA] = json.dumps({"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.alpha_pattern": {"to_q": 9}})
+            metadata[METADATA] = json.dumps(
+                {"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.alpha_pattern": {"to_q": 9}}
+            )
         if kind == "nan":
             tensors[next(iter(tensors))][0, 0] = float("nan")
         if kind == "other model":
@@ -96,5 +100,7 @@ def test_a_file_that_changed_since_the_run_began_is_refused(made):
 def test_without_peft_the_install_line_is_named(made, monkeypatch):
     pipe = tiny.wan()
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModuleNotFoundError, match=r"peft: expected for LoRA files, got no such package; .*parklab\[lora\]"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"peft: expected for LoRA files, got no such package; .*parklab\[lora\]"
+    ):
         add_lora(pipe, str(made[0] / "told.safetensors"), None)

@@ -85,7 +85,10 @@ def test_branches_share_their_plans_and_not_their_residuals():
     once = dataclasses.replace(size, passes=1)
     fast = ParkConfig.profile("fast", model="wan2.1-14b")
     states = {
-        (shared, rank): [memory.state_gb(fast.replace(share_branches=shared, residual_rank=rank), each, 75_600) for each in (once, size)]
+        (shared, rank): [
+            memory.state_gb(fast.replace(share_branches=shared, residual_rank=rank), each, 75_600)
+            for each in (once, size)
+        ]
         for shared in (True, False)
         for rank in (0, 12)
     }
@@ -137,9 +140,18 @@ def test_doctor_says_what_fits():
 def test_doctor_says_which_parts_a_forward_and_which_a_whole_video_takes():
     found = examine(model="wan2.1-14b", **AT_720P, gpu="H200")
     parts = found["memory"]
-    measured = next(line["memory"]["dense_peak_gb"] for line in records("e2e") if line["model"] == "wan2.1-14b" and not line["compiled"])
+    measured = next(
+        line["memory"]["dense_peak_gb"]
+        for line in records("e2e")
+        if line["model"] == "wan2.1-14b" and not line["compiled"]
+    )
     assert bounds(parts["transformer_forward_gb"], measured)
-    alone = parts["transformer_forward_gb"] + parts["text_encoders_gb"] + parts["autoencoder_gb"] + parts["plans_gb"]["quality"]
+    alone = (
+        parts["transformer_forward_gb"]
+        + parts["text_encoders_gb"]
+        + parts["autoencoder_gb"]
+        + parts["plans_gb"]["quality"]
+    )
     decoding = parts["decode_gb"] - parts["activations_gb"]["stock"] - parts["plans_gb"]["quality"]
     assert parts["peaks_gb"]["bfloat16"] == pytest.approx(alone + max(0, decoding))
     console = Console(width=200, file=io.StringIO())
@@ -155,7 +167,9 @@ def test_one_forward_per_step_keeps_the_state_of_one_branch():
     assert two["plans_gb"]["paper"] == pytest.approx(2 * one["plans_gb"]["paper"])
     light = examine(model="wan2.1-14b", **AT_720P, profile="paper")["memory"]
     saved = two["plans_gb"]["quality"] - two["plans_gb"]["paper"]
-    assert two["peaks_gb"]["bfloat16, model offload"] - light["peaks_gb"]["bfloat16, model offload"] == pytest.approx(saved)
+    assert two["peaks_gb"]["bfloat16, model offload"] - light["peaks_gb"]["bfloat16, model offload"] == pytest.approx(
+        saved
+    )
 
 
 def test_the_shipped_model_needs_no_estimate():

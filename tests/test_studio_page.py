@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,10 @@ from comparison_pages import (
     FRAMES,
     KEYS,
     PHONE,
-    PSNR,
     RED,
     TIMES,
     VERDICT,
     WARNING,
-    WORST,
     at_frame,
     opened,
     picture,
@@ -35,10 +32,6 @@ from comparison_pages import (
     write_page,
 )  # fmt: skip
 from parklab.studio.page import SCRIPTS, render_page
-
-BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-QUIET += ["--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="module")
@@ -50,33 +43,15 @@ def page_file(tmp_path_factory):
 def wide_page(tmp_path_factory):
     """Every method, a long word in the prompt, and times that cannot be trusted."""
     methods = dict.fromkeys(("dense", "park", "park-no-pama", "park-no-qrkc", "centroid"), 0)
-    return write_page(tmp_path_factory.mktemp("wide"), methods, warning=WARNING, prompts=("a " + "very" * 30 + " long word",))[0]
+    return write_page(
+        tmp_path_factory.mktemp("wide"), methods, warning=WARNING, prompts=("a " + "very" * 30 + " long word",)
+    )[0]
 
 
 @pytest.fixture(scope="module")
 def gallery_page(tmp_path_factory):
     prompts = ("a red circle", "a blue square over a long road by the sea", "a third one")
     return write_page(tmp_path_factory.mktemp("gallery"), {"dense": 0, "park": 40, "centroid": 20}, prompts=prompts)[0]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-    if BROWSER is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium, or set PARK_CHROMIUM")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=BROWSER, args=QUIET)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(autouse=True)
-def closed_afterwards(request):
-    """Videos of an earlier test must not go on playing."""
-    yield
-    if "browser" in request.fixturenames:
-        for context in request.getfixturevalue("browser").contexts:
-            context.close()
 
 
 def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
@@ -91,7 +66,9 @@ def test_the_page_holds_its_videos_and_names_nothing_outside(page_file):
 
 def test_no_part_of_the_page_is_long_and_a_number_that_json_lacks_is_left_out():
     folder = Path(importlib.util.find_spec("parklab.studio.page").origin).parent
-    parts = {path.name: path.read_text().splitlines() for path in folder.iterdir() if path.suffix in (".js", ".css", ".html")}
+    parts = {
+        path.name: path.read_text().splitlines() for path in folder.iterdir() if path.suffix in (".js", ".css", ".html")
+    }
     assert set(SCRIPTS) < set(parts) and max(len(lines) for lines in parts.values()) <= 400
     text = render_page({"cases": [{"density": float("nan")}]}, [{}])
     assert '{"cases":[{"density":null}],"stills":[]}' in text
@@ -198,32 +175,6 @@ def test_zoom_enlarges_the_picture_and_the_line_stays_where_it_is(browser, page_
     assert tab.locator("#canvas").bounding_box() == before
 
 
-def test_a_click_on_the_curve_seeks_and_the_worst_frame_is_a_key_away(browser, page_file):
-    tab = opened(browser, page_file[0], **DESKTOP)
-    at_frame(tab, 0)
-    box = tab.locator("#curve").bounding_box()
-    tab.mouse.click(box["x"] + (17 + 0.5) / FRAMES * box["width"], box["y"] + 20)
-    until(tab, f"document.getElementById('clock').textContent === 'frame 18 of {FRAMES}'")
-    assert tab.locator("#curve").get_attribute("aria-valuetext") == f"frame 18 of {FRAMES}, {PSNR[17]:.1f} dB"
-    tab.locator("#curve").focus()
-    tab.keyboard.press("ArrowRight")
-    until(tab, "document.getElementById('curve').getAttribute('aria-valuenow') === '19'")
-    tab.keyboard.press("w")
-    until(tab, f"document.getElementById('clock').textContent.startsWith('frame {WORST + 1} ')")
-    assert "worst, 25.0 dB" in tab.locator("#curve").inner_text()
-
-
-def test_equal_is_explained_and_has_no_curve(browser, tmp_path):
-    page = write_page(tmp_path, {"dense": 0, "park": 0}, equal=("park",))[0]
-    tab = opened(browser, page)
-    assert tab.locator("#figures b").first.inner_text() == "equal"
-    assert "no PSNR to draw" in tab.locator("#curve").inner_text()
-    told = " ".join(tab.locator("#shown").inner_text().split())
-    assert "no 8-bit value of a frame differs" in told
-    assert "What you see is mp4" in told
-    assert "measured on the raw frames" in told
-
-
 def test_the_address_holds_the_view_and_opens_it_again(browser, gallery_page):
     tab = opened(browser, gallery_page, **DESKTOP)
     until(tab, f"{TIMES}.every(t => t > 0)")
@@ -260,7 +211,9 @@ def test_every_key_does_what_the_page_says_and_every_control_can_be_reached(brow
     tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     controls = "[...document.querySelectorAll('button, select, input, a[href], [role=slider], summary')].filter(c => c.offsetParent)"
     count = tab.evaluate(f"{controls}.length")
-    reached = tab.evaluate(f"{controls}.filter(c => {{ c.focus(); return document.activeElement === c && c.tabIndex === 0; }}).length")
+    reached = tab.evaluate(
+        f"{controls}.filter(c => {{ c.focus(); return document.activeElement === c && c.tabIndex === 0; }}).length"
+    )
     assert reached == count > 20 and not tab.failures
 
 
@@ -296,17 +249,6 @@ def test_one_comparison_has_no_gallery(browser, page_file):
     assert tab.locator("#gallery-part").is_hidden() and tab.locator("#case-tools").is_hidden()
 
 
-def test_the_maps_show_layers_by_step_and_by_head(browser, page_file):
-    tab = opened(browser, page_file[0])
-    assert tab.locator(".heat rect").count() == 3 * 4
-    assert tab.locator(".heat rect[fill='var(--line)']").count() == 3  # dense steps
-    assert tab.locator(".heat svg").get_attribute("aria-label") == "recall of PARK, paper by layer and step: mean 0.80, from 0.70 to 0.90"
-    tab.click("[data-heat=density]")
-    assert "density of PARK, paper by layer and step: mean 0.63" in tab.locator(".heat svg").get_attribute("aria-label")
-    tab.click("[data-axis=head]")
-    assert tab.locator(".heat rect").count() == 3 * 2
-
-
 def test_commands_are_copied_and_what_is_shown_is_downloaded(browser, page_file):
     page, clips = page_file
     tab = opened(browser, page, permissions=["clipboard-read", "clipboard-write"], accept_downloads=True, **DESKTOP)
@@ -333,35 +275,6 @@ def test_commands_are_copied_and_what_is_shown_is_downloaded(browser, page_file)
     assert Path(frame.value.path()).read_bytes()[1:4] == b"PNG"
 
 
-def test_a_wide_table_scrolls_in_its_own_box_and_the_page_does_not(browser, wide_page):
-    tab = opened(browser, wide_page, viewport={"width": 375, "height": 812}, is_mobile=True, has_touch=True)
-    box = tab.locator(".scroll:has(#table)")
-    assert tab.evaluate("document.documentElement.scrollWidth") == 375
-    assert tab.evaluate("() => { scrollTo(500, 0); return scrollX; }") == 0
-    assert box.evaluate("b => b.scrollWidth > 2 * b.clientWidth && b.getBoundingClientRect().right <= 375")
-    last, names = tab.locator("#table thead th").last, tab.locator("#table tbody th").first
-    assert last.bounding_box()["x"] > 375
-    box.evaluate("b => { b.scrollLeft = b.scrollWidth; }")
-    assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 375 and tab.evaluate("scrollX") == 0
-    # the names of the methods stay, and leave most of the box to the figures
-    assert names.bounding_box()["x"] == box.bounding_box()["x"] + 1
-    assert names.bounding_box()["width"] < box.bounding_box()["width"] / 2
-    # without a finger: the arrow keys scroll what can be reached by tab
-    box.focus()
-    tab.keyboard.press("ArrowLeft")
-    until(tab, "(b => b.scrollLeft < b.scrollWidth - b.clientWidth)(document.querySelector('.scroll:has(#table)'))")
-    assert tab.locator("#table thead th").all_inner_texts()[:3] == ["method", "PSNR dB", "speed-up"]
-    assert not tab.failures
-
-
-def test_unsteady_times_are_told_beside_the_speed_up(browser, page_file, wide_page):
-    for page, warned in ((wide_page, True), (page_file[0], False)):
-        tab = opened(browser, page, viewport={"width": 375, "height": 812})
-        note, figure = tab.locator("#rough"), tab.locator("#figures b").nth(1).inner_text()
-        assert note.is_visible() == warned and figure == ("≈\u00a01.30×" if warned else "1.30×")
-        assert note.inner_text() == (WARNING if warned else "")
-
-
 @pytest.fixture(scope="module")
 def axe():
     """The text of axe-core."""
@@ -370,7 +283,9 @@ def axe():
         found = importlib.util.find_spec("axe_playwright_python")
         path = Path(found.origin).parent / "axe.min.js" if found is not None and found.origin else None
     if path is None or not Path(path).is_file():
-        pytest.skip("no axe-core on this machine: pip install axe-playwright-python, or npm install axe-core and set PARK_AXE")
+        pytest.skip(
+            "no axe-core on this machine: pip install axe-playwright-python, or npm install axe-core and set PARK_AXE"
+        )
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -383,14 +298,18 @@ def test_axe_has_no_serious_finding(browser, gallery_page, wide_page, axe, size,
     tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     tab.evaluate(axe)
     found = tab.evaluate("axe.run(document).then(r => r.violations)")
-    serious = [(each["id"], each["nodes"][0]["html"][:120]) for each in found if each["impact"] in ("serious", "critical")]
+    serious = [
+        (each["id"], each["nodes"][0]["html"][:120]) for each in found if each["impact"] in ("serious", "critical")
+    ]
     assert not serious, serious
     picture(tab, f"axe-{theme}-{size['viewport']['width']}-{kind}")
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["1440x900", "390x844"])
 def test_profiles_of_one_method_are_told_apart(browser, tmp_path, size):
-    tab = opened(browser, write_page(tmp_path, {"dense": 0, "park-paper": 20, "park-quality": 30, "park-fast": 40})[0], **size)
+    tab = opened(
+        browser, write_page(tmp_path, {"dense": 0, "park-paper": 20, "park-quality": 30, "park-fast": 40})[0], **size
+    )
     assert tab.locator("#b option").all_inner_texts() == ["dense", "PARK, paper", "PARK, quality", "PARK, fast"]
     assert tab.locator("#b").input_value() == "park-quality" and tab.title() == "PARK, quality against dense attention"
     tab.locator("#b").select_option("park-fast")
@@ -398,7 +317,10 @@ def test_profiles_of_one_method_are_told_apart(browser, tmp_path, size):
     assert tab.locator("#verdict").inner_text().startswith("PARK, fast: ")
     tab.locator("#a").select_option("park-paper")
     tab.locator("[data-mode=heat]").click()
-    until(tab, "document.getElementById('canvas').getAttribute('aria-label') === 'luma difference of PARK, paper and PARK, fast'")
+    until(
+        tab,
+        "document.getElementById('canvas').getAttribute('aria-label') === 'luma difference of PARK, paper and PARK, fast'",
+    )
     assert tab.locator("#title").inner_text() == tab.title() == "PARK, fast against PARK, paper"
     assert tab.evaluate("document.documentElement.scrollWidth") <= size["viewport"]["width"] and not tab.failures
     picture(tab, f"profiles-{size['viewport']['width']}")

@@ -26,7 +26,9 @@ def test_other_bytes_than_those_of_the_request_are_refused(tmp_path):
     Image.new("RGB", (8, 8)).save(path)
     known = picture_hash(str(path))
     Image.new("RGB", (8, 8), "red").save(path)
-    with pytest.raises(ValueError, match=r"image: expected .*a\.png as it was when the run began, got other bytes; run again\."):
+    with pytest.raises(
+        ValueError, match=r"image: expected .*a\.png as it was when the run began, got other bytes; run again\."
+    ):
         load_picture(str(path), 8, 8, known)
 
 
@@ -54,6 +56,8 @@ def test_what_is_no_whole_picture_of_a_known_format_is_refused_in_one_line(tmp_p
         path.mkdir()
     elif kind != "absent":
         whole = whole_png(tmp_path)
-        path.write_bytes({"text": b"no picture", "empty": b"", "cut": whole[: len(whole) // 2], "huge": huge_png()}[kind])
+        path.write_bytes(
+            {"text": b"no picture", "empty": b"", "cut": whole[: len(whole) // 2], "huge": huge_png()}[kind]
+        )
     with pytest.raises(ValueError, match=r"^image: expected .*, got .*; (convert it|check the path)\.$"):
         picture_hash(str(path))

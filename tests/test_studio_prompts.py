@@ -14,8 +14,8 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 import tiny_pipelines as tiny
 from parklab.studio import prompts
-from parklab.studio.generate import Request
 from parklab.studio.prompts import Shard, generate_videos
+from parklab.studio.request import Request
 
 PROMPTS = ["a cat", "a dog runs", "two ships\u2014at sea"]
 SMALL = {"steps": 2, "height": 32, "width": 32, "frames": 5, "text_tokens": 32, "guidance": 1.0}
@@ -42,7 +42,9 @@ def asked(model, **changes) -> Request:
 
 def contents(folder) -> dict[str, bytes]:
     """Records hold times and are left out."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".mp4" or path.name == prompts.INDEX}
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".mp4" or path.name == prompts.INDEX
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +60,30 @@ def alone(model, tmp_path_factory):
 
 def test_two_processes_make_the_files_of_one(model, file, alone, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-c", "from parklab.cli import main; main()", "generate", "--prompts", str(file), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-c",
+        "from parklab.cli import main; main()",
+        "generate",
+        "--prompts",
+        str(file),
+        "--out",
+        str(out),
+    ]
     command += ["--model", str(model), "--device", "cpu", "--set", "query_clusters=2", "--set", "key_clusters=4"]
     command += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     workers = []
     for rank in (0, 1):
-        told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        workers.append(subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        told = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        workers.append(
+            subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     said = [worker.communicate(timeout=300) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
     assert contents(out) == alone[1]
@@ -103,12 +122,16 @@ def test_finished_items_are_kept_interrupted_ones_made_again_and_new_lines_added
     before = kept.stat().st_mtime_ns
     file.write_text("\n".join(["a new first line", *PROMPTS]), encoding="utf-8")
     said = []
-    outcome = generate_videos(asked(model), file, out, finished=lambda item, place, of, record: said.append((item.prompt, place, of)))
+    outcome = generate_videos(
+        asked(model), file, out, finished=lambda item, place, of, record: said.append((item.prompt, place, of))
+    )
     assert said == [("a new first line", 1, 2), (PROMPTS[0], 2, 2)]
     assert (outcome.made, outcome.kept, outcome.index) == (2, 2, out / prompts.INDEX)
     assert kept.stat().st_mtime_ns == before
     made = contents(out)
-    assert {name: made[name] for name in alone[1] if name != prompts.INDEX} == {n: b for n, b in alone[1].items() if n != prompts.INDEX}
+    assert {name: made[name] for name in alone[1] if name != prompts.INDEX} == {
+        n: b for n, b in alone[1].items() if n != prompts.INDEX
+    }
     assert len(json.loads(made[prompts.INDEX])["videos"]) == 4
     with pytest.raises(ValueError, match=r"seed = 0, asked 1.*--overwrite"):
         generate_videos(asked(model, seed=1), file, out)
@@ -117,7 +140,9 @@ def test_finished_items_are_kept_interrupted_ones_made_again_and_new_lines_added
 def test_a_prompt_that_would_be_cut_is_found_before_the_first_video(model, file, tmp_path):
     # one token a byte and one for the end: 6, 11 and 19
     assert file.read_text(encoding="utf-8").splitlines()[4] == PROMPTS[2]
-    with pytest.raises(ValueError, match=r"prompts\.txt line 5: text_tokens: expected at least 19 for this prompt, got 18"):
+    with pytest.raises(
+        ValueError, match=r"prompts\.txt line 5: text_tokens: expected at least 19 for this prompt, got 18"
+    ):
         generate_videos(asked(model, text_tokens=18), file, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     with pytest.raises(ValueError, match=r"^height: expected a multiple of 16"):  # no line's fault
@@ -168,12 +193,17 @@ def test_only_ends_of_lines_end_a_prompt_and_a_mark_of_the_encoding_is_none_of_i
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff# two cats\r\na\u2028cat\rthe\x85dog\x0cruns\n  # nobody\n\n\u732b #2\n".encode())
     found = prompts.read_prompts(file)
-    assert [(item.line, item.prompt) for item in found] == [(2, "a\u2028cat"), (3, "the\x85dog\x0cruns"), (6, "\u732b #2")]
+    assert [(item.line, item.prompt) for item in found] == [
+        (2, "a\u2028cat"),
+        (3, "the\x85dog\x0cruns"),
+        (6, "\u732b #2"),
+    ]
 
 
 def test_other_bad_input_is_one_line_before_a_model_is_loaded(model, file, tmp_path, monkeypatch):
     with pytest.raises(
-        ValueError, match=r"prompts: expected a text file with one prompt per line, got .*missing.txt \(No such file or directory\); check"
+        ValueError,
+        match=r"prompts: expected a text file with one prompt per line, got .*missing.txt \(No such file or directory\); check",
     ):
         prompts.read_prompts(tmp_path / "missing.txt")
     file.write_bytes(b"\xff\xfe")
@@ -183,7 +213,10 @@ def test_other_bad_input_is_one_line_before_a_model_is_loaded(model, file, tmp_p
     with pytest.raises(ValueError, match=r"prompts.txt line 2: prompt"):
         generate_videos(Request(prompt=""), file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    for told, message in (({"RANK": "1"}, "expected whole numbers"), ({"RANK": "2", "WORLD_SIZE": "2"}, "expected 0 to WORLD_SIZE - 1")):
+    for told, message in (
+        ({"RANK": "1"}, "expected whole numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "expected 0 to WORLD_SIZE - 1"),
+    ):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
         for name, value in told.items():

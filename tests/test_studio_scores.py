@@ -10,7 +10,12 @@ from parklab.studio.scores import over_cases, variant_label, verdict, why_not_co
 def row(frames, wanted, **changes) -> dict:
     psnr = psnr_per_frame(frames, wanted)
     equal = sum(np.array_equal(*pair) for pair in zip(frames, wanted, strict=True))
-    found = {"label": "PARK, fast", "speedup": 1.27, "equal_frames": equal, "worst_frame": worst_frame(psnr, frames, wanted)}
+    found = {
+        "label": "PARK, fast",
+        "speedup": 1.27,
+        "equal_frames": equal,
+        "worst_frame": worst_frame(psnr, frames, wanted),
+    }
     return found | {"psnr": {"mean": float(np.mean(psnr)), "worst": min(psnr), "per_frame": psnr}} | changes
 
 
@@ -50,7 +55,11 @@ def test_the_verdict_names_speed_worst_frame_and_place(clip):
 
 @pytest.mark.parametrize(
     ("other", "why"),
-    [({}, None), ({"threads": 2}, "made with 2 threads, dense with 1"), ({"cpu": "B", "threads": 2}, "made on another machine")],
+    [
+        ({}, None),
+        ({"threads": 2}, "made with 2 threads, dense with 1"),
+        ({"cpu": "B", "threads": 2}, "made on another machine"),
+    ],
 )
 def test_a_speed_that_cannot_be_compared_says_why(clip, other, why):
     here = {"cpu": "A", "threads": 1, "gpu": None}

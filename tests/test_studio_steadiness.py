@@ -14,7 +14,9 @@ def run(dense: list[float], around: list[float] = (), attention: list[float] | N
     """Steps: dense ones with their seconds, then sparse ones with the seconds outside of attention and in it."""
     attention = [0.5] * len(around) if attention is None else attention
     rows = [{"phase": "dense", "seconds": s, "attention_seconds": s / 2} for s in dense]
-    return rows + [{"phase": "reuse", "seconds": a + b, "attention_seconds": b} for a, b in zip(around, attention, strict=True)]
+    return rows + [
+        {"phase": "reuse", "seconds": a + b, "attention_seconds": b} for a, b in zip(around, attention, strict=True)
+    ]
 
 
 def compared(dense: list[dict], park: list[dict], speedup: float | None = 1.3) -> list[dict]:
@@ -42,7 +44,12 @@ def test_density_that_changes_from_step_to_step_is_no_unsteadiness():
     ("dense", "park", "share", "said"),
     [
         # one step of eight that hung: 12 s too much of 28
-        (run([2.0] * 7 + [14.0]), QUIET[1], 12 / 28, "in the run of dense, steps of equal work differed by 43% on average"),
+        (
+            run([2.0] * 7 + [14.0]),
+            QUIET[1],
+            12 / 28,
+            "in the run of dense, steps of equal work differed by 43% on average",
+        ),
         # another job during half of the sparse steps: 3 s too much of 3 + 6 + 4
         (
             QUIET[0],
@@ -51,7 +58,12 @@ def test_density_that_changes_from_step_to_step_is_no_unsteadiness():
             "in the run of PARK, fast, steps of equal work differed by 23% on average",
         ),
         # another job all through one run: nothing differs inside of it
-        (QUIET[0], run([3.0] * 2, [1.5] * 6), 0.5, "dense steps in the run of PARK, fast and in that of dense differed by 50%"),
+        (
+            QUIET[0],
+            run([3.0] * 2, [1.5] * 6),
+            0.5,
+            "dense steps in the run of PARK, fast and in that of dense differed by 50%",
+        ),
     ],
 )
 def test_each_kind_of_disturbance_is_seen_and_named(dense, park, share, said):
@@ -69,7 +81,10 @@ def test_without_a_speed_up_there_is_nothing_to_warn_of():
     dense, park = run([2.0] * 7 + [14.0]), QUIET[1]
     assert timing_warning(compared(dense, park, speedup=None)) is None
     assert timing_warning(compared(dense, park)[:1]) is None
-    assert steadiness(park, None)["dense_apart"] is None and steadiness([], dense) == {"step_spread": None, "dense_apart": None}
+    assert steadiness(park, None)["dense_apart"] is None and steadiness([], dense) == {
+        "step_spread": None,
+        "dense_apart": None,
+    }
 
 
 def test_the_demo_on_record_was_measured_on_a_quiet_machine():

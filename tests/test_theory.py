@@ -125,7 +125,9 @@ def test_stabilised_objective_is_the_blend_of_response_and_euclidean(kind, alpha
 
 
 def test_stabilised_metric_of_zero_queries_is_the_floor_times_identity():
-    metric = stabilise(query_metric(torch.zeros(1, 2, 7, 16, dtype=torch.float64)), alpha=0.05, epsilon=1e-6, s_min=1e-3)
+    metric = stabilise(
+        query_metric(torch.zeros(1, 2, 7, 16, dtype=torch.float64)), alpha=0.05, epsilon=1e-6, s_min=1e-3
+    )
     close(metric, (0.05 + 1e-6) * 1e-3 * torch.eye(16, dtype=torch.float64).expand(1, 2, 16, 16))
 
 
@@ -208,7 +210,8 @@ def test_explicit_hessian_is_the_derivative_of_the_block_weight(kind):
     for block in range(case.key_blocks):
         inside = definitions.members(labels[0, 0], block)
         derived = torch.autograd.functional.hessian(
-            lambda query, inside=inside: torch.softmax(k[0, 0] @ query / math.sqrt(case.dim), 0)[inside].sum(), q[0, 0, 0]
+            lambda query, inside=inside: torch.softmax(k[0, 0] @ query / math.sqrt(case.dim), 0)[inside].sum(),
+            q[0, 0, 0],
         )
         close(definitions.query_hessian(q[0, 0, 0], k[0, 0], labels[0, 0], block), derived)
 

@@ -1,4 +1,6 @@
-"""Tiny pipelines of the whole family: stock diffusers pipelines, random weights, embeddings given instead of text encoders."""
+"""Tiny pipelines of the whole family: stock diffusers pipelines, random weights, embeddings given instead of text
+encoders.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WORDS, WIDTH = 16, 16
 
 @dataclass(frozen=True)
 class Family:
-    """build() -> pipeline; inputs(): what a call needs besides steps and generator; forwards: of the transformer per step."""
+    """build() -> pipeline; inputs(): what a call needs besides steps and generator; forwards: of the transformer per
+    step.
+    """
 
     build: Callable[[], Any]
     inputs: Callable[[], dict[str, Any]]
@@ -55,7 +59,11 @@ def embeds() -> dict[str, torch.Tensor]:
 
 
 def masked_embeds() -> dict[str, torch.Tensor]:
-    return {**embeds(), "prompt_attention_mask": SOME_WORDS, "negative_prompt_attention_mask": torch.ones_like(SOME_WORDS)}
+    return {
+        **embeds(),
+        "prompt_attention_mask": SOME_WORDS,
+        "negative_prompt_attention_mask": torch.ones_like(SOME_WORDS),
+    }
 
 
 def quiet(pipe: Any) -> Any:
@@ -82,7 +90,9 @@ def wan_i2v():
 
     transformer = tiny.wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=48)
     torch.manual_seed(0)
-    small = CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, patch_size=14)
+    small = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, patch_size=14
+    )
     parts = {"image_processor": CLIPImageProcessor(), "image_encoder": CLIPVisionModel(small).eval()}
     return without_text("WanImageToVideoPipeline", transformer, unipc(), tiny.wan_vae(), **parts)
 
@@ -118,9 +128,13 @@ def skyreels(cls: str = "SkyReelsV2Pipeline", **sizes: Any):
 
 def hunyuan_i2v(kind: str):
     channels = 33 if kind == "latent_concat" else 16
-    transformer = tiny.hunyuan_transformer(image_condition_type=kind, in_channels=channels, guidance_embeds=kind == "token_replace")
+    transformer = tiny.hunyuan_transformer(
+        image_condition_type=kind, in_channels=channels, guidance_embeds=kind == "token_replace"
+    )
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=16, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=16, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
     parts = {"text_encoder_2": None, "tokenizer_2": None, "image_processor": None}
     return without_text("HunyuanVideoImageToVideoPipeline", transformer, euler(), vae.eval(), **parts)
 
@@ -136,7 +150,9 @@ def hunyuan15(**guidance: Any):
         in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2, num_refiner_layers=1, mlp_ratio=1.0,
         patch_size=1, text_embed_dim=WIDTH, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(4, 6, 6), target_size=64,
     ).eval()  # fmt: skip
-    vae = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1)
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
+    )
     parts = {"text_encoder_2": None, "tokenizer_2": None}
     guider = guidance.get("guider") or diffusers.ClassifierFreeGuidance(guidance_scale=6.0)
     pipe = without_text("HunyuanVideo15Pipeline", transformer, euler(), vae.eval(), **parts, guider=guider)
@@ -148,7 +164,10 @@ def hunyuan15_inputs():
     found = {"height": 64, "width": 64, "num_frames": 9}
     for sign, seed in (("", 1), ("negative_", 5)):
         found |= {f"{sign}prompt_embeds": words(seed), f"{sign}prompt_embeds_mask": SOME_WORDS}
-        found |= {f"{sign}prompt_embeds_2": noise(1, 4, 8, seed=seed), f"{sign}prompt_embeds_mask_2": torch.tensor([[1, 1, 0, 0]])}
+        found |= {
+            f"{sign}prompt_embeds_2": noise(1, 4, 8, seed=seed),
+            f"{sign}prompt_embeds_mask_2": torch.tensor([[1, 1, 0, 0]]),
+        }
     return found
 
 
@@ -176,6 +195,10 @@ FAMILIES = {
     "hunyuan i2v, token replace": Family(lambda: hunyuan_i2v("token_replace"), hunyuan_i2v_inputs, forwards=2),
     "hunyuan 1.5": Family(hunyuan15, hunyuan15_inputs, forwards=2),
     "cogvideox": Family(cogvideox, lambda: {**SIZE, **embeds(), "guidance_scale": 6.0}, batch=2),
-    "ltx": Family(ltx, lambda: {"height": 128, "width": 128, "num_frames": 17, **masked_embeds(), "guidance_scale": 3.0}, batch=2),
-    "mochi": Family(mochi, lambda: {"height": 64, "width": 64, "num_frames": 13, **masked_embeds(), "guidance_scale": 4.5}, batch=2),
+    "ltx": Family(
+        ltx, lambda: {"height": 128, "width": 128, "num_frames": 17, **masked_embeds(), "guidance_scale": 3.0}, batch=2
+    ),
+    "mochi": Family(
+        mochi, lambda: {"height": 64, "width": 64, "num_frames": 13, **masked_embeds(), "guidance_scale": 4.5}, batch=2
+    ),
 }

@@ -1,4 +1,5 @@
-"""Random transformers of the classes that came after the first ones: class -> (sizes, arguments of one forward, text span).
+"""Random transformers of the classes that came after the first ones: class -> (sizes, arguments of one forward, text
+span).
 
 3 x 4 x 4 video tokens each, history apart. A release of diffusers that lacks a class leaves it out.
 """
@@ -15,7 +16,15 @@ from tiny_pipelines import diffusers, noise
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 CHANNELS = {"in_channels": 4, "out_channels": 4}
 WAN = {**HEADS, **CHANNELS, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
-DUAL = {**HEADS, **CHANNELS, "num_layers": 1, "num_single_layers": 2, "mlp_ratio": 1.0, "text_embed_dim": 16, "rope_axes_dim": (4, 6, 6)}
+DUAL = {
+    **HEADS,
+    **CHANNELS,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "mlp_ratio": 1.0,
+    "text_embed_dim": 16,
+    "rope_axes_dim": (4, 6, 6),
+}
 KANDINSKY = {
     "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 16, "time_dim": 16, "model_dim": 32, "ff_dim": 32,
     "num_text_blocks": 1, "axes_dims": (4, 6, 6),
@@ -24,11 +33,18 @@ KANDINSKY = {
 
 def video(*shape: int) -> dict[str, Any]:
     """hidden_states, timestep and 16 words."""
-    return {"hidden_states": noise(1, *shape), "timestep": torch.tensor([500.0]), "encoder_hidden_states": noise(1, 16, 16, seed=1)}
+    return {
+        "hidden_states": noise(1, *shape),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": noise(1, 16, 16, seed=1),
+    }
 
 
 def wan_animate() -> tuple[dict[str, Any], dict[str, Any]]:
-    motion = {f"motion_{name}": size for name, size in (("encoder_size", 16), ("style_dim", 8), ("dim", 4), ("encoder_dim", 16))}
+    motion = {
+        f"motion_{name}": size
+        for name, size in (("encoder_size", 16), ("style_dim", 8), ("dim", 4), ("encoder_dim", 16))
+    }
     sizes = {
         **WAN, "in_channels": 12, "latent_channels": 4, "image_dim": 8, "rope_max_seq_len": 32, "face_encoder_hidden_dim": 16,
         "face_encoder_num_heads": 2, "inject_face_latents_blocks": 2, "motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16}, **motion,
@@ -49,7 +65,10 @@ def ltx2(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16, "num_layers": 2, "caption_channels": 16,
         "rope_double_precision": False, "gated_attn": True, "audio_gated_attn": True, "perturbed_attn": True, "rope_type": "split", **changes,
     }  # fmt: skip
-    words, heard = {f"{kind}encoder_hidden_states": noise(1, 8, 16, seed=1) for kind in ("", "audio_")}, torch.ones(1, 8)
+    words, heard = (
+        {f"{kind}encoder_hidden_states": noise(1, 8, 16, seed=1) for kind in ("", "audio_")},
+        torch.ones(1, 8),
+    )
     inputs = {
         **words,
         **{f"{kind}encoder_attention_mask": heard for kind in ("", "audio_")},
@@ -92,7 +111,9 @@ def helios() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def cosmos(image: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """2.5 has a mask channel of given frames, and attends to an image's tokens too. Its padding mask, which needs torchvision, is off."""
+    """2.5 has a mask channel of given frames, and attends to an image's tokens too. Its padding mask, which needs
+    torchvision, is off.
+    """
     sizes = {
         **HEADS, **CHANNELS, "num_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (8, 16, 16),
         "patch_size": (1, 2, 2), "rope_scale": (2.0, 1.0, 1.0), "concat_padding_mask": False,
@@ -114,7 +135,12 @@ def cosmos3() -> tuple[dict[str, Any], dict[str, Any]]:
     }  # fmt: skip
     frames, seconds = torch.arange(3), torch.arange(5)
     places = torch.cat(
-        [torch.arange(8).expand(3, 8), 8 + torch.cartesian_prod(*map(torch.arange, (3, 4, 4))).T, 8 + seconds.expand(3, 5)], 1
+        [
+            torch.arange(8).expand(3, 8),
+            8 + torch.cartesian_prod(*map(torch.arange, (3, 4, 4))).T,
+            8 + seconds.expand(3, 5),
+        ],
+        1,
     )
     inputs = {
         "input_ids": torch.arange(8), "text_indexes": torch.arange(8), "position_ids": places, "und_len": 8, "sequence_length": 61,
@@ -153,26 +179,57 @@ def minimax_h3() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def kandinsky5() -> dict[str, Any]:
     places = [torch.arange(size) for size in (3, 4, 4)]
-    return {**video(3, 8, 8, 4), "pooled_projections": noise(1, 16), "visual_rope_pos": places, "text_rope_pos": torch.arange(16)}
+    return {
+        **video(3, 8, 8, 4),
+        "pooled_projections": noise(1, 16),
+        "visual_rope_pos": places,
+        "text_rope_pos": torch.arange(16),
+    }
 
 
 def newer() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], slice | None]]:
     """name -> class, sizes, arguments, text span."""
     words = {"encoder_attention_mask": (torch.arange(16) < 9)[None]}
     few = torch.full((1, 3), 500.0)
-    cogvideox = {**HEADS, **CHANNELS, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 2, "sample_width": 8, "sample_height": 8}
+    cogvideox = {
+        **HEADS,
+        **CHANNELS,
+        "time_embed_dim": 8,
+        "text_embed_dim": 16,
+        "num_layers": 2,
+        "sample_width": 8,
+        "sample_height": 8,
+    }
     audio = {"audio_hidden_states": noise(1, 10, 4, seed=2), "pooled_projections": noise(1, 16)}
-    allegro = {**HEADS, **CHANNELS, "attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": 16, "num_layers": 2}
+    allegro = {
+        **HEADS,
+        **CHANNELS,
+        "attention_head_dim": 24,
+        "cross_attention_dim": 48,
+        "caption_channels": 16,
+        "num_layers": 2,
+    }
     return {
         "wan animate": ("WanAnimateTransformer3DModel", *wan_animate(), None),
         "chronoedit": ("ChronoEditTransformer3DModel", WAN, video(4, 3, 8, 8), None),
-        "anyflow": ("AnyFlowTransformer3DModel", WAN, {**video(3, 4, 8, 8), "timestep": few, "r_timestep": torch.zeros(1, 3)}, None),
+        "anyflow": (
+            "AnyFlowTransformer3DModel",
+            WAN,
+            {**video(3, 4, 8, 8), "timestep": few, "r_timestep": torch.zeros(1, 3)},
+            None,
+        ),
         "helios": ("HeliosTransformer3DModel", *helios(), None),
         "framepack": ("HunyuanVideoFramepackTransformer3DModel", *framepack(), slice(72, 92)),
         "motif": ("MotifVideoTransformer3DModel", DUAL, {**video(4, 3, 8, 8), **words}, slice(48, 64)),
         "consisid": (
             "ConsisIDTransformer3DModel",
-            {**cogvideox, "sample_frames": 9, "max_text_seq_length": 16, "is_train_face": False, "use_rotary_positional_embeddings": False},
+            {
+                **cogvideox,
+                "sample_frames": 9,
+                "max_text_seq_length": 16,
+                "is_train_face": False,
+                "use_rotary_positional_embeddings": False,
+            },
             video(3, 4, 8, 8),
             slice(0, 16),
         ),
@@ -240,4 +297,8 @@ def every() -> dict[str, tuple[torch.nn.Module, dict[str, Any], slice | None]]:
 
 
 def transformers() -> dict[str, tuple[torch.nn.Module, dict[str, Any], slice | None]]:
-    return {name: (made(cls, sizes), inputs, text) for name, (cls, sizes, inputs, text) in newer().items() if hasattr(diffusers, cls)}
+    return {
+        name: (made(cls, sizes), inputs, text)
+        for name, (cls, sizes, inputs, text) in newer().items()
+        if hasattr(diffusers, cls)
+    }

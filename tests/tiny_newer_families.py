@@ -1,4 +1,6 @@
-"""Tiny pipelines of the classes in `tiny_models`: stock pipelines of diffusers, random weights, embeddings given instead of text encoders."""
+"""Tiny pipelines of the classes in `tiny_models`: stock pipelines of diffusers, random weights, embeddings given
+instead of text encoders.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def kandinsky_embeds(names: tuple[str, str]) -> dict[str, torch.Tensor]:
 
 
 def kandinsky5() -> Any:
-    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
     parts = {"text_encoder_2": None, "tokenizer_2": None}
     transformer = made("kandinsky5", visual_cond=True)
     return without_text("Kandinsky5T2VPipeline", transformer, euler(), vae.eval(), **parts)
@@ -39,7 +43,9 @@ def kandinsky5_inputs() -> dict[str, Any]:
 
 
 def kandinsky6() -> Any:
-    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
     parts = {"text_encoder_2": None, "tokenizer_2": None}
     return without_text("Kandinsky6TI2VAPipeline", made("kandinsky6"), euler(), vae.eval(), **parts)
 
@@ -66,7 +72,9 @@ def wan_animate() -> Any:
 def wan_animate_inputs() -> dict[str, Any]:
     from PIL import Image
 
-    frames = {f"{kind}_video": [Image.new("RGB", (64, 64), (20 * i, 90, 200)) for i in range(9)] for kind in ("pose", "face")}
+    frames = {
+        f"{kind}_video": [Image.new("RGB", (64, 64), (20 * i, 90, 200)) for i in range(9)] for kind in ("pose", "face")
+    }
     size = {"height": 64, "width": 64, "segment_frame_length": 9, "guidance_scale": 5.0}
     return {**size, **embeds(), **frames, "image": image()}
 
@@ -92,7 +100,9 @@ def framepack() -> Any:
         "patch_size": 16,
     }
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
     looks = SiglipVisionModel(SiglipVisionConfig(**sizes)).eval()
     parts = {"text_encoder_2": None, "tokenizer_2": None, "image_encoder": looks}
     parts["feature_extractor"] = SiglipImageProcessor(size={"height": 32, "width": 32})
@@ -114,13 +124,21 @@ def ltx2() -> Any:
         downsample_type=("spatial",), upsample_residual=(False,), upsample_factor=(1,), patch_size=16, patch_size_t=1,
     )  # fmt: skip
     sound = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8, mid_block_add_attention=False
+        base_channels=4,
+        ch_mult=(1,),
+        num_res_blocks=1,
+        resolution=32,
+        latent_channels=2,
+        mel_bins=8,
+        mid_block_add_attention=False,
     )
     heads = {f"{kind}_connector_{name}": 2 if name != "attention_head_dim" else 8 for kind in ("video", "audio") for name in (
         "num_attention_heads", "attention_head_dim")}  # fmt: skip
     few = {f"{kind}_connector_{name}": size for kind in ("video", "audio") for name, size in (
         ("num_layers", 1), ("num_learnable_registers", None))}  # fmt: skip
-    connectors = LTX2TextConnectors(caption_channels=16, text_proj_in_factor=1, rope_double_precision=False, **heads, **few).eval()
+    connectors = LTX2TextConnectors(
+        caption_channels=16, text_proj_in_factor=1, rope_double_precision=False, **heads, **few
+    ).eval()
     parts = {"audio_vae": sound.eval(), "connectors": connectors, "vocoder": None}
     return without_text("LTX2Pipeline", made("ltx2"), euler(), vae.eval(), **parts)
 
@@ -133,7 +151,9 @@ def ltx2_inputs() -> dict[str, Any]:
 
 def motif() -> Any:
     guider = diffusers.ClassifierFreeGuidance(guidance_scale=6.0)
-    return without_text("MotifVideoPipeline", made("motif", in_channels=33, out_channels=16), euler(), tiny.wan_vae(), guider=guider)
+    return without_text(
+        "MotifVideoPipeline", made("motif", in_channels=33, out_channels=16), euler(), tiny.wan_vae(), guider=guider
+    )
 
 
 def cosmos() -> Any:
@@ -144,7 +164,9 @@ def cosmos() -> Any:
         def check_text_safety(self, _: Any) -> bool:
             return True
 
-    scheduler = diffusers.EDMEulerScheduler(sigma_min=0.002, sigma_max=80, sigma_data=0.5, final_sigmas_type="sigma_min")
+    scheduler = diffusers.EDMEulerScheduler(
+        sigma_min=0.002, sigma_max=80, sigma_data=0.5, final_sigmas_type="sigma_min"
+    )
     return without_text("CosmosTextToWorldPipeline", made("cosmos"), scheduler, safety_checker=Harmless())
 
 
@@ -154,7 +176,10 @@ def minimax_h3(component: str = "transformer", **sizes: Any) -> Any:
 
     loop = denoise.MiniMaxH3DenoiseStep if component == "transformer" else denoise.MiniMaxH3Ref2VADenoiseStep
     pipe = loop().init_pipeline()
-    schedulers = {"scheduler": diffusers.MiniMaxH3Scheduler(), "audio_scheduler": diffusers.MiniMaxH3Scheduler(shift=4.0)}
+    schedulers = {
+        "scheduler": diffusers.MiniMaxH3Scheduler(),
+        "audio_scheduler": diffusers.MiniMaxH3Scheduler(shift=4.0),
+    }
     pipe.update_components(**{component: made("minimax h3", **sizes)}, **schedulers)
     return quiet(pipe)
 
@@ -177,7 +202,9 @@ def run_minimax_h3(pipe: Any, seed: int, steps: int) -> torch.Tensor:
 
 def plain(cls: str, name: str, scheduler: Any, vae: Any = None) -> Any:
     """Latents have as many channels as Wan's VAE, where there is one."""
-    return without_text(cls, made(name, **({"in_channels": 16, "out_channels": 16} if vae is not None else {})), scheduler, vae)
+    return without_text(
+        cls, made(name, **({"in_channels": 16, "out_channels": 16} if vae is not None else {})), scheduler, vae
+    )
 
 
 GUIDED = {**SIZE, **embeds(), "guidance_scale": 5.0}
@@ -187,7 +214,8 @@ _FAMILIES = {
     "chronoedit": Family(chronoedit, families.wan_i2v_inputs, forwards=2),
     # guidance is distilled
     "anyflow": Family(
-        lambda: plain("AnyFlowPipeline", "anyflow", diffusers.FlowMapEulerDiscreteScheduler(), tiny.wan_vae()), lambda: {**SIZE, **embeds()}
+        lambda: plain("AnyFlowPipeline", "anyflow", diffusers.FlowMapEulerDiscreteScheduler(), tiny.wan_vae()),
+        lambda: {**SIZE, **embeds()},
     ),
     "helios": Family(
         lambda: plain("HeliosPipeline", "helios", euler(), tiny.wan_vae()),

@@ -10,9 +10,23 @@ with warnings.catch_warnings():
     # older releases warn on import where there is no GPU, and tests turn warnings into errors
     warnings.simplefilter("ignore")
     import diffusers
-    from diffusers import AutoencoderKLHunyuanVideo, AutoencoderKLWan, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel, WanPipeline
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        AutoencoderKLWan,
+        HunyuanVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+        WanPipeline,
+    )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        LlamaConfig,
+        LlamaModel,
+        PreTrainedTokenizerFast,
+        UMT5Config,
+        UMT5EncoderModel,
+    )
 
 STEPS = 4
 
@@ -27,7 +41,8 @@ def tokenizer(max_length: int = 512, bos: str | None = None):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A </s>" if bos else "$A </s>", special_tokens=[(token, vocabulary[token]) for token in ("</s>", bos) if token]
+        single=f"{bos} $A </s>" if bos else "$A </s>",
+        special_tokens=[(token, vocabulary[token]) for token in ("</s>", bos) if token],
     )
     names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", **({"bos_token": bos} if bos else {})}
     fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=max_length, padding_side="right", **names)
@@ -36,26 +51,41 @@ def tokenizer(max_length: int = 512, bos: str | None = None):
 
 def wan_transformer(seed: int = 0, cls: str = "WanTransformer3DModel", **changes):
     torch.manual_seed(seed)
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 16, "out_channels": 16, "text_dim": 16, "freq_dim": 16}
-    return getattr(diffusers, cls)(**{**sizes, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 64, **changes}).eval()
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 16,
+        "freq_dim": 16,
+    }
+    return getattr(diffusers, cls)(
+        **{**sizes, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 64, **changes}
+    ).eval()
 
 
 def wan_vae():
     torch.manual_seed(0)
-    return AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]).eval()
+    return AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    ).eval()
 
 
 def wan(experts: int = 1, seed: int = 0, pipeline: type = WanPipeline, **changes):
     """Wan2.1, or with two experts Wan2.2."""
     words, vocabulary = tokenizer()
     torch.manual_seed(seed)
-    encoder = UMT5Config(vocab_size=vocabulary, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
+    encoder = UMT5Config(
+        vocab_size=vocabulary, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
     # eval, as from_pretrained does
     parts = {
         "tokenizer": words,
         "text_encoder": UMT5EncoderModel(encoder).eval(),
         "vae": wan_vae(),
-        "scheduler": diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        "scheduler": diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
         "transformer": wan_transformer(seed, **changes),
     }
     if experts == 2:
@@ -72,14 +102,27 @@ def wan_image_to_video():
 
 def run_wan(pipe, steps: int = STEPS, seed: int = 0, prompt="a cat walks on the grass", **changes):
     """Latents."""
-    size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 16, "guidance_scale": 5.0, "negative_prompt": "blurry"}
+    size = {
+        "height": 64,
+        "width": 64,
+        "num_frames": 9,
+        "max_sequence_length": 16,
+        "guidance_scale": 5.0,
+        "negative_prompt": "blurry",
+    }
     run = {**size, "num_inference_steps": steps, "generator": torch.Generator().manual_seed(seed), **changes}
     return pipe(prompt=prompt, output_type="latent", **run).frames
 
 
 def hunyuan_transformer(seed: int = 0, **changes):
     torch.manual_seed(seed)
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1}
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+    }
     text = {"text_embed_dim": 16, "pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), "mlp_ratio": 1.0}
     return HunyuanVideoTransformer3DModel(**{"in_channels": 16, "out_channels": 16, **sizes, **text, **changes}).eval()
 
@@ -88,10 +131,23 @@ def hunyuan(seed: int = 0, **changes):
     words, vocabulary = tokenizer(bos="<s>")
     words_2, vocabulary_2 = tokenizer(77, bos="<s>")
     torch.manual_seed(seed)
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
-    llama = LlamaConfig(vocab_size=vocabulary, num_hidden_layers=3, num_key_value_heads=2, max_position_embeddings=512, **small)
-    clip = CLIPTextConfig(vocab_size=vocabulary_2, num_hidden_layers=1, max_position_embeddings=77, projection_dim=16, **small)
-    vae = AutoencoderKLHunyuanVideo(latent_channels=16, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 3,
+    }
+    llama = LlamaConfig(
+        vocab_size=vocabulary, num_hidden_layers=3, num_key_value_heads=2, max_position_embeddings=512, **small
+    )
+    clip = CLIPTextConfig(
+        vocab_size=vocabulary_2, num_hidden_layers=1, max_position_embeddings=77, projection_dim=16, **small
+    )
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=16, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
     pipe = HunyuanVideoPipeline(
         text_encoder=LlamaModel(llama).eval(),
         tokenizer=words,
@@ -131,7 +187,11 @@ def transformers() -> dict:
     }
     per_token = torch.where(torch.arange(48) < 16, 0.0, 500.0)[None]
     vace = wan_transformer(cls="WanVACETransformer3DModel", vace_layers=[0], vace_in_channels=8)
-    vace_inputs = {**wan_inputs, "control_hidden_states": noise(1, 8, 3, 8, 8), "control_hidden_states_scale": torch.ones(1)}
+    vace_inputs = {
+        **wan_inputs,
+        "control_hidden_states": noise(1, 8, 3, 8, 8),
+        "control_hidden_states_scale": torch.ones(1),
+    }
     return {
         "wan": (wan_transformer(), wan_inputs, None),
         "wan i2v": (image_to_video, {**wan_inputs, **image_inputs}, None),
@@ -175,7 +235,11 @@ def cogvideox(words):
         num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=2,
         sample_width=8, sample_height=8, sample_frames=9, max_text_seq_length=16,
     ).eval()  # fmt: skip
-    inputs = {"hidden_states": noise(2, 3, 4, 8, 8), "timestep": torch.tensor([500, 500]), "encoder_hidden_states": words.repeat(2, 1, 1)}
+    inputs = {
+        "hidden_states": noise(2, 3, 4, 8, 8),
+        "timestep": torch.tensor([500, 500]),
+        "encoder_hidden_states": words.repeat(2, 1, 1),
+    }
     return transformer, inputs, slice(0, 16)
 
 

@@ -167,7 +167,9 @@ def measure_rules(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def gains_at_equal_cost(path: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """By setting, for each prompt: PSNR above that of top-p per row at its cost, between whose settings it is interpolated; cost; PSNR."""
+    """By setting, for each prompt: PSNR above that of top-p per row at its cost, between whose settings it is
+    interpolated; cost; PSNR.
+    """
     runs: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for r in read_records(path):
         if r["method"] == "park":

@@ -1,8 +1,10 @@
 """python tools/campaign.py [store|reproduce|folders|files|calls|commands|soak|diffusers ...] [--diffusers PATH]
 
-The long tests, one line with counts each; the exit code is 1 where one fails. Short forms of all parts are in `make test`.
-store, reproduce: commands cut off before every file operation; store also on full and bad disks, in damaged and received folders. folders, files: hostile model folders and files. calls, commands: fuzzed API calls and command lines.
-soak: 200 videos in one process. diffusers: its own CPU tests of the supported models (PATH is its source), stock and with every block kept.
+The long tests, one line with counts each; the exit code is 1 where one fails. Short forms of all parts are in `make
+test`. store, reproduce: commands cut off before every file operation; store also on full and bad disks, in damaged and
+received folders. folders, files: hostile model folders and files. calls, commands: fuzzed API calls and command lines.
+soak: 200 videos in one process. diffusers: its own CPU tests of the supported models (PATH is its source), stock and
+with every block kept.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ TESTS = ROOT / "tests"
 sys.path.insert(0, str(TESTS))
 
 VIDEOS, WARM_UP = 200, 20
-# of resident memory after the warm-up: the allocator's slack. Plans of such small videos would hide in it, and are counted apart
+# of resident memory after the warm-up: the allocator's slack. Plans of such small videos would hide in it, and are
+# counted apart
 GROWTH_MIB = 16
 HANG_SECONDS = 120
 FAMILIES = ("wan", "skyreels", "hunyuan", "cogvideo", "ltx", "mochi")
@@ -58,6 +61,7 @@ def folders() -> bool:
     """Every hostile folder is refused in one line; nothing in it runs, and none hangs its reader."""
     import hostile_folders as hostile
     import tiny_pipelines as tiny
+    from folder_damage import ran
     from fuzz_calls import ONE_LINE
     from parklab.studio import checkpoints
 
@@ -90,7 +94,7 @@ def folders() -> bool:
                 outcome = "other errors"
             finally:
                 signal.alarm(0)
-            if hostile.ran(folder).exists():
+            if ran(folder).exists():
                 outcome = "ran code"
             if outcome:
                 counts[outcome] += 1
@@ -100,7 +104,9 @@ def folders() -> bool:
 
 
 def files() -> bool:
-    """Every hostile file that a command is given is refused in one line; none hangs it, fills memory or becomes a verdict."""
+    """Every hostile file that a command is given is refused in one line; none hangs it, fills memory or becomes a
+    verdict.
+    """
     import hostile_files as hostile
 
     kinds: dict[str, list[int]] = {}
@@ -164,7 +170,9 @@ def _resident_mib() -> float:
 
 
 def own_tests_of_diffusers(source: Path | None) -> bool | None:
-    """Every test that passes with stock attention passes with every block kept; text encoders of the hub are made up in both runs."""
+    """Every test that passes with stock attention passes with every block kept; text encoders of the hub are made up in
+    both runs.
+    """
     if source is None:
         print(
             "diffusers: skipped, no source given; make campaign DIFFUSERS_SOURCE=PATH, a clone of the installed version",

@@ -169,7 +169,7 @@ def reuse() -> Picture:
     steps, colours = 50, {"dense": INK, "anchor": PURPLE, "refresh": ORANGE, "reuse": "#b3d4e8"}
     picture = Picture(660, 190, "What the steps of a run do", "")
     counts = []
-    for row, profile in enumerate(ParkConfig.PROFILES):
+    for row, profile in enumerate(ParkConfig.long_run_profiles()):
         schedule, last, phases = Schedule(ParkConfig.profile(profile)), None, []
         for step in range(steps):
             name = schedule.phase(CallSite(step=step, total_steps=steps), History(last)).name

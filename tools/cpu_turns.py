@@ -1,7 +1,7 @@
 """This tree against another commit on the CPU, call by call in turns: python tools/cpu_turns.py COMMIT [--rounds 30]
 
-Two processes hold the problem of `park bench cpu`; every round asks both for each call, in random order, so that whatever
-slows the machine slows both. Printed is the median over rounds of now / before, with its 95 % interval.
+Two processes hold the problem of `park bench cpu`; every round asks both for each call, in random order, so that
+whatever slows the machine slows both. Printed is the median over rounds of now / before, with its 95 % interval.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Tables of DESIGN.md and docs/diary.md, and of what fits in memory, for tools/tables.py: borders, budgets, spreads of anchors, GB by model."""
+"""Tables of DESIGN.md and docs/diary.md, and of what fits in memory, for tools/tables.py: borders, budgets, spreads of
+anchors, GB by model.
+"""
 
 from __future__ import annotations
 
@@ -217,3 +219,45 @@ def _memory_rows() -> Iterator[tuple[str, ...]]:
             "not measured: `pipe.vae.enable_tiling()`" if found["decode_gb"] is None else f"{found['decode_gb']:.1f}"
         )
         yield model, *weights, activations, state, decoding, "; ".join(found["fits"]["24"]) or "nothing"
+
+
+CARDS = {80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H200", 100: "B200", 120: "RTX 5090"}
+
+
+@published
+def builds_by_architecture() -> str:
+    """Of the plain attention kernel, with everything and in brackets in its plain form."""
+    found = json.loads((RESULTS / "builds.json").read_text())["rows"]
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return page_table(
+        "architecture, for example | Q K^T | tile: queries x keys, warps, stages | registers | spilled bytes | shared memory | matrix products",
+        (
+            (
+                f"sm_{whole['arch']}, {CARDS[whole['arch']]}", "INT8" if whole["int8"] else "bf16", "{} x {}, {}, {}".format(*whole["tile"]),
+                *(f"{whole[name]} ({plain[name]})" for name in ("registers", "stack")),
+                f"{whole['shared'] / 1024:.0f} KB ({plain['shared'] / 1024:.0f})",
+                ", ".join(f"`{_short(name)}`" for name in whole["products"]),
+            )
+            for plain, whole in pairs
+        ),
+    )  # fmt: skip
+
+
+def _short(product: str) -> str:
+    """An instruction without what all of its kind have in common."""
+    for common in (".sync.aligned", ".mma_async", ".row.col", ".satfinite", ".cta_group::1", ".sync"):
+        product = product.replace(common, "")
+    return product
+
+
+@published
+def errors_of_rounding() -> str:
+    rows = json.loads((RESULTS / "rounding.json").read_text())["rows"]
+    found = {(row["scheme"], row["problem"], row["density"]): row for row in rows}
+    columns = list(dict.fromkeys((row["problem"], row["density"]) for row in rows))
+    lines = []
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        cells = [found[scheme, *column] for column in columns]
+        shown = (f"{cell['error']:.1e}" if scheme == "bf16" else f"{cell['ratio']:.2f}" for cell in cells)
+        lines.append((f"{scheme}: the error itself" if scheme == "bf16" else scheme, *shown))
+    return page_table(" | ".join(["rounding", *(f"{problem}, {density:g}" for problem, density in columns)]), lines)

@@ -27,7 +27,7 @@ NAMES |= {"xattention": "XAttention", "radial": "Radial"}
 WIDTH, HEIGHT, LARGEST = 300, 250, 70  # of a panel; percent of all-dense
 
 
-def frontier() -> Picture:
+def draw() -> Picture:
     said = (
         "Mean PSNR against the dense video over the attention that is computed in the whole run, two lengths of video."
         " PARK's profile quality lies above SVG2, SVG-EAR, SparsePR and Sol-Attn at equal cost. fast does at 7,168 tokens,"
@@ -88,4 +88,4 @@ def _mean(rows: list[Record]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    frontier().write(PICTURE)
+    draw().write(PICTURE)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
+
 from records import RESULTS, Record, lines, published
 
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import BASELINES
-from parklab.bench.frontier import read_records
+from parklab.bench.frontier import Setting, read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
 from parklab.studio.gain import composed_run, known_gpu, measured_forwards
 
 FORWARDS = {"e2e": "e2e", "e2e_profile": "e2e profile"}  # benchmarks, by the name of their file
-MODELS = {"wan2.1-1.3b": "Wan2.1-1.3B", "wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
+MODELS = {
+    "wan2.1-1.3b": "Wan2.1-1.3B",
+    "wan2.1-14b": "Wan2.1-14B",
+    "wan2.1-14b-480p": "Wan2.1-14B",
+    "hunyuanvideo": "HunyuanVideo",
+}
+SHORTER = {"wan2.1-14b-480p": "wan2.1-14b"}  # videos of a model beside the one of its preset
 RUNS = (  # as people run them: guidance is two forwards per step, and distilled models do without
-    ("wan2.1-1.3b", 50, 2), ("wan2.1-14b", 50, 2), ("hunyuanvideo", 50, 1), ("wan2.1-14b", 4, 1),
+    ("wan2.1-1.3b", 50, 2), ("wan2.1-14b", 50, 2), ("wan2.1-14b-480p", 50, 2), ("hunyuanvideo", 50, 1), ("wan2.1-14b", 4, 1),
 )  # fmt: skip
 
 
@@ -25,23 +33,47 @@ def gains() -> str:
     rows = []
     for model, steps, each in RUNS:
         own = measured_forwards()["models"][model]
-        run = composed_run(own, model, steps=steps, forwards_per_step=each)
+        run = composed_run(own, SHORTER.get(model, model), steps=steps, forwards_per_step=each)
         frames, height, _ = own["video"]
         rows.append((
             f"{MODELS[model]}, {frames} frames, {height}p", f"{steps} x {each}", *(f"{s:,.0f} s" for s in run["dense_s"].values()),
             *(f"{park['seconds']:,.0f} s, {park['speedup']['compiled']:.2f}x ({park['speedup']['stock']:.2f}x){', estimated' * park['estimated']}"
-              for park in run["profiles"].values()),
+              for park in (run["profiles"][name] for name in ("paper", "quality", "fast"))),
         ))  # fmt: skip
     return page_table(
         "model, video | steps x forwards | dense, stock | compiled | our kernel | `paper` | `quality` | `fast`", rows
     )
 
 
+@published
+def eight_bits_whole_models() -> str:
+    """Attention in both precisions, and float8 linears, in one process: forwards and composed runs."""
+    rows = []
+    for row in lines("e2e_bits.jsonl", "e2e bits"):
+        seconds = (
+            row["baselines"]["stock"],
+            row["own_dense_s"],
+            row["anchor_warm_s"],
+            row["reuse_s"],
+            row["quality_reuse_s"],
+        )
+        gains = (row["runs"][name]["speedup"]["stock"] for name in ("quality", "fast"))
+        rows.append((
+            f"{MODELS[row['model']]}, {row['video'][1]}p", row["linears"], "INT8" if row["precision"] == "int8" else "bfloat16",
+            *(f"{s:.2f}" for s in seconds), *(f"{gain:.2f}x" for gain in gains), f"{row['memory']['park_peak_gb']:.1f}",
+        ))  # fmt: skip
+    return page_table(
+        "model | linears | Q K^T | stock, s | our dense, s | anchor, s | reuse `fast`, s | reuse `quality`, s | `quality` | `fast` | peak, GB",
+        rows,
+    )
+
+
 def forwards() -> Record:
     """The measured forwards that gains are composed of, for the package: forwards.json.
 
-    quality's reuse is paper's at density 0.25, near its own, and the cost of corrections. A refresh of quality or fast
-    stands between anchors of short runs: at the density that the small model had there, on the line through paper's two.
+    Where e2e_bits.jsonl has a model, its forwards are those of that record. Elsewhere quality's reuse is paper's at
+    density 0.25, near its own, and the cost of corrections. A refresh of quality or fast stands between anchors of short
+    runs: at the density that the small model had there, on the line through paper's two.
     """
     (gpu,) = {
         known_gpu(row["environment"]["gpu"])
@@ -49,6 +81,7 @@ def forwards() -> Record:
         for row in lines(f"{name}.jsonl", FORWARDS[name])
     }
     plain = {row["model"]: row for row in whole_models_recorded() if not row["compiled"]}
+    bits = {row["model"]: row for row in lines("e2e_bits.jsonl", "e2e bits") if row["precision"] == "bf16"}
     models = {}
     for row in last_profiles():
         paper, corrections = plain[row["model"]], row["reuse_s"] - row["plain_reuse_s"]
@@ -78,8 +111,63 @@ def forwards() -> Record:
             "compiling_s": compiling,
             "dense": baselines,
             "profiles": profiles,
+            **float8_saving(row["model"]),
         }
-    return {"gpu": gpu, "models": {name: models[name] for name in MODELS}}
+        if row["model"] in bits:
+            take_measured(models[row["model"]], bits[row["model"]])
+    for name, model in SHORTER.items():
+        models[name] = scaled_video(models[model], bits[name])
+        take_measured(models[name], bits[name])
+    return {"gpu": gpu, "models": {name: models[name] for name in MODELS}, "forecasts": forecasts()}
+
+
+def forecasts() -> dict[str, list[Record]]:
+    """By profile: steps of each phase that the small model had at 75,600 tokens, the mean over videos."""
+    found: dict[tuple[str, int, float, float], list[Record]] = {}
+    for row in read_records(RESULTS / "run_75600.jsonl") if (RESULTS / "run_75600.jsonl").exists() else ():
+        asked = Setting.parse(row["setting"])
+        if asked.method == "park" and asked.config and list(asked.changes) == ["tolerance"] and asked.steps is None:
+            place = asked.config, row["steps"], row["guidance"], asked.changes["tolerance"]
+            found.setdefault(place, []).append(row["steps_by_phase"])
+    made: dict[str, list[Record]] = {}
+    for (profile, steps, guidance, tolerance), runs in sorted(found.items()):
+        names = dict.fromkeys(phase for run in runs for phase in run)
+        counts = {phase: statistics.fmean(len(run.get(phase, ())) for run in runs) for phase in names}
+        made.setdefault(profile, []).append({
+            "steps": steps, "forwards_per_step": 2 if guidance > 1 else 1, "tolerance": tolerance,
+            "phases": {phase: count for phase, count in counts.items() if count},
+        })  # fmt: skip
+    return made
+
+
+def float8_saving(model: str) -> Record:
+    """Of every forward of a model that was measured with float8 linears: these are the same in all of them."""
+    found = [
+        row for row in lines("e2e_float8.jsonl", "e2e float8") if row["model"] == model and row["linears"] == "float8"
+    ]
+    return {"float8_saves_s": found[-1]["reuse_s"] * (1 / found[-1]["of_bfloat16"]["reuse_s"] - 1)} if found else {}
+
+
+def take_measured(model: Record, bits: Record) -> None:
+    """Dense, anchors and both profiles' reuse forwards of one record, in place of those put together."""
+    model["dense"] = {way: bits["baselines"][way] for way in BASELINES}
+    measured = {"dense": bits["own_dense_s"], "anchor_cold": bits["anchor_cold_s"], "anchor": bits["anchor_warm_s"]}
+    for name, reuse, density in (("quality", "quality_reuse_s", "quality_density"), ("fast", "reuse_s", "density")):
+        expect_measured(bits, ParkConfig.profile(name))
+        own = model["profiles"][name]
+        own["seconds"] |= measured | {"reuse": bits[reuse]}
+        own["density"]["reuse"] = bits[density]
+        own["estimated"] = ["refresh"]
+
+
+def scaled_video(model: Record, bits: Record) -> Record:
+    """Another video of a model: sparse forwards that nobody measured there keep their ratio to quality's reuse."""
+    factor = bits["quality_reuse_s"] / model["profiles"]["quality"]["seconds"]["reuse"]
+    profiles = {}
+    for name, own in model["profiles"].items():
+        seconds = {phase: factor * s for phase, s in own["seconds"].items()} | {"dense": bits["baselines"]["stock"]}
+        profiles[name] = {"density": dict(own["density"]), "estimated": ["refresh", "reuse"], "seconds": seconds}
+    return {**model, "model": SHORTER[bits["model"]], "video": bits["video"], "profiles": profiles}
 
 
 def density_of_refreshes(profile: str) -> float:

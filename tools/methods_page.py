@@ -24,8 +24,10 @@ from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
 from parkattn.settings import PlannedConfig
 from parklab import baselines
+from parklab.baselines.settings import StudiedConfig
 from parklab.bench.frontier import changed_since, read_records
 from parklab.experiments.frontier import tabulate
+from parklab.research import studied_entry
 
 if TYPE_CHECKING:
     from page_svg import Picture
@@ -37,12 +39,14 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RECORDS = ROOT / "benchmarks/results/gpu_methods.jsonl"
 FRONTIER = ROOT / "benchmarks/results/frontier.jsonl"
+FEW_STEPS = ROOT / "benchmarks/results/frontier_few_steps.jsonl"
 INDEX = """# Methods
 
 PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
-`park compare --methods dense,NAME` shows it beside dense attention. All of them attend through the same kernels, at
-their authors' settings. Every page has the mask that the method chooses, in the small model of the package where it
-looks at tokens. [Measured](measured.md#methods-beside-each-other-on-an-h200) has all of them beside each other: at their authors' settings, at equal
+`park compare --methods dense,NAME` shows it beside dense attention. All of them run at their authors' settings and attend through
+the same kernels, but for MC-Sparse and Chipmunk, whose single keys PyTorch gathers. [Corrections](corrections.md#relatives) says how these two,
+QuantSparse and iCATS are related to PARK's profiles. Every page has the mask that the method chooses, in the small model of the package where it
+looks at tokens. [Measured](measured.md) has all of them beside each other: at their authors' settings, at equal
 density, with one schedule, and at equal cost. [Kernels](kernels.md#the-authors-own-kernels) has the authors' own kernels beside ours. The pages are written by
 `tools/methods_page.py`.
 """
@@ -57,8 +61,13 @@ PSNR against the video of dense attention, in the small model (`python -m parkla
 `benchmarks/results/frontier.jsonl`). A video of 720p has 75,600 tokens. "Attention computed" is that of the whole
 run, dense steps included; "gain" is the PSNR above `paper` on the same prompts. "Other settings" are those of the
 record where the profile has changed since.
+"""
+MEASURED_FEW_STEPS = """## What they give in few steps
 
-| tokens | steps | guidance | profile | videos | attention computed | PSNR | gain | worst video | other settings |
+The same with the small model's LoRA for few steps (`--lora few-steps`, its card: `parklab/sprites/few_steps`), which
+needs no guidance (`benchmarks/results/frontier_few_steps.jsonl`).
+"""
+HEADING = """| tokens | steps | guidance | profile | videos | attention computed | PSNR | gain | worst video | other settings |
 |---|---|---|---|---|---|---|---|---|---|"""
 ABOUT = {
     "dense": "Dense attention computes every pair of tokens. Nothing is planned and nothing is left out. The"
@@ -96,6 +105,13 @@ ABOUT = {
     " height and width. The mask depends on the grid alone.",
     "radial": "Radial Attention narrows the band between two frames as they lie further apart. The mask"
     " depends on the grid alone.",
+    "mc-sparse": "MC-Sparse sorts similar queries into groups of equal size. At one dense step it computes which keys"
+    " each group attends to most, and what the other keys would have added. Later steps attend to those keys alone and"
+    " add that residual. PARK's residual does the same with blocks and a low rank;"
+    " [Corrections](../corrections.md#relatives) says what each has of its own.",
+    "chipmunk": "Chipmunk cuts the video into voxels of queries. At full steps each voxel chooses the keys with the"
+    " largest sum of its attention, and some keys at random. Steps between attend to those keys and add what they missed"
+    " at the full step, which is the residual of [Corrections](../corrections.md#relatives) before it had a low rank.",
 }
 # pictures at other settings or sizes than a method's defaults in the small model, where that would show every pair
 DRAWN_WITH: dict[str, dict[str, Any]] = {"sparge": {"topk": 0.5}}
@@ -123,9 +139,17 @@ def _profiles() -> str:
     for name, changes in config.PROFILES.items():
         sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
         lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
-    records = _complete(read_records(FRONTIER), list(config.PROFILES))
-    measured = []
-    order = list(config.PROFILES)
+    tables = [MEASURED, _measured(FRONTIER)]
+    if FEW_STEPS.is_file():
+        tables += ["", MEASURED_FEW_STEPS, _measured(FEW_STEPS)]
+    return "\n".join([PROFILES, *lines, "", *tables]) + "\n"
+
+
+def _measured(path: Path) -> str:
+    """A row for each profile, size, number of steps and guidance that a file has records of."""
+    records = read_records(path)
+    order = [name for name in METHODS["park"].config.PROFILES if any(r["setting"] == name for r in records)]
+    records, measured = _complete(records, order), [HEADING]
     for row in sorted(
         tabulate(records), key=lambda row: (-_tokens(row), -row["steps"], row["guidance"], order.index(row["setting"]))
     ):
@@ -134,7 +158,7 @@ def _profiles() -> str:
             f"| {_tokens(row):,} | {row['steps']} | {row['guidance']:g} | {row['setting']} | {row['runs']} | {row['cost']:.1%} "
             f"| {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
         )
-    return "\n".join([PROFILES, *lines, "", MEASURED, *measured]) + "\n"
+    return "\n".join(measured)
 
 
 def _complete(records: list[dict[str, Any]], settings: list[str]) -> list[dict[str, Any]]:
@@ -234,12 +258,13 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
 
 def _changes(entry: MethodEntry) -> str:
     """What an ablation sets, asked of the method that it makes."""
-    plain, made = entry.config().to_dict(), make_method(entry.name).config.to_dict()  # type: ignore[attr-defined]
+    studied = studied_entry(entry.name)
+    plain, made = studied.config().to_dict(), make_method(studied).config.to_dict()  # type: ignore[attr-defined]
     return " and ".join(f"`{name}={made[name]!r}`" for name in plain if plain[name] != made[name])
 
 
 def _settings(entry: MethodEntry) -> str:
-    shared = {field.name: field.default for field in dataclasses.fields(PlannedConfig)}
+    shared = {field.name: field.default for field in dataclasses.fields(StudiedConfig)}
     explained = {name: text for kind in reversed(entry.config.__mro__) for name, text in field_docstrings(kind).items()}
     lines = [
         f"| `{field.name}` | `{field.default!r}` | {explained[field.name]} |"

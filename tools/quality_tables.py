@@ -112,7 +112,9 @@ def _matched(density: float, name: str, rows: Sequence[Record]) -> tuple[str, ..
 
 
 def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
-    """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same prompts."""
+    """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same
+    prompts.
+    """
     pairs = [(density, name) for _, density, name in _by_density(folder) if name != "park"]
     drawn = lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
     wanted = EXPERIMENTS["matched_densities"].cells(drawn)
@@ -302,7 +304,9 @@ def _all_cells(folder: str) -> list[Record]:
 
 
 def _cells(folder: str) -> list[Record]:
-    """Of guidance 1, on the prompts that every rival was run on at all densities; those of profiles at other budgets are left out."""
+    """Of guidance 1, on the prompts that every rival was run on at all densities; those of profiles at other budgets
+    are left out.
+    """
     found = [
         cell for cell in _all_cells(folder) if cell["request"]["guidance"] == 1.0 and "profile" not in cell["request"]
     ]
@@ -322,7 +326,9 @@ def method_rows(folder: str, prompts: set[str]) -> dict[tuple[str, float], list[
 
 
 def profile_curves(folder: str) -> tuple[dict[tuple[str, float], list[Record]], set[str]]:
-    """Runs of profiles at other budgets, by profile and density, on the prompts that have all of them; or none, and all prompts."""
+    """Runs of profiles at other budgets, by profile and density, on the prompts that have all of them; or none, and all
+    prompts.
+    """
     found = [cell for cell in _all_cells(folder) if "profile" in cell["request"]]
     budgets = {(cell["request"]["profile"], cell["request"]["density"]) for cell in found}
     count = Counter(cell["request"]["prompt"] for cell in found)

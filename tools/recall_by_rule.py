@@ -4,7 +4,8 @@
         --out out/calls.safetensors
     python tools/recall_by_rule.py out/calls.safetensors
 
-writes benchmarks/results/recall_by_rule.json. Every setting gets the budget with which these calls have the density on average.
+writes benchmarks/results/recall_by_rule.json. Every setting gets the budget with which these calls have the density on
+average.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.files import write_atomically
-from parkattn.methods import make_method, method_entry
+from parkattn.methods import make_method
 from parkattn.planned import PlannedMethod, make_plan
 from parklab.experiments.captures import Captured, read_captures
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
 from parklab.record import environment
+from parklab.research import studied_entry
 from parklab.studio.observe import sampled_recall
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/recall_by_rule.json"
@@ -34,12 +36,12 @@ SETTINGS = [
 
 
 def measure(calls: list[Captured], method: str, blocks: tuple[int, int], budget: str, density: float) -> dict[str, Any]:
-    entry = method_entry(method)
+    entry = studied_entry(method)
     config = entry.config.from_dict({"long_video_blocks": blocks})
     kept = [(call.q, call.k, call.site) for call in calls]
 
     def budgeted(value: float) -> PlannedMethod:
-        made = make_method(method, entry.with_budget(config, budget, value))
+        made = make_method(entry, entry.with_budget(config, budget, value))
         assert isinstance(made, PlannedMethod)
         return made
 

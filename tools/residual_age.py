@@ -2,8 +2,8 @@
 
     python tools/residual_age.py --out benchmarks/results/residual_age.json    # measures once, then prints from the file
 
-One dense run of the small model is captured. The plan and the residual of step s answer the calls of later steps t; e is the
-relative error of the output, root mean square over the layers.
+One dense run of the small model is captured. The plan and the residual of step s answer the calls of later steps t; e
+is the relative error of the output, root mean square over the layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parkattn.planned import make_plan
 from parklab.experiments.captures import Selection, capture_calls
 from parklab.record import environment
 from parklab.studio import checkpoints
-from parklab.studio.generate import Request, fit_to_pipeline, prepare
+from parklab.studio.request import Request, fit_to_pipeline, prepare
 
 ASKED = {
     "prompt": "a blue cross moves down over purple bricks",

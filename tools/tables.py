@@ -1,4 +1,5 @@
-"""Writes the tables of README.md, DESIGN.md and docs/*.md from records in benchmarks/results; no figure in them is typed in.
+"""Writes the tables of README.md, DESIGN.md and docs from records in benchmarks/results; no figure in them is
+typed in.
 
     python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->, and the package's forwards.json
     python tools/tables.py --check    writes nothing; exit code 1 where a page differs from its records
@@ -28,8 +29,12 @@ from parklab.experiments.tables import page_table
 from parklab.studio.gain import measured_forwards
 
 sys.path.insert(0, str(Path(__file__).parent))
-import diary_tables  # noqa: F401 (its tables, as those of the next, are published when it is read)
+import diary_tables  # noqa: F401 (its tables, as those of the next three, are published when it is read)
+import fleet_tables  # noqa: F401
+import forecast_lines  # noqa: F401
+import model_tables  # noqa: F401
 import quality_tables  # noqa: F401
+import run_tables  # noqa: F401
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
 from records import RESULTS, TABLES, Record, lines, published
 
@@ -342,7 +347,7 @@ def classes_that_stay_dense() -> str:
 
 
 def pages() -> list[Path]:
-    return [*ROOT.glob("README.md"), *ROOT.glob("DESIGN.md"), *sorted((ROOT / "docs").glob("*.md"))]
+    return [*ROOT.glob("README.md"), *ROOT.glob("DESIGN.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(text: str) -> str:

@@ -1,4 +1,5 @@
-"""A dynamic method: contiguous tiles, scored by their mean query and key, the best ones kept. Outside the package, on its seam.
+"""A dynamic method: contiguous tiles, scored by their mean query and key, the best ones kept. Outside the package, on
+its seam.
 
 import tile_top_k; parkattn.register(tile_top_k.ENTRY); parkattn.enable(pipe, method="tile-top-k", top_k=0.2)
 """

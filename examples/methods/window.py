@@ -1,4 +1,5 @@
-"""A static method: every token sees a 3-D window of frames, rows and columns around its tile. Outside the package, on its seam.
+"""A static method: every token sees a 3-D window of frames, rows and columns around its tile. Outside the package, on
+its seam.
 
 import window; parkattn.register(window.ENTRY); parkattn.enable(pipe, method="window")
 """
@@ -29,10 +30,11 @@ class WindowPlanner:
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         if site.grid is None:
-            raise ValueError("grid: expected frames, rows and columns of the video, got None; use a model whose grid is known.")
+            raise ValueError("grid: expected the video's (frames, rows, columns), got None; use a model of the table.")
         roles = assign_roles(q, k, site.text, site.key_valid)
-        axes = [torch.arange(size, device=q.device) // tile for size, tile in zip(site.grid, self.config.tile, strict=True)]
-        counts = [int(-(-size // tile)) for size, tile in zip(site.grid, self.config.tile, strict=True)]
+        sides = list(zip(site.grid, self.config.tile, strict=True))
+        axes = [torch.arange(size, device=q.device) // tile for size, tile in sides]
+        counts = [int(-(-size // tile)) for size, tile in sides]
         tile_of = (axes[0][:, None, None] * counts[1] + axes[1][:, None]) * counts[2] + axes[2]
         places = torch.cartesian_prod(*(torch.arange(count, device=q.device) for count in counts)).view(-1, 3)
         near = (places[:, None] - places).abs().amax(-1) <= self.config.reach
@@ -43,7 +45,8 @@ class WindowPlanner:
         labels[video.nonzero().squeeze(1).to(q.device)] = tile_of.flatten().to(torch.int32)
         labels = labels.expand(*q.shape[:3])
         mask = roles.extend(near.expand(*q.shape[:2], number, number))
-        query_labels = labels if roles.clustered_queries is None else torch.where(roles.clustered_queries[:, None], labels, number)
+        own = roles.clustered_queries
+        query_labels = labels if own is None else torch.where(own[:, None], labels, number)
         queries, keys = arrange(*roles.query_blocks(query_labels, number)), arrange(*roles.key_blocks(labels, number))
         return Plan(queries, keys, mask, number, number, padding=site.key_valid is not None)
 

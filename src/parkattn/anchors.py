@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 
-from parkattn.settings import When
+from parkattn.settings import Timetable
 from parkattn.site import CallSite
 
 
-def anchor_count(when: When, total_steps: int | None) -> int:
+def anchor_count(when: Timetable, total_steps: int | None) -> int:
     """Anchors of a run: as many per unit of sqrt(steps) as in a run of reference_steps, at most a third of the steps.
 
-    A run of fewer steps passes the same noise levels in longer strides: with as many anchors in proportion each would serve a
-    longer stretch of the run, with as many in number each would cost more of it. Between the two lies the square root.
+    A run of fewer steps passes the same noise levels in longer strides: with as many anchors in proportion each would
+    serve a longer stretch of the run, with as many in number each would cost more of it. Between the two lies the
+    square root.
     """
     if total_steps is None:
         raise ValueError("total_steps: expected the number of steps, got None; pass it, or set anchors=None.")
@@ -54,7 +55,7 @@ def anchor_steps(count: int, total_steps: int, noise_levels: tuple[float, ...] |
 REACH = 0.22
 
 
-def outlived(when: When, last: int, site: CallSite) -> bool:
+def outlived(when: Timetable, last: int, site: CallSite) -> bool:
     """Whether a plan of step `last` is too old at this step of a run of fewer than reference_steps.
 
     What the last share of a run does has no later step to grow in.
@@ -69,6 +70,18 @@ def outlived(when: When, last: int, site: CallSite) -> bool:
     return min(reached[site.step], end) - min(reached[last], end) > REACH * (end - reached[0])
 
 
+def passed_since_first(site: CallSite) -> float:
+    """The share of a run's log signal-to-noise that lies behind this step: 0 at the step after the first, 1 where the
+    share begins that has no anchors.
+    """
+    total, levels = levels_of(site)
+    if site.step < 2 or total < 3:
+        return 0.0
+    reached = log_signal_to_noise(total, levels)
+    whole = _anchored_until(reached) - reached[1]
+    return min(1.0, max(0.0, (reached[min(site.step, total - 1)] - reached[1]) / whole)) if whole else 1.0
+
+
 def _anchored_until(reached: list[float]) -> float:
     """The log signal-to-noise up to which a run has anchors."""
     last = min(len(reached) - 1, len(reached) * (1 - UNANCHORED))
@@ -78,8 +91,8 @@ def _anchored_until(reached: list[float]) -> float:
 def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
     """Of each step, from its noise level s: log (1 - s) / s where levels end at 1 (flow), -log s where they go beyond.
 
-    Without levels: those of a flow that falls linearly. The first step may be pure noise, minus infinity: it counts as one more
-    stride of the length of the next. Noise below a hundredth counts as a hundredth: it hides nothing.
+    Without levels: those of a flow that falls linearly. The first step may be pure noise, minus infinity: it counts as
+    one more stride of the length of the next. Noise below a hundredth counts as a hundredth: it hides nothing.
     """
     levels = noise_levels or tuple(1 - step / total_steps for step in range(total_steps))
     signal = (lambda level: 1 - level) if max(levels) <= 1 else (lambda level: 1.0)

@@ -50,7 +50,9 @@ def shape_of(tensor: Tensor) -> str:
 
 def expect_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor.")
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {type(value).__name__}; convert it with torch.as_tensor."
+        )
 
 
 def expect_heads(name: str, value: object) -> None:
@@ -58,7 +60,9 @@ def expect_heads(name: str, value: object) -> None:
     expect_tensor(name, value)
     assert isinstance(value, Tensor)
     if value.layout != torch.strided or value.is_quantized:
-        raise TypeError(f"{name}: expected an ordinary tensor, got {value.layout} of {value.dtype}; convert it with {name}.to_dense().")
+        raise TypeError(
+            f"{name}: expected an ordinary tensor, got {value.layout} of {value.dtype}; convert it with {name}.to_dense()."
+        )
     if value.device.type == "meta":
         raise ValueError(f"{name}: expected a tensor with values, got one on the device meta; make it on a CPU or GPU.")
     if value.ndim != 4:
@@ -66,9 +70,13 @@ def expect_heads(name: str, value: object) -> None:
             f"{name}: expected [batch, heads, tokens, dim], got {shape_of(value)}; add the missing axis with unsqueeze or view."
         )
     if value.dtype not in FLOATS:
-        raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {value.dtype}; cast it with {name}.float().")
+        raise TypeError(
+            f"{name}: expected float32, bfloat16, float16 or float64, got {value.dtype}; cast it with {name}.float()."
+        )
     if value.numel() == 0:
-        raise ValueError(f"{name}: expected at least one token and one channel, got {shape_of(value)}; skip the call for empty input.")
+        raise ValueError(
+            f"{name}: expected at least one token and one channel, got {shape_of(value)}; skip the call for empty input."
+        )
 
 
 def expect_attention_inputs(q: Tensor, k: Tensor, *values: Tensor) -> None:
@@ -77,17 +85,27 @@ def expect_attention_inputs(q: Tensor, k: Tensor, *values: Tensor) -> None:
     for name, other in zip(("k", "v"), (k, *values), strict=False):
         expect_heads(name, other)
         if other.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q has, got {other.device}; move it with {name}.to(q.device).")
+            raise ValueError(
+                f"{name}: expected device {q.device} as q has, got {other.device}; move it with {name}.to(q.device)."
+            )
         if other.dtype != q.dtype:
-            raise TypeError(f"{name}: expected dtype {q.dtype} as q has, got {other.dtype}; cast it with {name}.to(q.dtype).")
+            raise TypeError(
+                f"{name}: expected dtype {q.dtype} as q has, got {other.dtype}; cast it with {name}.to(q.dtype)."
+            )
         if other.shape[:2] != q.shape[:2] or (name == "k" and other.shape[3] != q.shape[3]):
             b, h, _, d = q.shape
-            hint = "repeat k and v to the query heads" if other.shape[1] != h else "use the same batch and head dimension"
+            hint = (
+                "repeat k and v to the query heads" if other.shape[1] != h else "use the same batch and head dimension"
+            )
             if other.shape[1] != h and (other.shape[1] == q.shape[2] or other.shape[2] == h):
                 hint = "q, k and v are [batch, heads, tokens, dim]: transpose(1, 2) what is [batch, tokens, heads, dim]"
-            raise ValueError(f"{name}: expected [{b}, {h}, tokens, {d}] to match q {shape_of(q)}, got {shape_of(other)}; {hint}.")
+            raise ValueError(
+                f"{name}: expected [{b}, {h}, tokens, {d}] to match q {shape_of(q)}, got {shape_of(other)}; {hint}."
+            )
     if values and values[0].shape[2] != k.shape[2]:
-        raise ValueError(f"v: expected {k.shape[2]} tokens as k has, got {values[0].shape[2]}; pass the values that belong to these keys.")
+        raise ValueError(
+            f"v: expected {k.shape[2]} tokens as k has, got {values[0].shape[2]}; pass the values that belong to these keys."
+        )
 
 
 def expect_finite(name: str, value: Tensor) -> None:
@@ -107,13 +125,17 @@ def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
     expect_tensor("key_valid", key_valid)
     b, m = k.shape[0], k.shape[2]
     if key_valid.dtype != torch.bool:
-        raise TypeError(f"key_valid: expected torch.bool, True where a key may be attended, got {key_valid.dtype}; cast it with .bool().")
+        raise TypeError(
+            f"key_valid: expected torch.bool, True where a key may be attended, got {key_valid.dtype}; cast it with .bool()."
+        )
     if tuple(key_valid.shape) != (b, m):
         raise ValueError(
             f"key_valid: expected [{b}, {m}] (batch, key tokens), got {shape_of(key_valid)}; squeeze or expand it to that shape."
         )
     if key_valid.device != k.device:
-        raise ValueError(f"key_valid: expected device {k.device} as k has, got {key_valid.device}; move it with .to(k.device).")
+        raise ValueError(
+            f"key_valid: expected device {k.device} as k has, got {key_valid.device}; move it with .to(k.device)."
+        )
     if key_valid.is_cuda:  # reading values would wait for the GPU
         return
     empty = (~key_valid.any(dim=1)).nonzero().flatten().tolist()
@@ -145,7 +167,9 @@ def expect_count(name: str, value: object, least: int = 1, most: int = LARGEST_C
         raise TypeError(f"{name}: expected a whole number >= {least}, got {shown(value)}; pass an int.")
     assert isinstance(value, int)
     if value < least:
-        raise ValueError(f"{name}: expected a whole number >= {least}, got {shown(value)}; raise it to at least {least}.")
+        raise ValueError(
+            f"{name}: expected a whole number >= {least}, got {shown(value)}; raise it to at least {least}."
+        )
     if value > most:
         raise ValueError(f"{name}: expected a whole number <= {most}, got {shown(value)}; lower it.")
 
@@ -201,7 +225,13 @@ def _looked_at(name: str, path: str | os.PathLike[str], wanted: str, most: int, 
         finally:
             os.close(handle)
     except (OSError, ValueError, MemoryError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no memory for it" if isinstance(error, MemoryError) else "no such name"
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else "no memory for it"
+            if isinstance(error, MemoryError)
+            else "no such name"
+        )
         said = shown(os.fsdecode(path))[1:-1]
         raise ValueError(f"{name}: expected {wanted}, got {said} ({why}); check the path.") from None
 
@@ -238,7 +268,9 @@ def expect_indices(name: str, value: Any) -> tuple[int, ...]:
     except TypeError:
         indices = None
     if indices is None:
-        raise TypeError(f"{name}: expected a collection of indices counted from 0, got {shown(value)}; write (0, 1) or range(...).")
+        raise TypeError(
+            f"{name}: expected a collection of indices counted from 0, got {shown(value)}; write (0, 1) or range(...)."
+        )
     for index in indices:
         expect_count(name, index, least=0)
     return tuple(sorted(set(indices)))
@@ -257,7 +289,9 @@ def expect_positive(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a positive number, got {shown(value)}; pass a float.")
     if not (value > 0 and _fits_float32(value)):
-        raise ValueError(f"{name}: expected a positive number that float32 holds, got {shown(value)}; choose a small value such as 1e-6.")
+        raise ValueError(
+            f"{name}: expected a positive number that float32 holds, got {shown(value)}; choose a small value such as 1e-6."
+        )
 
 
 def expect_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -274,7 +308,9 @@ def expect_scale(scale: object) -> None:
     if not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise TypeError(f"scale: expected a number or None for head_dim ** -0.5, got {shown(scale)}; pass a float.")
     if not _fits_float32(scale):
-        raise ValueError(f"scale: expected a finite number that float32 holds, got {shown(scale)}; pass None for head_dim ** -0.5.")
+        raise ValueError(
+            f"scale: expected a finite number that float32 holds, got {shown(scale)}; pass None for head_dim ** -0.5."
+        )
 
 
 def expect_call_site(site: Any) -> None:
@@ -288,11 +324,21 @@ def expect_call_site(site: Any) -> None:
         expect_count("total_steps", site.total_steps)
     if site.grid is not None:
         if not isinstance(site.grid, tuple) or len(site.grid) != 3:
-            raise TypeError(f"grid: expected (frames, height, width) in tokens, got {shown(site.grid)}; pass three whole numbers.")
+            raise TypeError(
+                f"grid: expected (frames, height, width) in tokens, got {shown(site.grid)}; pass three whole numbers."
+            )
         for size in site.grid:
             expect_count("grid", size)
     if site.noise_levels is not None and not isinstance(site.noise_levels, tuple):
-        raise TypeError(f"noise_levels: expected a tuple of numbers, one per step, got {shown(site.noise_levels)}; pass a tuple.")
+        raise TypeError(
+            f"noise_levels: expected a tuple of numbers, one per step, got {shown(site.noise_levels)}; pass a tuple."
+        )
     if site.dense is not None and not callable(site.dense):
-        raise TypeError(f"dense: expected a function that returns attention's output, got {shown(site.dense)}; pass a function or None.")
+        raise TypeError(
+            f"dense: expected a function that returns attention's output, got {shown(site.dense)}; pass a function or None."
+        )
+    if site.ranks is not None and not callable(getattr(site.ranks, "gather", None)):
+        raise TypeError(
+            f"ranks: expected an object with rank and gather, or None, got {shown(site.ranks)}; leave it out in one process."
+        )
     expect_scale(site.scale)

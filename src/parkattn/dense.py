@@ -28,7 +28,11 @@ class Dense:
         expect_call_site(site)
         if site.key_valid is not None:
             expect_key_valid(site.key_valid, k)
-        out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+        out = (
+            site.dense()
+            if site.dense is not None
+            else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+        )
         return AttentionOutput(out, AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
 
     def reset(self) -> None:
@@ -37,6 +41,9 @@ class Dense:
 
 ENTRIES = (
     MethodEntry(
-        "dense", lambda config: Dense(config.tolerance), "every query attends to every key: what the others are measured against", Forecasts
+        "dense",
+        lambda config: Dense(config.tolerance),
+        "every query attends to every key: what the others are measured against",
+        Forecasts,
     ),
 )

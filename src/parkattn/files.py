@@ -2,7 +2,8 @@
 
 Temporary files, journals and locks are called .park-MARK..., where MARK is a hash of what they belong to, so that a
 name of any length can have them. Whoever writes under a mark holds its lock: what lies there while the lock is free was
-left by a stopped process, or came with a folder of others: no link is followed, and nothing but ordinary files is opened.
+left by a stopped process, or came with a folder of others: no link is followed, and nothing but ordinary files is
+opened.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def remove_temporaries(folder: Path, mark: str) -> int:
 
 
 def within(folder: Path, name: str) -> Path | None:
-    """The path of a name below a folder; None where it leads elsewhere: up, through a link, or through what is no folder."""
+    """The path of a name below a folder; None where it leads elsewhere: up, through a link, or through what is no
+    folder.
+    """
     path, mode = folder, stat.S_IFDIR
     for part in name.split("/"):
         if part in ("", ".", "..") or not stat.S_ISDIR(mode):

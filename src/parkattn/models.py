@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
+from parkattn.compat import without_compile_wrapper
+
 Grid = tuple[int, int, int]  # (frames, height, width) in tokens
 
 
@@ -37,7 +39,8 @@ def grid_by_name(arguments: Mapping[str, Any], config: Any) -> Grid | None:
 
 
 def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | None:
-    """One sequence of text, frames that are given, audio and the video, which comes last; places (t, h, w) are an argument.
+    """One sequence of text, frames that are given, audio and the video, which comes last; places (t, h, w) are an
+    argument.
 
     It reads device values.
     """
@@ -69,13 +72,19 @@ def grid_of_image_shapes(arguments: Mapping[str, Any], config: Any) -> Grid | No
 
 
 def grid_of_image_places(arguments: Mapping[str, Any], config: Any) -> Grid | None:
-    """img_ids [b n 4] or [n 4]: (t, h, w, l) of each token; None where other images are given beside it. It reads device values."""
+    """img_ids [b n 4] or [n 4]: (t, h, w, l) of each token; None where other images are given beside it. It reads
+    device values.
+    """
     places = arguments.get("img_ids")
     if places is None:
         return None
     rows = (places[0] if places.ndim == 3 else places).tolist()
     width = _run_of_equals([row[1] for row in rows])
-    return None if not rows or len(rows) % width or any(row[0] != rows[0][0] for row in rows) else (1, len(rows) // width, width)
+    return (
+        None
+        if not rows or len(rows) % width or any(row[0] != rows[0][0] for row in rows)
+        else (1, len(rows) // width, width)
+    )
 
 
 def as_given(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,7 +154,9 @@ class ModelRow:
 
     def attentions(self, transformer: Any) -> list[Any]:
         """The attention modules; their place in this list is their layer number."""
-        return [attrgetter(attention)(block) for blocks, attention in self.blocks for block in getattr(transformer, blocks)]
+        return [
+            attrgetter(attention)(block) for blocks, attention in self.blocks for block in getattr(transformer, blocks)
+        ]
 
     @property
     def by_grid(self) -> bool:
@@ -200,7 +211,12 @@ MODELS: dict[str, ModelRow] = {
     "AllegroTransformer3DModel": ModelRow(_ATTN1, "Allegro", borrows=True),
     "CosmosTransformer3DModel": ModelRow(_ATTN1, "Cosmos 1, 2, 2.5", borrows=True),
     "Cosmos3OmniTransformer": ModelRow(
-        (("layers", "self_attn"),), "Cosmos 3", text="keys", borrows=True, grid=grid_of_vision, named=with_vision_by_usual_names
+        (("layers", "self_attn"),),
+        "Cosmos 3",
+        text="keys",
+        borrows=True,
+        grid=grid_of_vision,
+        named=with_vision_by_usual_names,
     ),
     "LTXVideoTransformer3DModel": ModelRow(_ATTN1, "LTX-Video", borrows=True, grid=grid_by_name),
     # attn1 is the video's; audio, and both ways between them, have attention modules of their own
@@ -210,7 +226,10 @@ MODELS: dict[str, ModelRow] = {
         (("visual_transformer_blocks", "self_attention"),), "Kandinsky 5", borrows=True, grid=grid_of_channels_last
     ),
     "Kandinsky6Transformer3DModel": ModelRow(
-        (("visual_transformer_blocks", "video_dec_block.self_attention"),), "Kandinsky 6", borrows=True, grid=grid_of_channels_last
+        (("visual_transformer_blocks", "video_dec_block.self_attention"),),
+        "Kandinsky 6",
+        borrows=True,
+        grid=grid_of_channels_last,
     ),
     "QwenImageTransformer2DModel": ModelRow(
         _DUAL, "Qwen-Image", text="first", preset="hunyuanvideo", borrows=True, grid=grid_of_image_shapes, image=True
@@ -264,17 +283,13 @@ def row_for(transformer: Any) -> ModelRow:
     raise ValueError(f"transformer: expected one of {supported}, got {names[0]}; {advice}.")
 
 
-def without_compile_wrapper(module: Any) -> Any:
-    """torch.compile(module) keeps the module behind _orig_mod."""
-    return getattr(module, "_orig_mod", module)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """One released model. layers: blocks with video self-attention; text: places for text; passes: forwards per step.
 
     frames, pixels: how many make one token in each direction, after the first frame, which makes one by itself.
-    made_with: arguments by which the class makes it, where they are not its defaults. video: the paper's, in frames and pixels.
+    made_with: arguments by which the class makes it, where they are not its defaults. video: the paper's, in frames and
+    pixels. key_blocks: of PARK in a long video, by the section "Implementations" of the paper.
     """
 
     transformer: str
@@ -289,6 +304,7 @@ class ModelSize:
     pixels: int = 16
     latent_pixels: int = 8
     video: tuple[int, int, int] = (81, 720, 1280)
+    key_blocks: int = 512
     made_with: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -314,6 +330,6 @@ SIZES: dict[str, ModelSize] = {
     # 20 dual and 40 single blocks; guidance is distilled into the model; 125 frames are 32 latent frames
     "hunyuanvideo": ModelSize(
         transformer="HunyuanVideoTransformer3DModel", layers=60, heads=24, ffn=12288, text=256, cross_attention=False, passes=1,
-        video=(125, 720, 1280),
+        video=(125, 720, 1280), key_blocks=1024,
     ),
 }  # fmt: skip

@@ -14,141 +14,183 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
+from parkattn.anchors import passed_since_first
 from parkattn.backend import attend_planned, planning, resolve_for
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_finite, expect_fraction, shown
+from parkattn.checks import (
+    expect_attention_inputs,
+    expect_choice,
+    expect_count,
+    expect_finite,
+    expect_flag,
+    expect_fraction,
+    shown,
+)
+from parkattn.models import SIZES
 from parkattn.ops.cluster.borders import fitting_multiple
 from parkattn.ops.cluster.definition import Clustering
-from parkattn.ops.importance.definition import ESTIMATORS, kept_mass, select_shared, select_top_k, select_top_p
+from parkattn.ops.importance.definition import kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.plan import Blocks, Plan, assign_roles, cut_blocks
-from parkattn.planned import PlannedMethod
+from parkattn.planned import PlannedMethod, plan_key
 from parkattn.registry import MethodEntry
 from parkattn.segments import segment_mean
-from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
+from parkattn.settings import KEY_GRANULE, QUERY_TILE, Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite
 
-# section "Implementations" of the paper; Wan and HunyuanVideo differ in the number of key blocks only
-_PAPER = {"query_clusters": 128, "top_p": 0.9, "dense_fraction": 0.2, "refresh_interval": 10, "alpha": 0.05, "s_min": 1e-12}
-# not the paper's: borders where the attention kernel's tiles begin (DESIGN.md, "Block borders"); 1 and 1 give the paper's blocks
-_BORDERS = {"query_multiple": 64, "key_multiple": 32}
 # not the paper's: what stands in for skipped blocks (docs/corrections.md)
-_CORRECTED = {"compensate": True, "residual_rank": 12, "short_residual_rank": 32, "share_branches": True, "own_dense": True}
+_CORRECTED = {
+    "compensate": True,
+    "residual_rank": 12,
+    "short_residual_rank": 32,
+    "share_branches": True,
+    "own_dense": True,
+}
 # not the paper's: each tile of the attention kernel chooses, by the error that stand-ins would leave (docs/concepts.md)
 _BY_ERROR = {"budget": "error", "query_tile": 128}
+QUERY_BLOCKS = 128  # of a long video, in every model
 CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
-BUDGETS = ("row", "mass", "error")
 _PREFIX_FIELDS = ("dense_fraction", "dense_steps", "refresh_interval", "refresh_steps")  # of a schedule without anchors
-_BLOCK_FIELDS = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParkConfig(Clusters, KeyMetric, Selection, PlannedConfig):
+class ParkConfig(Clusters, Selection, PlannedConfig):
     """Defaults are the paper's Wan settings; the fields of each group are explained in settings.py."""
 
-    importance: Literal["pama", "query-centroid", "full-key", "exact"] = "pama"
-    """How much attention a query block gives to a key block: per query (pama), by the mean query, by all keys, or exactly."""
     refresh_top_p: float | None = None
-    """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at anchors."""
-    budget: Literal["row", "mass", "error"] = "row"
-    """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. mass: one
+    """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at
+    anchors.
+    """
+    refresh_falls: bool = False
+    """refresh_top_p holds at the step after the first and falls to top_p over the run, by log signal to noise: what is
+    wrong late has few steps to grow in.
+    """
+    budget: Literal["row", "error"] = "row"
+    """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. error: one
     threshold for all rows, heads and layers keeps blocks whose keys draw at least (1 - p) / p times the mean key's
-    attention. error: with compensate, that times the spread of scores in a head's blocks: what stand-ins get wrong."""
+    attention, with compensate times the spread of scores in a head's blocks: what stand-ins get wrong."""
     query_tile: int | None = None
     """Query blocks are cut into tiles of this many queries, each of which keeps blocks of its own; None: not cut."""
+    importance = "pama"  # how much attention a query block gives to a key block (ESTIMATORS)
 
+    # the defaults are the paper's; not the paper's are borders where the attention kernel's tiles begin (DESIGN.md,
+    # "Block borders"): 1 and 1 give its blocks
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "wan2.1-1.3b": {**_PAPER, **_BORDERS, "key_clusters": 512},
-        "wan2.1-14b": {**_PAPER, **_BORDERS, "key_clusters": 512},
-        "wan2.2-14b": {**_PAPER, **_BORDERS, "key_clusters": 512},
-        "hunyuanvideo": {**_PAPER, **_BORDERS, "key_clusters": 1024},
+        name: {
+            "query_clusters": QUERY_BLOCKS,
+            "key_clusters": size.key_blocks,
+            "query_multiple": QUERY_TILE,
+            "key_multiple": KEY_GRANULE,
+        }
+        for name, size in SIZES.items()
     }
-
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
         "quality": {**_CORRECTED, **_BY_ERROR, "top_p": 0.7, "refresh_top_p": 0.9, "anchors": 12},
         "fast": {**_CORRECTED, **_BY_ERROR, "top_p": 0.3, "refresh_top_p": 0.7, "anchors": 7},
+        "turbo": {**_CORRECTED, **_BY_ERROR, "top_p": 0.3, "refresh_top_p": 0.7, "anchors": 7, "refresh_falls": True},
     }
+    BUDGETS: ClassVar[tuple[str, ...]] = ("row", "error")
+    """Values of `budget`."""
     DEFAULT_PROFILE: ClassVar[str] = "quality"
     """What hosts take when no profile is named (docs/profiles.md); variants for ablations keep the paper's settings."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect_choice("importance", self.importance, ESTIMATORS)
-        expect_choice("budget", self.budget, BUDGETS)
-        if self.budget != "row" and self.top_p is None:
-            raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
-        if self.budget == "error" and not self.compensate:
-            raise ValueError("budget: expected row or mass without compensate, got error; pass compensate=True, or budget='mass'.")
-        if self.top_k is not None and self.floor:
-            raise ValueError(f"floor: expected 0 beside top_k={self.top_k}, got {self.floor}; leave out one of them.")
+        expect_choice("budget", self.budget, self.BUDGETS)
         if self.query_tile is not None:
             expect_count("query_tile", self.query_tile)
         if self.refresh_top_p is not None:
             expect_fraction("refresh_top_p", self.refresh_top_p, zero=False)
-            if self.top_p is None:
-                got = f"got {self.refresh_top_p}; leave out one of them."
-                raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
-            if self.anchors is None:
-                got = f"got {self.refresh_top_p}; set top_p, or anchors too."
-                raise ValueError(f"refresh_top_p: expected None without anchors, between which it holds, {got}")
+        expect_flag("refresh_falls", self.refresh_falls)
+        # rules across fields; `_with_companions` keeps them where one field of a profile is changed
+        if self.budget != "row" and self.top_p is None:
+            raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
+        if self.refresh_top_p is not None and self.top_p is None:
+            got = f"got {self.refresh_top_p}; leave out one of them."
+            raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
+        if self.refresh_top_p is not None and self.anchors is None:
+            got = f"got {self.refresh_top_p}; set top_p, or anchors too."
+            raise ValueError(f"refresh_top_p: expected None without anchors, between which it holds, {got}")
+        if self.refresh_falls and self.refresh_top_p is None:
+            raise ValueError("refresh_falls: expected False without refresh_top_p, which falls, got True; set both.")
+
+    @property
+    def metric(self) -> KeyMetric:
+        """The metric that keys are clustered in."""
+        return KeyMetric()
+
+    @classmethod
+    def long_run_profiles(cls) -> list[str]:
+        """Profiles without those that differ from another one in runs of fewer than reference_steps alone."""
+        return [name for name, changes in cls.PROFILES.items() if not changes.get("refresh_falls")]
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
-        """What is wanted ("paper", "quality", "fast"), with the settings of a model underneath. A budget among `changes` is the only one."""
+        """What is wanted ("paper", "quality", "fast", "turbo"), with the settings of a model underneath. A budget among
+        `changes` is the only one.
+        """
         expect_choice("profile", name, cls.PROFILES)
         for field in _PREFIX_FIELDS if {**cls.PROFILES[name], **changes}.get("anchors") is not None else ():
             if field in changes:
                 got = f"got {field}={shown(changes[field])}; take the profile paper, or pass anchors=None too."
-                raise ValueError(f"{field}: expected none with the profile {name}, whose dense steps are spread over the run, {got}")
+                raise ValueError(
+                    f"{field}: expected none with the profile {name}, whose dense steps are spread over the run, {got}"
+                )
         return super().profile(name, model=model, **_with_companions(cls.PROFILES[name], changes))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values. A budget among them is the only one, and what has no effect without another field goes with it."""
+        """A copy with other values. A budget among them is the only one, and what has no effect without another field
+        goes with it.
+        """
         return super().replace(**_with_companions(dataclasses.asdict(self), changes))
 
     @classmethod
     def for_model(cls, name: str | None, **changes: Any) -> Self:
         """The preset of a model, with its blocks in a long video and the rule of `counts` in a short one."""
-        preset = dict(cls.PRESETS[cls.known_model(name) or "wan2.1-14b"])
-        long_video = preset["query_clusters"], preset["key_clusters"]
-        settings = {field: value for field, value in preset.items() if field not in _BLOCK_FIELDS}
-        return cls.from_dict({**settings, "long_video_blocks": long_video, **changes})
+        blocks = QUERY_BLOCKS, SIZES[cls.known_model(name) or "wan2.1-14b"].key_blocks
+        return cls.from_dict({"long_video_blocks": blocks, **changes})
 
 
 def _with_companions(settings: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Whoever sets top_p or top_k means it for every plan, and top_k is a share of each row's blocks.
 
-    Without anchors there are no plans between them, and without stand-ins none that err.
+    Without anchors there are no plans between them.
     """
     settled: dict[str, Any] = {**settings, **changes}
     off: dict[str, Any] = {}
     if "top_p" in changes or changes.get("top_k") is not None or settled.get("anchors") is None:
         off["refresh_top_p"] = None
-    if settled.get("budget") == "error" and not settled.get("compensate"):
-        off["budget"] = "mass"
+    if {**settled, **off}.get("refresh_top_p") is None:
+        off["refresh_falls"] = False
     if changes.get("top_k") is not None:
-        off |= {"budget": "row", "floor": 0.0}
+        off["budget"] = "row"
     return {**off, **changes}
 
 
 class ParkPlanner:
-    def __init__(self, config: ParkConfig) -> None:
+    def __init__(self, config: ParkConfig, falls_to: float | None = None) -> None:
+        """falls_to: what top_p falls to over the run; None: it stays."""
         self.config = config
+        self.falls_to = falls_to
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = 0 if site.text is None else site.text.stop - site.text.start
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
-        warm = earlier if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries) else None
+        warm = (
+            earlier if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries) else None
+        )
         iterations = config.kmeans_iterations if warm is None else config.warm_iterations
         old_queries, old_keys = (None, None) if warm is None else (_clusters_of(warm), warm.keys.labels)
 
-        queries = verbs.kmeans(q, counts.queries, iterations=iterations, seed=config.seed, start=old_queries, valid=roles.clustered_queries)
+        queries = verbs.kmeans(
+            q, counts.queries, iterations=iterations, seed=config.seed, start=old_queries, valid=roles.clustered_queries
+        )
         keys = verbs.cluster_keys(
             k,
             q,
             counts.keys,
-            config,
+            config.metric,
             iterations=iterations,
             seed=config.seed,
             start=old_keys,
@@ -156,7 +198,9 @@ class ParkPlanner:
             query_valid=roles.clustered_queries,
         )
         if counts.query_multiple > 1:
-            queries = verbs.round_borders(q, queries, fitting_multiple(counts.query_multiple, q.shape[2], queries.clusters))
+            queries = verbs.round_borders(
+                q, queries, fitting_multiple(counts.query_multiple, q.shape[2], queries.clusters)
+            )
         if counts.key_multiple > 1:
             keys = verbs.round_borders(k, keys, fitting_multiple(counts.key_multiple, k.shape[2], keys.clusters))
         query_blocks = verbs.arrange(*roles.query_blocks(queries.labels, queries.clusters))
@@ -167,6 +211,8 @@ class ParkPlanner:
         key_blocks = verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters))
         importance = verbs.importance(config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
         share = config.top_p
+        if share is not None and self.falls_to is not None:
+            share += (self.falls_to - share) * passed_since_first(site)
         if share is None:
             assert config.top_k is not None
             mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
@@ -197,7 +243,9 @@ def _tiles(q: Tensor, blocks: Blocks, count: int, importance: str) -> Clustering
 
 
 def _tells_clusters(plan: Plan, clusters: int) -> bool:
-    """Whether the clusters of queries can be told from a plan: not from tiles that came out of a file, which holds no memory."""
+    """Whether the clusters of queries can be told from a plan: not from tiles that came out of a file, which holds no
+    memory.
+    """
     return CLUSTER_OF_TILE in plan.memory or plan.query_clusters <= clusters
 
 
@@ -219,17 +267,17 @@ def build_plan(
 ) -> Plan:
     """Decide what attends to what. q [b h n d], k [b h m d].
 
-    text: the span of text tokens, the same in q and k: never clustered, always on. key_valid [b m]: False where a key is
-    padding. start: an earlier plan to warm-start the clusters from.
+    text: the span of text tokens, the same in q and k: never clustered, always on. key_valid [b m]: False where a key
+    is padding. start: an earlier plan to warm-start the clusters from.
     """
     config = _expect_config(config)
     if start is not None:
-        # whoever gives a start wants it
-        config = config.replace(warm_start=True)
         _expect_plan("start", start)
     site = CallSite(text=text, key_valid=key_valid, scale=scale)
     with planning(q, k, site, config.check_finite):
-        return ParkPlanner(config).plan(q.detach(), k.detach(), site, start if start is not None and start.fits(q, k) else None)
+        return ParkPlanner(config).plan(
+            q.detach(), k.detach(), site, start if start is not None and start.fits(q, k) else None
+        )
 
 
 def park_attention(
@@ -269,8 +317,15 @@ class Park(PlannedMethod):
 
     def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
         config = _expect_config(config)
-        lone = None if config.refresh_top_p is None else config.replace(top_p=config.refresh_top_p)
-        super().__init__(name, ParkPlanner(config), config, between=None if lone is None else ParkPlanner(lone))
+        between = None
+        if config.refresh_top_p is not None:
+            lone = config.replace(top_p=config.refresh_top_p)
+            between = ParkPlanner(lone, config.top_p if config.refresh_falls else None)
+        super().__init__(name, ParkPlanner(config), config, between=between)
+
+    def head_order(self, site: CallSite, batch: int) -> Tensor | None:
+        """The head [h] at each place of all ranks, for the next call at this site; None: the model's order."""
+        return self.plans.head_order(plan_key(site, batch))
 
 
 def _expect_config(config: ParkConfig | None) -> ParkConfig:
@@ -286,15 +341,33 @@ def _expect_plan(name: str, plan: Plan) -> None:
         raise TypeError(f"{name}: expected a Plan, got {type(plan).__name__}; make one with build_plan.")
 
 
-def _ablation(name: str, line: str, **changes: Any) -> MethodEntry:
+class WithoutPama(ParkConfig):
+    """The mean query's softmax instead of PAMA."""
+
+    importance = "query-centroid"
+
+
+class WithoutQrkc(ParkConfig):
+    """Euclidean k-means of keys instead of QRKC."""
+
+    @property
+    def metric(self) -> KeyMetric:
+        return KeyMetric(key_metric="euclidean")
+
+
+class WithoutBoth(WithoutPama, WithoutQrkc):
+    """Retrieval by centroids."""
+
+
+def _entry(name: str, line: str, config: type[ParkConfig]) -> MethodEntry:
     return MethodEntry(
-        name, lambda config: Park(config.replace(**changes), name), line, ParkConfig, budgets=("top_p", "top_k"), paper="PARK"
+        name, lambda settings: Park(settings, name), line, config, budgets=("top_p", "top_k"), paper="PARK"
     )
 
 
 ENTRIES = (
-    MethodEntry("park", Park, "k-means queries, QRKC keys, PAMA, top-p", ParkConfig, budgets=("top_p", "top_k"), paper="PARK"),
-    _ablation("park-no-pama", "PARK with the mean query's softmax instead of PAMA", importance="query-centroid"),
-    _ablation("park-no-qrkc", "PARK with Euclidean k-means of keys instead of QRKC", key_metric="euclidean"),
-    _ablation("centroid", "retrieval by centroids: PARK without PAMA and QRKC", importance="query-centroid", key_metric="euclidean"),
+    _entry("park", "k-means queries, QRKC keys, PAMA, top-p", ParkConfig),
+    _entry("park-no-pama", "PARK with the mean query's softmax instead of PAMA", WithoutPama),
+    _entry("park-no-qrkc", "PARK with Euclidean k-means of keys instead of QRKC", WithoutQrkc),
+    _entry("centroid", "retrieval by centroids: PARK without PAMA and QRKC", WithoutBoth),
 )

@@ -1,4 +1,5 @@
-"""The nouns of every method: blocks of tokens, the plan that says which block attends to which, and the roles of text and padding.
+"""The nouns of every method: blocks of tokens, the plan that says which block attends to which, and the roles of text
+and padding.
 
 Letters used everywhere: b batch, h heads, n query tokens, m key tokens, d head dimension, c clusters, qb query blocks,
 kb key blocks. A plan is a value: it can be saved, moved to another device and reused on later steps.
@@ -54,7 +55,9 @@ class Blocks:
 
     def to(self, device: torch.device | str) -> Blocks:
         """The same blocks on another device."""
-        return Blocks(self.labels.to(device), None if self.order is None else self.order.to(device), self.offsets.to(device))
+        return Blocks(
+            self.labels.to(device), None if self.order is None else self.order.to(device), self.offsets.to(device)
+        )
 
 
 def arrange(labels: Tensor, count: int) -> Blocks:
@@ -66,7 +69,9 @@ def arrange(labels: Tensor, count: int) -> Blocks:
 
 
 def tiles(like: Tensor, size: int) -> Blocks:
-    """Contiguous tiles of `size` tokens of like [b h n d], the last one shorter: no token moves, so nothing is gathered."""
+    """Contiguous tiles of `size` tokens of like [b h n d], the last one shorter: no token moves, so nothing is
+    gathered.
+    """
     b, h, n = like.shape[:3]
     count = -(-n // size)
     labels = torch.arange(n, dtype=torch.int32, device=like.device) // size
@@ -103,9 +108,9 @@ def cut_blocks(blocks: Blocks, own: int, size: int) -> tuple[Blocks, Tensor]:
 class Plan:
     """Which block pairs are computed.
 
-    Query blocks: the method's own, then one block that sees every attendable key if there are text (or padding) queries.
-    Key blocks: the method's own, then one block that every query sees if there is text, then one that no query sees if
-    there is padding (`padding` is True then).
+    Query blocks: the method's own, then one block that sees every attendable key if there are text (or padding)
+    queries. Key blocks: the method's own, then one block that every query sees if there is text, then one that no query
+    sees if there is padding (`padding` is True then).
     """
 
     queries: Blocks
@@ -141,7 +146,11 @@ class Plan:
 
     def fits(self, q: Tensor, k: Tensor) -> bool:
         """Whether the plan was built for tensors of these shapes on this device."""
-        return self.queries.labels.shape == q.shape[:3] and self.keys.labels.shape == k.shape[:3] and self.mask.device == q.device
+        return (
+            self.queries.labels.shape == q.shape[:3]
+            and self.keys.labels.shape == k.shape[:3]
+            and self.mask.device == q.device
+        )
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
@@ -165,7 +174,11 @@ class Plan:
         sides = {"queries": self.queries, "keys": self.keys}
         tensors = {f"{name}.{part}": getattr(side, part) for name, side in sides.items() for part in _PARTS}
         tensors |= {"mask": self.mask, "estimated_mass": self.estimated_mass, "bias": self.bias}
-        counts = {"query_clusters": str(self.query_clusters), "key_clusters": str(self.key_clusters), "padding": str(int(self.padding))}
+        counts = {
+            "query_clusters": str(self.query_clusters),
+            "key_clusters": str(self.key_clusters),
+            "padding": str(int(self.padding)),
+        }
         given = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
         write_atomically(Path(path), save(given, metadata={"format": _FORMAT, **counts}))
 
@@ -183,14 +196,19 @@ class Plan:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except OSError:
-            raise OSError(f"{path}: expected a plan written by Plan.save, got no file that can be read; check the path.") from None
+            raise OSError(
+                f"{path}: expected a plan written by Plan.save, got no file that can be read; check the path."
+            ) from None
         except SafetensorError as error:
             raise ValueError(
                 f"{path}: expected a plan written by Plan.save, got a file that does not parse ({error}); save it again."
             ) from None
         expect_choice(f"format of {path}", facts.get("format"), [_FORMAT])
         try:
-            sides = [Blocks(tensors[f"{s}.labels"], tensors.get(f"{s}.order"), tensors[f"{s}.offsets"]) for s in ("queries", "keys")]
+            sides = [
+                Blocks(tensors[f"{s}.labels"], tensors.get(f"{s}.order"), tensors[f"{s}.offsets"])
+                for s in ("queries", "keys")
+            ]
             counts = int(facts["query_clusters"]), int(facts["key_clusters"]), facts["padding"] == "1"
             plan = cls(sides[0], sides[1], tensors["mask"], *counts, tensors.get("estimated_mass"), tensors.get("bias"))
             wrong = _inconsistency(plan)
@@ -208,7 +226,9 @@ _PARTS = ("labels", "order", "offsets")
 def expect_whole_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
     """What a planner must hand over, as far as it can be seen without waiting for a GPU."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan: expected a Plan from the planner, got {type(plan).__name__}; return Plan(queries, keys, mask, ...).")
+        raise TypeError(
+            f"plan: expected a Plan from the planner, got {type(plan).__name__}; return Plan(queries, keys, mask, ...)."
+        )
     wrong = None
     if not plan.fits(q, k):
         wrong = f"labels {list(plan.queries.labels.shape)} and {list(plan.keys.labels.shape)}"
@@ -244,9 +264,13 @@ def _inconsistency(plan: Plan) -> str | None:
             return f"{name} of other shapes than its mask"
         if not 0 < own <= count:
             return f"{own} of {count} {name} blocks as the method's own"
-        if not torch.equal(side.sizes, segment_sizes(side.labels, count)) or bool((side.labels >= count).any() or (side.labels < 0).any()):
+        if not torch.equal(side.sizes, segment_sizes(side.labels, count)) or bool(
+            (side.labels >= count).any() or (side.labels < 0).any()
+        ):
             return f"{name} whose labels and offsets disagree"
-        if not torch.equal(side.permutation().sort(-1).values.long(), torch.arange(n, device=side.labels.device).expand(b, h, n)):
+        if not torch.equal(
+            side.permutation().sort(-1).values.long(), torch.arange(n, device=side.labels.device).expand(b, h, n)
+        ):
             return f"an order of {name} that is no permutation"
         if not torch.equal(side.labels.gather(-1, side.permutation().long()), side.labels.sort(-1).values):
             return f"an order of {name} that does not sort its labels"
@@ -278,7 +302,11 @@ class Roles:
     def extend(self, mask: Tensor) -> Tensor:
         """[b h c_q c_k] over clusters -> [b h qb kb]: text rows and columns on, padding column off."""
         right = torch.cat(
-            [mask.new_ones(*mask.shape[:-1], int(self.has_text)), mask.new_zeros(*mask.shape[:-1], int(self.key_valid is not None))], -1
+            [
+                mask.new_ones(*mask.shape[:-1], int(self.has_text)),
+                mask.new_zeros(*mask.shape[:-1], int(self.key_valid is not None)),
+            ],
+            -1,
         )
         mask = torch.cat([mask, right], -1)
         if self.clustered_queries is not None:
@@ -290,7 +318,9 @@ class Roles:
 
 
 def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | None) -> Roles:
-    """text is the same span in q and k; in self-attention a padding key's query is padding too and is kept out of the clusters."""
+    """text is the same span in q and k; in self-attention a padding key's query is padding too and is kept out of the
+    clusters.
+    """
     b, n, m = q.shape[0], q.shape[2], k.shape[2]
     if text is not None:
         expect_text(text, n, m)
@@ -301,7 +331,9 @@ def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | N
         return Roles(None, None, None, has_text=False)
 
     keys = (
-        torch.ones(b, m, dtype=torch.bool, device=k.device) if key_valid is None else key_valid.clone(memory_format=torch.contiguous_format)
+        torch.ones(b, m, dtype=torch.bool, device=k.device)
+        if key_valid is None
+        else key_valid.clone(memory_format=torch.contiguous_format)
     )
     queries = keys.clone() if n == m else torch.ones(b, n, dtype=torch.bool, device=q.device)
     if text is not None:

@@ -22,11 +22,20 @@ from parkattn.backend import (
     planning,
     resolve_for,
 )
+from parkattn.backend.sage import attend_dense_sage, sage_version, why_no_sage
 from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_call_site, expect_key_valid
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import LowRank
 from parkattn.plan import Blocks, Plan, expect_whole_plan
-from parkattn.reuse import AdaptiveSchedule, HeldPlan, History, Phase, PlanStore, Schedule, Scheduling, Watching, always_runs
+from parkattn.reuse import (
+    HeldPlan,
+    History,
+    Phase,
+    PhaseRule,
+    PlanStore,
+    Schedule,
+    always_runs,
+)
 from parkattn.settings import PlannedConfig
 from parkattn.site import AttentionOutput, AttentionStats, CallSite, SiteKey
 
@@ -35,7 +44,9 @@ class Planner(Protocol):
     """The only thing most methods define."""
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        """What attends to what. q [b h n d], k [b h m d], without gradient; earlier: the plan before, to start from or to ignore."""
+        """What attends to what. q [b h n d], k [b h m d], without gradient; earlier: the plan before, to start from or
+        to ignore.
+        """
 
 
 class Repair(Protocol):
@@ -53,7 +64,7 @@ class PlannedMethod:
         planner: Planner,
         config: PlannedConfig,
         *,
-        schedule: Scheduling | None = None,
+        schedule: PhaseRule | None = None,
         repair: Repair | None = None,
         between: Planner | None = None,
     ) -> None:
@@ -62,9 +73,9 @@ class PlannedMethod:
         self.planner = planner
         self.between = between or planner
         self.config = config
-        self.schedule = schedule or (Schedule(config) if config.anchor_error is None else AdaptiveSchedule(config))
+        self.schedule = schedule or Schedule(config)
         self.repair = repair
-        self.plans = PlanStore()
+        self.plans = PlanStore(config.share_branches)
 
     @property
     def state_bytes(self) -> int:
@@ -103,27 +114,36 @@ class PlannedMethod:
         phase, held = self._usable(phase, key, *asked, v, backend)
         if phase.name == "anchor":
             return self._anchor(phase, key, q, k, v, site, backend, held)
-        residual = density = None
+        residual = density = imbalance = None
         if phase.name == "refresh" or held is None:
-            made = self._plan(key, *asked, backend, held, self.between if self.config.anchors is not None else self.planner)
-            self._keep(key, made, site)
+            made = self._plan(
+                key, *asked, backend, held, self.between if self.config.anchors is not None else self.planner
+            )
+            imbalance = self._keep(key, made, site)
             plan = for_batch(made.plan, q)
         else:
             plan, residual, density = for_batch(held.plan, q), held.residual, held.density
-        out = self._sparse(q, k, v, plan, site, attend_planned(q, k, v, plan, backend, **self._how(site)))
+        out = self._sparse(q, k, v, plan, site, self.attend(q, k, v, plan, site, backend))
         if residual is not None:
             out = backend.add_residual(out, residual)
         error = None
         if self.config.guard_rows:
             error = sampled_error(q, k, v, out, self.config.guard_rows, scale=site.scale, key_valid=site.key_valid)
-            if isinstance(self.schedule, Watching):
-                self.schedule.observe(site, error)
         density = plan.density() if density is None else density.repeat(q.shape[0] // density.shape[0], 1)
-        stats = AttentionStats(phase.name, phase.reason, density, plan.estimated_mass, backend.reason, plan, error)
+        mass, by = plan.estimated_mass, backend.reason
+        stats = AttentionStats(phase.name, phase.reason, density, mass, by, plan, error, imbalance)
         return AttentionOutput(out, stats)
 
     def _anchor(
-        self, phase: Phase, key: SiteKey, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None
+        self,
+        phase: Phase,
+        key: SiteKey,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        site: CallSite,
+        backend: Backend,
+        held: HeldPlan | None,
     ) -> AttentionOutput:
         """The dense output, a plan, and what the plan's sparse output misses of it."""
         made = self._plan(key, *self._planned_for(q, k, site), backend, held, self.planner)
@@ -138,16 +158,26 @@ class PlannedMethod:
                 kept = backend.factor(residual.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
-        self._keep(key, made, site, kept)
-        return AttentionOutput(out, stats)
+        imbalance = self._keep(key, made, site, kept)
+        return AttentionOutput(out, dataclasses.replace(stats, imbalance=imbalance))
 
-    def _dense(self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend) -> AttentionOutput:
-        """By the model's own attention, or by the backend's where that is asked for and no gradient is."""
-        if self.config.own_dense and (backend.differentiable or not asks_for_gradient(q, k, v)):
+    def _dense(
+        self, phase: Phase, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend
+    ) -> AttentionOutput:
+        """By the model's own attention, or by the backend's or SageAttention's where that is asked for and they can."""
+        why_no = why_no_sage(q, k, v, site.key_valid) if self.config.sage_dense else ""
+        if why_no is None:
+            out, by = attend_dense_sage(q, k, v, scale=site.scale), f"dense steps by SageAttention {sage_version()}"
+        elif self.config.own_dense and (backend.differentiable or not asks_for_gradient(q, k, v)):
             out, by = attend_every_key(q, k, v, backend, scale=site.scale, key_valid=site.key_valid), backend.reason
         else:
-            out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+            out = (
+                site.dense()
+                if site.dense is not None
+                else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+            )
             by = ""
+        by = "; ".join(filter(None, (by, why_no)))
         return AttentionOutput(out, AttentionStats(phase.name, phase.reason, q.new_ones(q.shape[:2]), backend=by))
 
     def _planned_for(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor, CallSite]:
@@ -161,7 +191,16 @@ class PlannedMethod:
             return q, k, site
         return q[:half], k[:half], dataclasses.replace(site, values=None if site.values is None else site.values[:half])
 
-    def _plan(self, key: SiteKey, q: Tensor, k: Tensor, site: CallSite, backend: Backend, held: HeldPlan | None, planner: Planner) -> _Made:
+    def _plan(
+        self,
+        key: SiteKey,
+        q: Tensor,
+        k: Tensor,
+        site: CallSite,
+        backend: Backend,
+        held: HeldPlan | None,
+        planner: Planner,
+    ) -> _Made:
         """A new plan, or with `share_branches` the one that another branch made at this step."""
         if self.config.share_branches:
             sibling = self.plans.sibling(key, site.step)
@@ -169,17 +208,25 @@ class PlannedMethod:
             usable = other is not None and other.plan.fits(q, k) and (other.text, other.grid) == (site.text, site.grid)
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
                 return _Made(other.plan, sibling)
-        return _Made(make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite), None)
+        return _Made(
+            make_plan(q, k, planner, site, None if held is None else held.plan, self.config.check_finite), None
+        )
 
-    def _keep(self, key: SiteKey, made: _Made, site: CallSite, residual: LowRank | None = None) -> None:
-        if made.owner is None:
-            self.plans.put(key, made.plan, site.step, site.text, residual, site.grid)
-        else:
+    def _keep(self, key: SiteKey, made: _Made, site: CallSite, residual: LowRank | None = None) -> Tensor | None:
+        """-> how even a new plan is over the ranks, where heads may change places after it."""
+        if made.owner is not None:
             self.plans.share(key, made.owner, site.step, residual)
+            return None
+        self.plans.put(key, made.plan, site.step, site.text, residual, site.grid)
+        return None if site.ranks is None else self.plans.balance(key, site.ranks)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, out: Tensor) -> Tensor:
         """The method's own sparse output, from that of the kept blocks."""
         return out if self.repair is None else self.repair.repair(q, k, v, plan, out, site)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, backend: Backend) -> Tensor:
+        """Attention over the plan's blocks, as the backend computes it."""
+        return attend_planned(q, k, v, plan, backend, **self._how(site))
 
     def _how(self, site: CallSite) -> dict[str, Any]:
         return {"scale": site.scale, "compensate": self.config.compensate}
@@ -198,9 +245,17 @@ class PlannedMethod:
             phase, held = Phase("refresh", "text or padding changed"), None
         if held is not None and held.grid != site.grid:
             phase, held = Phase("refresh", "the video's grid changed"), None
-        if held is not None and held.residual is not None and not held.residual.fits(v.shape[0], q.shape[2], v.shape[3]):
+        if (
+            held is not None
+            and held.residual is not None
+            and not held.residual.fits(v.shape[0], q.shape[2], v.shape[3])
+        ):
             phase, held = Phase("refresh", "the values' width changed"), None
-        if phase.name == "refresh" and self.config.rank_for(q.shape[2]) and (held is None or self.config.anchors is None):
+        if (
+            phase.name == "refresh"
+            and self.config.rank_for(q.shape[2])
+            and (held is None or self.config.anchors is None)
+        ):
             phase = Phase("anchor", phase.reason)
         return phase, held
 
@@ -226,10 +281,14 @@ def for_batch(plan: Plan, q: Tensor) -> Plan:
     return dataclasses.replace(plan, queries=queries, keys=keys, mask=twice(plan.mask), estimated_mass=mass, bias=bias)
 
 
-def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: Plan | None, check_finite: bool = False) -> Plan:
+def make_plan(
+    q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: Plan | None, check_finite: bool = False
+) -> Plan:
     """What the planner decides, checked."""
     with planning(q, k, site, check_finite):
-        plan = planner.plan(q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None)
+        plan = planner.plan(
+            q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None
+        )
     expect_whole_plan(plan, q, k)
     return plan
 
@@ -237,13 +296,22 @@ def make_plan(q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: P
 def values_of(q: Tensor, k: Tensor, site: CallSite) -> Tensor:
     """v [b h m d], for a planner that reads values too."""
     if site.values is None:
-        raise ValueError("site.values: expected the values [b, h, m, d] that this planner reads, got None; set CallSite.values.")
+        raise ValueError(
+            "site.values: expected the values [b, h, m, d] that this planner reads, got None; set CallSite.values."
+        )
     expect_attention_inputs(q, k, site.values)
     return site.values
 
 
 def sampled_error(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, *, scale: float | None = None, key_valid: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    rows: int,
+    *,
+    scale: float | None = None,
+    key_valid: Tensor | None = None,
 ) -> Tensor:
     """|out - dense| / |dense| over `rows` evenly spread queries, whose dense attention is computed: [b h] float32"""
     stride = max(1, q.shape[2] // rows)

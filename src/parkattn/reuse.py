@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from parkattn.anchors import anchor_count, anchor_steps, levels_of, outlived
+from parkattn.balance import Ranks, reassign
 from parkattn.ops.residual.definition import LowRank
 from parkattn.plan import Blocks, Plan, arrange
-from parkattn.settings import When
+from parkattn.settings import Timetable
 from parkattn.site import CallSite, SiteKey
 
 
@@ -28,20 +29,14 @@ class History(NamedTuple):
     refreshed_at: int | None = None  # the step at which the plan was built
 
 
-class Scheduling(Protocol):
-    """Decides what a call does. An adaptive rule reads `site.noise_levels` or keeps state of its own, which reset drops."""
+class PhaseRule(Protocol):
+    """Decides what a call does. An adaptive rule reads `site.noise_levels` or keeps state of its own, which reset
+    drops.
+    """
 
     def phase(self, site: CallSite, history: History) -> Phase: ...
 
     def reset(self) -> None: ...
-
-
-@runtime_checkable
-class Watching(Scheduling, Protocol):
-    """A schedule that wants to know how well its sparse calls did."""
-
-    def observe(self, site: CallSite, error: Tensor) -> None:
-        """error [b h] on the device: |out - dense| / |dense| over a few queries of this call."""
 
 
 class Schedule:
@@ -50,7 +45,7 @@ class Schedule:
     With `when.anchors`: a plan is built at dense steps that are spread over the run, and reused between.
     """
 
-    def __init__(self, when: When) -> None:
+    def __init__(self, when: Timetable) -> None:
         self.when = when
 
     def reset(self) -> None:
@@ -91,68 +86,10 @@ class Schedule:
         return unanchored(site, last)
 
 
-class AdaptiveSchedule:
-    """Anchors where the mean error that sparse calls report exceeds `when.anchor_error`, at most `anchor_count` in a run.
-
-    All layers of a step do the same. What a step measured is read when the step after the next begins: by then the GPU has it.
+def count_phases(schedule: PhaseRule, steps: int, layer: int = 0) -> Counter[str]:
+    """How many calls of a run a layer makes dense, anchor, refresh and reuse. Noise levels move anchors and leave their
+    number.
     """
-
-    def __init__(self, when: When) -> None:
-        self.when = when
-        self.reset()
-
-    def reset(self) -> None:
-        self._step, self._anchor, self._used = -1, -1, 1  # the run's first step is an anchor
-        self._errors: list[Tensor] = []
-        self._read: Callable[[], float] | None = None
-        self._read_step = -1
-
-    def phase(self, site: CallSite, history: History) -> Phase:
-        last = history.refreshed_at
-        if site.step < self._step:
-            self.reset()
-        if site.step != self._step:
-            self._begin(site)
-        if (dense := always_dense(self.when, site)) is not None:
-            return dense
-        if last is not None and last < self._anchor <= site.step:
-            return Phase("anchor", f"the error passed {self.when.anchor_error} before step {self._anchor}")
-        return unanchored(site, last)
-
-    def observe(self, site: CallSite, error: Tensor) -> None:
-        self._errors.append(error.mean())
-
-    def _begin(self, site: CallSite) -> None:
-        """The step before ends: its error starts on its way to the host, and that of the step before it is read."""
-        measured, self._read = self._read, None
-        target = self.when.anchor_error
-        assert target is not None
-        fresh = self._read_step > self._anchor  # measured after the last anchor
-        if measured is not None and fresh and self._used < anchor_count(self.when, site.total_steps) and measured() > target:
-            self._anchor, self._used = site.step, self._used + 1
-        if self._errors:
-            self._read, self._read_step = start_read(torch.stack(self._errors).mean()), self._step
-            self._errors.clear()
-        self._step = site.step
-
-
-def start_read(value: Tensor) -> Callable[[], float]:
-    """Begins the copy of a scalar to the host; calling the result waits for that copy alone."""
-    if not value.is_cuda:
-        return value.item
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    host.copy_(value.detach(), non_blocking=True)
-    arrived = torch.cuda.current_stream(value.device).record_event()
-
-    def read() -> float:
-        arrived.synchronize()
-        return host.item()
-
-    return read
-
-
-def count_phases(schedule: Scheduling, steps: int, layer: int = 0) -> Counter[str]:
-    """How many calls of a run a layer makes dense, anchor, refresh and reuse. Noise levels move anchors and leave their number."""
     refreshed, found = None, Counter[str]()
     for step in range(steps):
         phase = schedule.phase(CallSite(layer=layer, step=step, total_steps=steps), History(refreshed)).name
@@ -161,7 +98,7 @@ def count_phases(schedule: Scheduling, steps: int, layer: int = 0) -> Counter[st
     return found
 
 
-def always_dense(when: When, site: CallSite) -> Phase | None:
+def always_dense(when: Timetable, site: CallSite) -> Phase | None:
     """What every rule leaves dense."""
     step, total = site.step, site.total_steps
     if site.layer in when.dense_layers:
@@ -173,11 +110,13 @@ def always_dense(when: When, site: CallSite) -> Phase | None:
     return None
 
 
-def always_runs(when: When, site: CallSite) -> bool:
-    """Whether a step is dense or an anchor by a fixed rule. What falls on a step that does not run is made up at the next that does."""
+def always_runs(when: Timetable, site: CallSite) -> bool:
+    """Whether a step is dense or an anchor by a fixed rule. What falls on a step that does not run is made up at the
+    next that does.
+    """
     if site.total_steps is not None and site.step >= site.total_steps - when.dense_last_steps:
         return True
-    if when.anchors is None or when.anchor_error is not None:
+    if when.anchors is None:
         return site.step < dense_prefix(when, site.total_steps)
     return site.step in anchor_steps(anchor_count(when, site.total_steps), *levels_of(site))
 
@@ -191,19 +130,19 @@ def unanchored(site: CallSite, last: int | None) -> Phase:
     return Phase("reuse", f"plan of step {last}")
 
 
-def dense_prefix(when: When, total_steps: int | None) -> int:
+def dense_prefix(when: Timetable, total_steps: int | None) -> int:
     """How many first steps are dense."""
     if when.anchors is not None:
         return min(1, anchor_count(when, total_steps))
     if total_steps is None and (when.dense_last_steps or (when.dense_steps is None and when.dense_fraction > 0)):
-        raise ValueError("total_steps: expected the number of steps, got None; pass it, or set dense_steps and dense_last_steps=0.")
+        raise ValueError("total_steps: expected the number of steps, got None; pass it, or set dense_steps.")
     if when.dense_steps is not None:
         return when.dense_steps
     # rounded up, so that a run of 4 steps still begins dense; 1e-9 because 0.2 * 50 must stay 10
     return math.ceil(when.dense_fraction * (total_steps or 0) - 1e-9)
 
 
-def plan_lifetime(when: When, total_steps: int | None) -> int | None:
+def plan_lifetime(when: Timetable, total_steps: int | None) -> int | None:
     """R is meant for a run of reference_steps: shorter runs move further per step and refresh sooner."""
     if when.refresh_interval is None:
         return None
@@ -230,16 +169,21 @@ class _Entry(NamedTuple):
 
 
 class PlanStore:
-    """Plans between steps, by (transformer, layer, branch, batch), each with the residual that belongs to it: they go together.
+    """Plans between steps, by (transformer, layer, branch, batch), each with the residual that belongs to it: they go
+    together.
 
-    Kept packed (labels in one or two bytes, mask in bits: 9 MB per layer and branch at 40 heads and 75,600 tokens, and 24 MB
-    for a residual of rank 8); the order inside a plan is sorted again from the labels when it is used.
+    Kept packed (labels in one or two bytes, mask in bits: 9 MB per layer and branch at 40 heads and 75,600 tokens, and
+    24 MB for a residual of rank 8); the order inside a plan is sorted again from the labels when it is used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share_branches: bool = False) -> None:
         self._held: dict[SiteKey, _Entry] = {}
+        self._orders: dict[SiteKey, Tensor] = {}  # the head at each place of all ranks; absent: the model's order
+        self._share_branches = share_branches
 
-    def get(self, key: SiteKey, arrange: Callable[[Tensor, int], Blocks] = arrange, key_valid: Tensor | None = None) -> HeldPlan | None:
+    def get(
+        self, key: SiteKey, arrange: Callable[[Tensor, int], Blocks] = arrange, key_valid: Tensor | None = None
+    ) -> HeldPlan | None:
         """arrange: the backend's sort of labels into blocks; key_valid [b m]: padding as it is now (`repadded`)."""
         if key not in self._held:
             return None
@@ -274,8 +218,34 @@ class PlanStore:
         same = (other for other in self._held if other != key and other._replace(branch=key.branch) == key)
         return next((other for other in same if self._held[other].step == step), None)
 
+    def _team(self, key: SiteKey) -> SiteKey:
+        """Branches that share plans have one order of heads."""
+        return key._replace(branch="") if self._share_branches else key
+
+    def head_order(self, key: SiteKey) -> Tensor | None:
+        return self._orders.get(self._team(key))
+
+    def balance(self, key: SiteKey, ranks: Ranks) -> Tensor:
+        """Assign heads to ranks by the density of the plan under `key`, and bring along what is held of them.
+
+        -> [2]: the slowest rank over the mean, in the model's order and from now on.
+        """
+        density, team = self._held[key].packed.density, self._team(key)
+        assert density is not None  # a plan as it was made
+        change = reassign(density.double().sum(0), self._orders.get(team), ranks)
+        moved: dict[int, _PackedPlan] = {}  # branches may share one
+        for other in [other for other in self._held if self._team(other) == team]:
+            entry = self._held[other]
+            if id(entry.packed) not in moved:
+                moved[id(entry.packed)] = entry.packed.moved(change.move)
+            residual = None if entry.residual is None else entry.residual.moved(change.move)
+            self._held[other] = entry._replace(packed=moved[id(entry.packed)], residual=residual)
+        self._orders[team] = change.order
+        return change.imbalance
+
     def reset(self) -> None:
         self._held.clear()
+        self._orders.clear()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -291,7 +261,9 @@ class PlanStore:
 
 
 class _PackedSide(NamedTuple):
-    """Labels in the smallest integer type. Blocks in token order need no sort, and labels that all heads share are kept once."""
+    """Labels in the smallest integer type. Blocks in token order need no sort, and labels that all heads share are kept
+    once.
+    """
 
     labels: Tensor
     blocks: int
@@ -304,8 +276,15 @@ class _PackedSide(NamedTuple):
         labels = blocks.labels[:1, :1].to(small).expand(blocks.labels.shape) if shared else blocks.labels.to(small)
         return cls(labels, blocks.count, blocks.offsets if blocks.order is None else None)
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> _PackedSide:
+        return self._replace(labels=move(self.labels), offsets=None if self.offsets is None else move(self.offsets))
+
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Blocks:
-        return arrange(self.labels, self.blocks) if self.offsets is None else Blocks(self.labels.to(torch.int32), None, self.offsets)
+        return (
+            arrange(self.labels, self.blocks)
+            if self.offsets is None
+            else Blocks(self.labels.to(torch.int32), None, self.offsets)
+        )
 
 
 class _PackedPlan(NamedTuple):
@@ -333,11 +312,32 @@ class _PackedPlan(NamedTuple):
     def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
         mask = unpack_bits(self.bits, self.mask_shape)
         counts = self.query_clusters, self.key_clusters, self.padding
-        return Plan(self.queries.unpack(arrange), self.keys.unpack(arrange), mask, *counts, self.estimated_mass, self.bias, self.memory)
+        return Plan(
+            self.queries.unpack(arrange),
+            self.keys.unpack(arrange),
+            mask,
+            *counts,
+            self.estimated_mass,
+            self.bias,
+            self.memory,
+        )
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> _PackedPlan:
+        """The plan of other heads: `move` brings them here, tensor by tensor."""
+        mass, bias, density = (None if x is None else move(x) for x in (self.estimated_mass, self.bias, self.density))
+        return self._replace(
+            queries=self.queries.moved(move),
+            keys=self.keys.moved(move),
+            bits=pack_bits(move(unpack_bits(self.bits, self.mask_shape))),
+            estimated_mass=mass,
+            bias=bias,
+            memory={name: move(tensor) for name, tensor in self.memory.items()},
+            density=density,
+        )
 
     def repadded(self, key_valid: Tensor) -> _PackedPlan:
-        """The plan for other padding, without asking the GPU which: keys that are padding now go to the block nobody sees,
-        keys that no longer are to the text block, or to the first block where there is no text.
+        """The plan for other padding, without asking the GPU which: keys that are padding now go to the block nobody
+        sees, keys that no longer are to the text block, or to the first block where there is no text.
         """
         labels, padding = self.keys.labels, self.keys.blocks - 1
         back = self.key_clusters if padding > self.key_clusters else 0

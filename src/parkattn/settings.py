@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
 
 from parkattn.checks import (
     did_you_mean,
@@ -35,14 +35,19 @@ BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 KEY_METRICS: tuple[KeyMetricName, ...] = get_args(KeyMetricName)
 METRIC_ROOTS: tuple[MetricRoot, ...] = get_args(MetricRoot)
-# from this many tokens on a video is long: blocks as the paper has them; below, as many tokens per block as the paper has
+# from this many tokens on a video is long: blocks as the paper has them; below, as many tokens per block as the paper
+# has
 LONG_VIDEO = 16_384
 QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
 # where the attention kernel's tiles begin
 QUERY_TILE, KEY_GRANULE = 64, 32
 LARGEST_SEED = 2**63 - 1
-MODEL_NAMES = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-14b", "hunyuanvideo")  # that presets may have; models.SIZES has their sizes
-MOST_ITERATIONS = 1000  # of k-means, which is long still by then
+MODEL_NAMES = (
+    "wan2.1-1.3b",
+    "wan2.1-14b",
+    "wan2.2-14b",
+    "hunyuanvideo",
+)  # that presets may have; models.SIZES has their sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class MethodConfig:
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
-        """What is wanted ("paper", "quality", "fast"), with the settings of a model underneath."""
+        """What is wanted ("paper", "quality", "fast", "turbo"), with the settings of a model underneath."""
         expect_choice("profile", name, cls.PROFILES)
         return cls.for_model(model, **{**cls.PROFILES[name], **changes})
 
@@ -107,13 +112,17 @@ class MethodConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """A config from fields by name, as `to_dict` gives them; a name that it does not know is refused."""
         if not isinstance(fields, Mapping):
-            raise TypeError(f"{cls.__name__}: expected a mapping of field names to values, got {shown(fields)}; pass a dict.")
+            raise TypeError(
+                f"{cls.__name__}: expected a mapping of field names to values, got {shown(fields)}; pass a dict."
+            )
         expect_known_fields(cls, fields)
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; from_dict restores an equal config."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
 
     def replace(self, **changes: Any) -> Self:
         """The same config with single fields changed."""
@@ -131,7 +140,9 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
         )
     advice = did_you_mean(unknown[0], known, "")
     # the list only where no name is near: it is long
-    wanted, advice = ("other fields", advice) if advice else (f"fields out of {', '.join(known)}", "correct or remove that name.")
+    wanted, advice = (
+        ("other fields", advice) if advice else (f"fields out of {', '.join(known)}", "correct or remove that name.")
+    )
     raise ValueError(f"{config.__name__}: expected {wanted}, got {shown(', '.join(unknown))[1:-1]}; {advice}")
 
 
@@ -158,35 +169,27 @@ class Clusters(MethodConfig):
     """Key blocks per head; None: from the number of tokens (`counts`)."""
     long_video_blocks: tuple[int, int] = (128, 512)
     """Query and key blocks of a long video where the two fields above are None."""
-    kmeans_iterations: int = 10
-    """Lloyd iterations of a cold start."""
-    warm_start: bool = True
-    """Whether a refresh begins from the clusters of the plan before."""
-    warm_iterations: int = 3
-    """Lloyd iterations of a warm start."""
-    seed: int = 0
-    """Random seed for choosing the initial centroids."""
     query_multiple: int | None = None
     """Query blocks begin at multiples of this. 1: where clusters end. None: 64 in a long video, else 1 (borders.py)."""
     key_multiple: int | None = None
     """Key blocks begin at multiples of this. 1: where clusters end. None: 32 in a long video, else 1."""
+    # settings of a laboratory's subclass
+    kmeans_iterations, warm_iterations = 10, 3
+    warm_start, seed = True, 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("query_clusters", "key_clusters", "query_multiple", "key_multiple"):
             if getattr(self, name) is not None:
                 expect_count(name, getattr(self, name))
-        for name in ("kmeans_iterations", "warm_iterations"):
-            expect_count(name, getattr(self, name), most=MOST_ITERATIONS)
-        expect_count("seed", self.seed, least=0, most=LARGEST_SEED)
-        expect_flag("warm_start", self.warm_start)
         object.__setattr__(self, "long_video_blocks", _pair("long_video_blocks", self.long_video_blocks))
 
     def counts(self, queries: int, keys: int) -> BlockCounts:
         """The one rule that chooses blocks from the number of video tokens, wherever a field is None."""
         long_queries, long_keys = queries >= LONG_VIDEO, keys >= LONG_VIDEO
         return BlockCounts(
-            self.query_clusters or (self.long_video_blocks[0] if long_queries else max(2, queries // QUERIES_PER_BLOCK)),
+            self.query_clusters
+            or (self.long_video_blocks[0] if long_queries else max(2, queries // QUERIES_PER_BLOCK)),
             self.key_clusters or (self.long_video_blocks[1] if long_keys else max(4, keys // KEYS_PER_BLOCK)),
             self.query_multiple or (QUERY_TILE if long_queries else 1),
             self.key_multiple or (KEY_GRANULE if long_keys else 1),
@@ -195,7 +198,9 @@ class Clusters(MethodConfig):
     def for_tokens(self, tokens: int) -> Self:
         """The config with every number that `counts` would choose written out."""
         queries, keys, query_multiple, key_multiple = self.counts(tokens, tokens)
-        return self.replace(query_clusters=queries, key_clusters=keys, query_multiple=query_multiple, key_multiple=key_multiple)
+        return self.replace(
+            query_clusters=queries, key_clusters=keys, query_multiple=query_multiple, key_multiple=key_multiple
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,12 +235,10 @@ class Selection(MethodConfig):
     """Keep blocks until their estimated share of attention reaches this; larger is better and slower."""
     top_k: float | None = None
     """Keep this share of the key blocks."""
-    floor: float = 0.0
-    """With top_p: keep at least this share of the key blocks."""
+    floor = 0.0  # with top_p: the least share of the key blocks; a setting of a laboratory's subclass
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect_fraction("floor", self.floor, zero=True)
         if (self.top_p is None) == (self.top_k is None):
             raise ValueError(
                 f"top_p, top_k: expected exactly one of them, got top_p={shown(self.top_p)}, top_k={shown(self.top_k)}; for a fixed ratio pass top_p=None, top_k=0.1."
@@ -246,30 +249,29 @@ class Selection(MethodConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class When(MethodConfig):
+class Timetable(MethodConfig):
     """Which steps are dense, which build a plan and which reuse one. Layers and steps count from 0."""
 
     dense_fraction: float = 0.2
     """Share of the steps, at the start, that stay dense."""
     dense_steps: int | None = None
     """Number of first steps that stay dense, instead of dense_fraction."""
-    dense_last_steps: int = 0
-    """Number of last steps that stay dense."""
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense."""
     refresh_interval: int | None = 10
-    """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
-    refresh_steps: tuple[int, ...] | None = None
-    """Steps at which plans are rebuilt, instead of refresh_interval."""
-    reference_steps: int = 50
-    """Shorter runs refresh sooner, in proportion, and have fewer anchors (`anchor_count`)."""
+    """Steps for which a plan is used, in a run of 50; None: until the run ends. Shorter runs refresh sooner, in proportion."""
     share_branches: bool = False
-    """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the guidance."""
+    """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the
+    guidance.
+    """
     anchors: int | None = None
-    """Dense steps of a run of reference_steps, spread by its noise levels from step 0 on; plans are built there, and in
-    shorter runs between two of them where they lie far apart. None: the first steps are dense, by the fields above."""
-    anchor_error: float | None = None
-    """Put anchors where the measured output error exceeds this, at most `anchors` of them, instead of by a fixed rule."""
+    """Dense steps of a run of 50, spread by its noise levels from step 0 on; plans are built there, and in shorter runs,
+    which have fewer (`anchor_count`), between two of them where they lie far apart. None: the first steps are dense, by
+    the fields above."""
+    # settings of a laboratory's subclass: the run that the numbers above are for, dense steps at its end, and steps at
+    # which plans are rebuilt instead of refresh_interval
+    reference_steps, dense_last_steps = 50, 0
+    refresh_steps = cast("tuple[int, ...] | None", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,25 +284,22 @@ class When(MethodConfig):
                     )
             for name in ("dense_fraction", "refresh_interval"):
                 # what a preset says of runs without anchors has no effect, and what a user says must have one
-                usual = [type(self).__dataclass_fields__[name].default, *(made[name] for made in self.PRESETS.values() if name in made)]
+                usual = [
+                    type(self).__dataclass_fields__[name].default,
+                    *(made[name] for made in self.PRESETS.values() if name in made),
+                ]
                 if getattr(self, name) not in usual:
                     got = f"got {shown(getattr(self, name))}; leave out one of them."
-                    raise ValueError(f"{name}: expected {usual[0]} beside anchors={self.anchors}, which replaces it, {got}")
-        if self.anchor_error is not None:
-            expect_positive("anchor_error", self.anchor_error)
-            if self.anchors is None:
-                raise ValueError(f"anchors: expected a bound beside anchor_error={self.anchor_error}, got None; pass anchors=12.")
+                    raise ValueError(
+                        f"{name}: expected {usual[0]} beside anchors={self.anchors}, which replaces it, {got}"
+                    )
         expect_fraction("dense_fraction", self.dense_fraction, zero=True)
         if self.dense_steps is not None:
             expect_count("dense_steps", self.dense_steps, least=0)
-        expect_count("dense_last_steps", self.dense_last_steps, least=0)
         if self.refresh_interval is not None:
             expect_count("refresh_interval", self.refresh_interval)
-        expect_count("reference_steps", self.reference_steps)
         expect_flag("share_branches", self.share_branches)
         object.__setattr__(self, "dense_layers", expect_indices("dense_layers", self.dense_layers))
-        if self.refresh_steps is not None:
-            object.__setattr__(self, "refresh_steps", expect_indices("refresh_steps", self.refresh_steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,8 +307,9 @@ class Forecasts(MethodConfig):
     """Which forwards of the whole model are not run."""
 
     tolerance: float = 0.0
-    """Forwards are forecast from earlier ones as long as that leaves an error of this share in the latents (docs/forecast.md); 0.004 is
-    usual, 0: every forward runs."""
+    """Forwards are forecast from earlier ones as long as that leaves an error of this share in the latents
+    (docs/forecast.md); 0.004 is usual, 0: every forward runs.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,8 +323,9 @@ class Correction(MethodConfig):
     compensate: bool = False
     """A skipped block enters through one key, its mean, with the weight of its size, and its mean value."""
     residual_rank: int = 0
-    """Keep what a dense step shows to be missing as a matrix of this rank per head, and add it until the next; 8 is usual, 0: none.
-    Plans are then built at dense steps. Held: one byte per token, head, layer, branch and unit of rank."""
+    """Keep what a dense step shows to be missing as a matrix of this rank per head, and add it until the next; 8 is
+    usual, 0: none. Plans are then built at dense steps. Held: one byte per token, head, layer, branch and unit of rank.
+    """
     short_residual_rank: int | None = None
     """Rank of a residual below 16,384 tokens, where a higher one takes no more memory; None: residual_rank."""
 
@@ -337,11 +338,15 @@ class Correction(MethodConfig):
 
     def rank_for(self, tokens: int) -> int:
         """The rank of the residual of this many queries; 0: none is kept."""
-        return self.short_residual_rank if self.short_residual_rank is not None and tokens < LONG_VIDEO else self.residual_rank
+        return (
+            self.short_residual_rank
+            if self.short_residual_rank is not None and tokens < LONG_VIDEO
+            else self.residual_rank
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running(MethodConfig):
+class RuntimeOptions(MethodConfig):
     """Who computes, and how carefully."""
 
     check_finite: bool = False
@@ -349,10 +354,16 @@ class Running(MethodConfig):
     backend: BackendName = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
     precision: Precision = "bf16"
-    """What the backend's attention takes Q K^T in: bf16 stands for the model's own dtype, int8 for q and k rounded to 8 bits
-    (`attend.Rounding`); plans are made in the model's dtype. Where no INT8 kernel exists the model's dtype stays, and `summary` says why."""
+    """What the backend's attention takes Q K^T in: bf16 stands for the model's own dtype, int8 for q and k rounded to 8
+    bits (`attend.Rounding`); plans are made in the model's dtype. Where no INT8 kernel exists the model's dtype stays,
+    and `summary` says why.
+    """
     own_dense: bool = False
     """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
+    sage_dense: bool = False
+    """Dense steps by SageAttention, of the package sageattention, whose scores are INT8. Where it cannot take a call
+    `own_dense` decides, and `summary` says why.
+    """
     guard_rows: int = 0
     """Queries per head whose exact output is computed in every sparse call, to report its error; 0: none."""
 
@@ -360,21 +371,15 @@ class Running(MethodConfig):
         super().__post_init__()
         expect_flag("check_finite", self.check_finite)
         expect_flag("own_dense", self.own_dense)
+        expect_flag("sage_dense", self.sage_dense)
         expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
         expect_choice("precision", self.precision, PRECISIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedConfig(When, Forecasts, Correction, Running):
+class PlannedConfig(Timetable, Forecasts, Correction, RuntimeOptions):
     """What a config needs to run as a `PlannedMethod`; a method adds its own fields and groups."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchor_error is not None and self.guard_rows == 0:
-            raise ValueError(
-                f"guard_rows: expected some to measure the error for anchor_error={self.anchor_error}, got 0; pass guard_rows=16."
-            )
 
 
 def _joined(name: str) -> str:
@@ -383,7 +388,9 @@ def _joined(name: str) -> str:
 
 def _pair(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name}: expected two whole numbers, query blocks and key blocks, got {shown(value)}; write (128, 512).")
+        raise TypeError(
+            f"{name}: expected two whole numbers, query blocks and key blocks, got {shown(value)}; write (128, 512)."
+        )
     for count in value:
         expect_count(name, count)
     return value[0], value[1]

@@ -1,6 +1,7 @@
 """The seam between a model and a method: where attention is called, and what a method returns.
 
-Everything a method may know about a call is in `CallSite`; every method, PARK and baselines alike, is an `AttentionMethod`.
+Everything a method may know about a call is in `CallSite`; every method, PARK and baselines alike, is an
+`AttentionMethod`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from parkattn.balance import Ranks
 from parkattn.plan import Plan
 
 
@@ -38,7 +40,9 @@ class CallSite:
     branch: str = "cond"
     """Branch of guidance, such as cond or uncond; each has its own plans."""
     video: int = 0
-    """Which video of a batch, where a model attends to one after the other; only branches of one video may share a plan."""
+    """Which video of a batch, where a model attends to one after the other; only branches of one video may share a
+    plan.
+    """
     paired: bool = False
     """Whether the second half of the batch is the videos of the first half again, in another branch of guidance."""
     transformer: str = "transformer"
@@ -57,6 +61,8 @@ class CallSite:
     """The scheduler's sigmas, one per step, where it has them."""
     dense: Callable[[], Tensor] | None = None
     """The model's own dense attention of this call -> [b h n d]; None: PyTorch's."""
+    ranks: Ranks | None = None
+    """Those that share its heads, where `head_order` is asked for before they are spread; None: heads stay in place."""
 
     @property
     def text_tokens(self) -> int:
@@ -82,6 +88,8 @@ class AttentionStats:
     """What was attended to; None where every pair was."""
     error: Tensor | None = None
     """[b h] fp32: |out - dense| / |dense| over a few sampled queries, where that was asked for."""
+    imbalance: Tensor | None = None
+    """[2]: the slowest rank over the mean, by the density of a new plan: heads in the model's order, and as assigned."""
 
 
 class AttentionOutput(NamedTuple):
@@ -124,5 +132,16 @@ class Forecastable(AttentionMethod, Protocol):
         ...
 
     def computes(self, site: CallSite) -> bool:
-        """Whether the forwards of this step must run, as dense steps and anchors must. Of the site, only where the run stands is known."""
+        """Whether the forwards of this step must run, as dense steps and anchors must. Of the site, only where the run
+        stands is known.
+        """
+        ...
+
+
+@runtime_checkable
+class HeadBalancing(Protocol):
+    """A method that holds nothing but what belongs to single heads, and moves it between ranks (`CallSite.ranks`)."""
+
+    def head_order(self, site: CallSite, batch: int) -> Tensor | None:
+        """The head [h] at each place of all ranks, for the next call at this site; None: the model's order."""
         ...

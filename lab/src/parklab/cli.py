@@ -41,7 +41,10 @@ class PlainGroup(_PlainFlags, TyperGroup):
 
 
 app = typer.Typer(
-    cls=PlainGroup, no_args_is_help=True, add_completion=False, help="PARK: block-sparse attention for video diffusion transformers."
+    cls=PlainGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    help="PARK: block-sparse attention for video diffusion transformers.",
 )
 app.registered_commands += studio.app.registered_commands + experiments.app.registered_commands
 app.add_typer(bench.app, name="bench", cls=PlainGroup)
@@ -55,7 +58,9 @@ def scene(
     out: Annotated[Path, typer.Option(help="Folder for the picture and the JSON record.")] = Path("out/scene"),
     seed: Annotated[int, typer.Option(help="Seed of the scene.")] = 0,
 ) -> None:
-    """PARK, its ablations and dense attention on a built-in scene, without a model: recall, density, time, and a picture."""
+    """PARK, its ablations and dense attention on a built-in scene, without a model: recall, density, time, and a
+    picture.
+    """
     from parkattn.checks import expect_count
     from parkattn.files import explained, make_folder
     from parkattn.settings import LARGEST_SEED
@@ -67,8 +72,12 @@ def scene(
     with explained(out):
         make_folder(out)
     built = scene_for(seed)
-    results = [run_method(name, built) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)]
-    table = Table("method", "density", "recall", "output error", "plan ms", "attention ms", title="8,192 tokens, 4 heads, p = 0.9")
+    results = [
+        run_method(name, built) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)
+    ]
+    table = Table(
+        "method", "density", "recall", "output error", "plan ms", "attention ms", title="8,192 tokens, 4 heads, p = 0.9"
+    )
     for row in results:
         table.add_row(
             row.method,
@@ -84,7 +93,9 @@ def scene(
 
 
 @app.command()
-def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings and presets, for programs.")] = False) -> None:
+def methods(
+    as_json: Annotated[bool, typer.Option("--json", help="All settings and presets, for programs.")] = False,
+) -> None:
     """Every method: PARK, what it is compared with, and what installed packages bring along."""
     from parkattn.methods import METHODS
 
@@ -111,8 +122,12 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="All settings a
 def density_profile(
     out: Annotated[Path, typer.Option(help="The safetensors file.")] = Path("out/density.safetensors"),
     model: studio.Model = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="What to show; repeatable: the most that any of them needs counts.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Queries of a head that are looked at; all when not given.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="What to show; repeatable: the most that any of them needs counts.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Queries of a head that are looked at; all when not given.")
+    ] = None,
     seed: studio.Seed = 0,
     steps: studio.Steps = None,
     height: studio.Height = None,
@@ -127,13 +142,15 @@ def density_profile(
     """How many keys each head of a model needs, from dense runs: the file that SVOO's density_profile takes."""
     from parklab.studio.compare import DEFAULT_PROMPT
     from parklab.studio.density import measure_profile
-    from parklab.studio.generate import Request
+    from parklab.studio.request import Request
 
     request = Request(
         prompt="", model=model, seed=seed, steps=steps, height=height, width=width, frames=frames, guidance=guidance, device=device,
         dtype=dtype, offload=offload,
     )  # fmt: skip
-    found = measure_profile(request, prompt or [DEFAULT_PROMPT], out, samples=samples, overwrite=overwrite, say=say).densities
+    found = measure_profile(
+        request, prompt or [DEFAULT_PROMPT], out, samples=samples, overwrite=overwrite, say=say
+    ).densities
     needed, (steps_in, layers, heads) = found[~found.isnan()], found.shape
     console.print(
         f"{steps_in} steps, {layers} layers, {heads} heads need {needed.min():.1%} to {needed.max():.1%} of the keys, {needed.mean():.1%} on average"
@@ -214,7 +231,10 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="All settings, 
     usual = config().to_dict()
     table = Table("name", "differs from the defaults in")
     for name, settings in known.items():
-        table.add_row(name, ", ".join(f"{field}={value}" for field, value in settings.items() if value != usual[field]) or "nothing")
+        table.add_row(
+            name,
+            ", ".join(f"{field}={value}" for field, value in settings.items() if value != usual[field]) or "nothing",
+        )
     console.print(table)
 
 
@@ -226,7 +246,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -288,7 +310,9 @@ def _refuse(line: str) -> NoReturn:
 def _complain(line: str) -> None:
     # words of a command line that is no UTF-8 cannot be printed as they are
     printable = line.encode("utf-8", "backslashreplace").decode()
-    Console(stderr=True, emoji=False).print(f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(
+        f"park: {printable}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k
-from parkattn.park import ParkConfig, build_plan, park_attention
+from parkattn.park import build_plan, park_attention
 from parklab.extras import pyplot
 from parklab.metrics.retrieval import recall_summary
 from parklab.record import environment
+from parklab.research import ResearchConfig
 from parklab.scene import Scene, clustered_scene
 from parklab.store import Cell, Say, Store
 
-CONFIG = ParkConfig(query_clusters=16, key_clusters=64, top_p=0.9)  # blocks of about the paper's 590 queries and 148 keys
+CONFIG = ResearchConfig(
+    query_clusters=16, key_clusters=64, top_p=0.9
+)  # blocks of about the paper's 590 queries and 148 keys
 VARIANTS: dict[str, dict[str, str]] = {
     "park": {},
     "park-no-qrkc": {"key_metric": "euclidean"},
@@ -83,8 +86,16 @@ def run_method(method: str, scene: Scene) -> SceneResult:
 def save_report(results: list[SceneResult], scene: Scene, out: Path, say: Say = lambda line: None) -> list[Path]:
     """result.json and scene.png in `out`."""
     rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
-    record = {"format": FORMAT, "config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment()}
-    Store(out, say).put(Cell(name="result", format=FORMAT, files=("scene.png",)), record, {"scene.png": _picture(results, scene)})
+    record = {
+        "format": FORMAT,
+        "config": CONFIG.to_dict(),
+        "grid": scene.grid,
+        "results": rows,
+        "environment": environment(),
+    }
+    Store(out, say).put(
+        Cell(name="result", format=FORMAT, files=("scene.png",)), record, {"scene.png": _picture(results, scene)}
+    )
     return [out / "result.json", out / "scene.png"]
 
 
@@ -94,12 +105,18 @@ def _picture(results: list[SceneResult], scene: Scene) -> bytes:
     figure, (film, blocks, curve) = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
     frames, height, width = scene.grid
     shown = [0, frames // 2, frames - 1]
-    film.imshow(torch.cat([scene.objects.view(frames, height, width)[f] for f in shown], 1).numpy(), cmap="tab20", interpolation="nearest")
+    film.imshow(
+        torch.cat([scene.objects.view(frames, height, width)[f] for f in shown], 1).numpy(),
+        cmap="tab20",
+        interpolation="nearest",
+    )
     film.set(title="the scene: first, middle and last frame", xticks=[], yticks=[])
     park = by_name["park"]
     assert park.mask is not None
     blocks.imshow(park.mask.float().numpy(), cmap="Purples", interpolation="nearest", aspect="auto")
-    blocks.set(title=f"blocks PARK computes (head 0), density {park.density:.0%}", xlabel="key block", ylabel="query block")
+    blocks.set(
+        title=f"blocks PARK computes (head 0), density {park.density:.0%}", xlabel="key block", ylabel="query block"
+    )
     for name in VARIANTS:
         points = by_name[name].recall_at_budget
         curve.plot([float(r) for r in points], list(points.values()), marker="o", markersize=3, label=name)

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def install_command(extra: str | None = None) -> str:
-    """Adds an extra to the installed parklab, or the packages that it always needs: pip asks no index for parklab itself."""
+    """Adds an extra to the installed parklab, or the packages that it always needs: pip asks no index for parklab
+    itself.
+    """
     return "pip install parklab" if extra is None else f"pip install 'parklab[{extra}]'"
 
 

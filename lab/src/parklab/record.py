@@ -58,20 +58,28 @@ def installed(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the source tree this runs from; None when installed from a wheel. A copy without git is told by PARKATTN_COMMIT."""
+    """Of the source tree this runs from; None when installed from a wheel. A copy without git is told by
+    PARKATTN_COMMIT.
+    """
     told = os.environ.get("PARKATTN_COMMIT")
     if told:
         return told
     root = Path(__file__).resolve().parents[3]
 
     def ask(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=root, env=plain, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=root, env=plain, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         # a copy of the package may lie inside another repository, whose commit says nothing about it
         ours = 'name = "parkattn"' in (root / "pyproject.toml").read_text(encoding="utf-8").splitlines()
-        return ask("describe", "--always", "--dirty") if ours and Path(ask("rev-parse", "--show-toplevel")) == root else None
+        return (
+            ask("describe", "--always", "--dirty")
+            if ours and Path(ask("rev-parse", "--show-toplevel")) == root
+            else None
+        )
     except (OSError, ValueError, subprocess.CalledProcessError):
         return None
 
@@ -79,6 +87,8 @@ def _commit() -> str | None:
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
     )
     return names[0] if names else platform.machine()

@@ -22,7 +22,13 @@ class Scene(NamedTuple):
 
 
 def clustered_scene(
-    *, heads: int = 4, grid: tuple[int, int, int] = (8, 32, 32), dim: int = 64, objects: int = 12, sharpness: float = 10.0, seed: int = 0
+    *,
+    heads: int = 4,
+    grid: tuple[int, int, int] = (8, 32, 32),
+    dim: int = 64,
+    objects: int = 12,
+    sharpness: float = 10.0,
+    seed: int = 0,
 ) -> Scene:
     """sharpness scales the scores: larger is sparser."""
     random = torch.Generator().manual_seed(seed)

@@ -6,10 +6,10 @@ under temporary names; a journal then lists their names and hashes. The journal'
 
     temporary files, durable  ->  journal, durable  ->  renames, record last, durable  ->  journal removed
 
-A stop before it leaves what was there; a stop after it is completed from the journal by the next process, which finds the
-temporary files by their hashes. A folder may come from others: records and journals in it name files below it alone, links
-are not followed, and what the store did not write is moved aside, never replaced. Several processes may work on one
-folder: a cell is made under an advisory lock, and cells that another process holds come last.
+A stop before it leaves what was there; a stop after it is completed from the journal by the next process, which finds
+the temporary files by their hashes. A folder may come from others: records and journals in it name files below it
+alone, links are not followed, and what the store did not write is moved aside, never replaced. Several processes may
+work on one folder: a cell is made under an advisory lock, and cells that another process holds come last.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Cell:
     request: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     group: str | None = None  # cells of one group are made by one process, one after the other
-    unsaid: Mapping[str, Any] = field(default_factory=dict)  # what records of earlier versions mean by having no such name
+    unsaid: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what records of earlier versions mean by having no such name
 
     @property
     def mark(self) -> str:
@@ -88,7 +90,10 @@ class Store:
                 return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
         asked = {"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))}
         told = record.get("request", {})
-        before = {"format": record.get("format"), "request": {**cell.unsaid, **told} if isinstance(told, dict) else told}
+        before = {
+            "format": record.get("format"),
+            "request": {**cell.unsaid, **told} if isinstance(told, dict) else told,
+        }
         if content_hash(asked) != content_hash(before):
             return Found(OTHER, record, f"made with other settings ({_differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]
@@ -150,7 +155,9 @@ class Store:
         path = files.within(self.folder, name)
         data = None if path is None else files.read_regular(path, follow=False)
         if data is None or hashlib.sha256(data).hexdigest() != record.get("files", {}).get(name):
-            raise ValueError(f"out: expected {self.folder / name} as recorded, got another file; run again to have it remade.")
+            raise ValueError(
+                f"out: expected {self.folder / name} as recorded, got another file; run again to have it remade."
+            )
         return data
 
     def tidy(self) -> None:
@@ -163,7 +170,8 @@ class Store:
                         if state == files.HELD:
                             removed += self._recover(mark)
                 except OSError as error:
-                    # what is finished can still be read where nothing can be written, or where no lock of ours stands (None)
+                    # what is finished can still be read where nothing can be written, or where no lock of ours stands
+                    # (None)
                     if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, None):
                         raise
         if removed:
@@ -223,7 +231,9 @@ class Store:
                 if state != files.BUSY:
                     self._recover(cell.mark)
                     if (journal := files.journal_path(self.folder, cell.mark)).is_dir():
-                        raise OSError(f"out: expected no folder at {journal}, got one; remove it, or choose another place.")
+                        raise OSError(
+                            f"out: expected no folder at {journal}, got one; remove it, or choose another place."
+                        )
             yield state
 
     def _recover(self, mark: str) -> int:
@@ -242,7 +252,9 @@ class Store:
         files.remove(path)
         return files.remove_temporaries(self.folder, mark)
 
-    def _put_in_place(self, hashes: Mapping[str, str], sources: Mapping[str, Path], kind: Any, overwrite: bool = False) -> None:
+    def _put_in_place(
+        self, hashes: Mapping[str, str], sources: Mapping[str, Path], kind: Any, overwrite: bool = False
+    ) -> None:
         """The record is last. What stands there and was not written by the store is kept aside. Can be repeated."""
         record = list(hashes)[-1]
         before = read_record(self._target(record)) or {}
@@ -276,7 +288,9 @@ class Store:
                 raise ValueError(f"out: expected a name that fits here, got {got}; shorten it.") from None
         if files.within(self.folder, name) is None:
             got = f"{path}, where a link or a file is in the way"
-            raise ValueError(f"out: expected a place inside {self.folder}, got {got}; remove it, or choose another place.")
+            raise ValueError(
+                f"out: expected a place inside {self.folder}, got {got}; remove it, or choose another place."
+            )
         return path
 
     def _sha256(self, name: str) -> str | None:
@@ -336,7 +350,9 @@ class Making:
             journal = files.journal_path(folder, mark)
             if len(hashes) > 1:  # one rename is whole by itself
                 path = self._temporary["journal"] = files.temporary_path(folder, mark)
-                files.write_new(path, json.dumps(sealed({"format": JOURNAL, "of": record.get("format"), "files": hashes})).encode())
+                files.write_new(
+                    path, json.dumps(sealed({"format": JOURNAL, "of": record.get("format"), "files": hashes})).encode()
+                )
                 files.move(path, journal)
                 self.committed = record
                 files.sync_folder(folder)
@@ -389,7 +405,10 @@ def _differences(before: Record, asked: Record) -> str:
     """For people: a setting that is not there is not the same as null."""
     old, new = ({name: json.dumps(value) for name, value in flatten(each).items()} for each in (before, asked))
     names = [name for name in dict.fromkeys((*new, *old)) if old.get(name) != new.get(name)]
-    shown = [f"{name.removeprefix('request.')} = {old.get(name, 'not set')}, asked {new.get(name, 'not set')}" for name in names]
+    shown = [
+        f"{name.removeprefix('request.')} = {old.get(name, 'not set')}, asked {new.get(name, 'not set')}"
+        for name in names
+    ]
     return "; ".join(shown) or "another request"
 
 

@@ -6,8 +6,8 @@
 | triton     | Triton kernels                    | Gluon on sm_90, d 64 or 128; Triton  | NVIDIA sm_80 or later, bf16 or fp16         |
 | flashinfer | Triton kernels                    | FlashInfer's variable-block wrapper  | as triton, and the extra parkattn[flashinfer] |
 
-"auto" looks at the device alone: triton on CUDA, reference elsewhere. A backend that cannot run a call refuses it in one
-line that names the alternative; nothing is replaced silently. `resolve(...).reason` says what was chosen and why.
+"auto" looks at the device alone: triton on CUDA, reference elsewhere. A backend that cannot run a call refuses it in
+one line that names the alternative; nothing is replaced silently. `resolve(...).reason` says what was chosen and why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_choice, expect_finite, expect_scale, shape_of
+from parkattn.checks import (
+    asks_for_gradient,
+    expect_attention_inputs,
+    expect_choice,
+    expect_finite,
+    expect_scale,
+    shape_of,
+)
 from parkattn.ops.attend.definition import attend, dense_attention
 from parkattn.ops.cluster.borders import round_borders
 from parkattn.ops.cluster.definition import Clustering, cluster_keys, first_centroids, kmeans, lloyd
@@ -35,7 +42,9 @@ from parkattn.site import CallSite
 
 
 class Backend(Protocol):
-    """The verbs that planners and the executor use. Every backend gives the same result up to the rounding of its dtype."""
+    """The verbs that planners and the executor use. Every backend gives the same result up to the rounding of its
+    dtype.
+    """
 
     @property
     def name(self) -> str: ...
@@ -49,7 +58,14 @@ class Backend(Protocol):
         """Whether gradients flow through attend; a plan never has any."""
 
     def kmeans(
-        self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
+        self,
+        x: Tensor,
+        clusters: int,
+        *,
+        iterations: int,
+        seed: int,
+        start: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> Clustering:
         """k-means of x [b h n d]; start: labels [b h n] of an earlier plan; valid [b n]: False is left out."""
 
@@ -78,14 +94,31 @@ class Backend(Protocol):
         """The clusters of x [b h n d] as blocks that begin at multiples; 1 changes nothing."""
 
     def importance(
-        self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
+        self,
+        kind: str,
+        q: Tensor,
+        k: Tensor,
+        query_blocks: Blocks,
+        queries: Clustering,
+        keys: Clustering,
+        *,
+        scale: float | None,
     ) -> Tensor:
         """Estimated attention between clusters [b h c_q c_k]; the first c_q of query_blocks are the clusters."""
 
     def score_spread(
-        self, q: Tensor, k: Tensor, keys: Clustering, *, valid: Tensor | None, query_valid: Tensor | None, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        keys: Clustering,
+        *,
+        valid: Tensor | None,
+        query_valid: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
-        """Root mean square distance of scores from those of their key clusters' means [b h]; valid [b m]: the keys in clusters."""
+        """Root mean square distance of scores from those of their key clusters' means [b h]; valid [b m]: the keys in
+        clusters.
+        """
 
     def arrange(self, labels: Tensor, count: int) -> Blocks:
         """Stable sort of labels [b h n] in [0, count) into blocks."""
@@ -96,8 +129,12 @@ class Backend(Protocol):
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
         """Dense attention; key_valid [b m]: False where a key is padding."""
 
-    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
-        """Dense attention (over every key that is not padding), and what of it `attend` with this plan misses: dense - sparse."""
+    def attend_anchor(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Dense attention (over every key that is not padding), and what of it `attend` with this plan misses: dense -
+        sparse.
+        """
 
     def factor(self, residual: Tensor, rank: int) -> LowRank:
         """residual [b h n d] as its nearest matrices of a rank, in 8 bits."""
@@ -116,7 +153,14 @@ class ReferenceBackend:
     differentiable = True
 
     def kmeans(
-        self, x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
+        self,
+        x: Tensor,
+        clusters: int,
+        *,
+        iterations: int,
+        seed: int,
+        start: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> Clustering:
         return kmeans(x, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
 
@@ -163,14 +207,31 @@ class ReferenceBackend:
         return Clustering(labels, *segment_mean(x, labels, found.clusters))
 
     def importance(
-        self, kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
+        self,
+        kind: str,
+        q: Tensor,
+        k: Tensor,
+        query_blocks: Blocks,
+        queries: Clustering,
+        keys: Clustering,
+        *,
+        scale: float | None,
     ) -> Tensor:
         return ESTIMATORS[kind](q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
 
     def score_spread(
-        self, q: Tensor, k: Tensor, keys: Clustering, *, valid: Tensor | None, query_valid: Tensor | None, scale: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        keys: Clustering,
+        *,
+        valid: Tensor | None,
+        query_valid: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
-        return score_spread(q, k, keys.centroids, keys.labels, query_valid=query_valid, scale=scale)  # labels tell what is valid
+        return score_spread(
+            q, k, keys.centroids, keys.labels, query_valid=query_valid, scale=scale
+        )  # labels tell what is valid
 
     def arrange(self, labels: Tensor, count: int) -> Blocks:
         return arrange(labels, count)
@@ -193,7 +254,9 @@ class ReferenceBackend:
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
         return dense_attention(q, k, v, scale=scale, key_valid=key_valid, precision=self.precision)
 
-    def attend_anchor(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> tuple[Tensor, Tensor]:
+    def attend_anchor(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool
+    ) -> tuple[Tensor, Tensor]:
         # padding keys are the last block of every head
         valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None
         dense = dense_attention(q, k, v, scale=scale, key_valid=valid, precision=self.precision)
@@ -234,7 +297,9 @@ def outside_autocast(q: Tensor) -> Iterator[None]:
         yield
 
 
-def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "bf16") -> Backend:
+def resolve(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "bf16"
+) -> Backend:
     """The backend for q, k, v of this kind, or an error that names the one that would run.
 
     Where it cannot take Q K^T in INT8 it takes it in the tensors' own dtype, and its reason says why.
@@ -281,7 +346,14 @@ def planning(q: Tensor, k: Tensor, site: CallSite, check_finite: bool = False) -
 
 
 def attend_planned(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    backend: Backend,
+    *,
+    scale: float | None = None,
+    compensate: bool = False,
 ) -> Tensor:
     """Attention over the plan's blocks: [b h n d]. Equal to dense attention when every block is kept."""
     _expect_attendable(q, k, v, plan, backend, scale)
@@ -290,7 +362,14 @@ def attend_planned(
 
 
 def attend_dense_and_rest(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Backend, *, scale: float | None = None, compensate: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    backend: Backend,
+    *,
+    scale: float | None = None,
+    compensate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention, and what of it attend_planned misses: [b h n d] each."""
     _expect_attendable(q, k, v, plan, backend, scale)
@@ -317,7 +396,9 @@ def _expect_attendable(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backend: Bac
             "call under torch.no_grad(), or use backend='reference', which has a gradient."
         )
     if not plan.fits(q, k):
-        made_for = f"queries {list(plan.queries.labels.shape)} and keys {list(plan.keys.labels.shape)} on {plan.mask.device}"
+        made_for = (
+            f"queries {list(plan.queries.labels.shape)} and keys {list(plan.keys.labels.shape)} on {plan.mask.device}"
+        )
         raise ValueError(
             f"plan: expected one built for q {shape_of(q)} and k {shape_of(k)} on {q.device}, got one for {made_for}; make another plan."
         )

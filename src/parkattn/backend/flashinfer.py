@@ -1,7 +1,8 @@
-"""Attention through FlashInfer's variable-block wrapper, as the paper ran it; everything before it by the Triton kernels.
+"""Attention through FlashInfer's variable-block wrapper, as the paper ran it; everything before it by the Triton
+kernels.
 
-The wrapper expands the plan to token indices and copies them to the host on every call: it synchronises, and no CUDA graph
-can capture it. Kept as the baseline that the Triton backend is measured against.
+The wrapper expands the plan to token indices and copies them to the host on every call: it synchronises, and no CUDA
+graph can capture it. Kept as the baseline that the Triton backend is measured against.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ WORKSPACE_BYTES = 128 * 1024 * 1024  # what FlashInfer's documentation recommend
 
 
 def flashinfer_backend(
-    why: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: Precision = "bf16", kernel: str = "auto"
+    why: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    precision: Precision = "bf16",
+    kernel: str = "auto",
 ) -> FlashInferBackend:
     """kernel: fa2, fa3, or auto for FlashInfer's own choice; the first use of one compiles it, for up to 90 s."""
     _flashinfer()
@@ -41,10 +47,17 @@ class FlashInferBackend(TritonBackend):
         from parkattn.ops.permute import triton as permute
 
         if compensate:
-            raise ValueError("compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'.")
+            raise ValueError(
+                "compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'."
+            )
         wrapper = self.planned(q, k, plan, scale=scale)
-        rows = (permute.gather_rows(x, side.permutation().contiguous()) for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys)))
-        return permute.scatter_rows(wrapper.run(*rows), plan.queries.permutation().contiguous(), out=torch.empty_like(q))
+        rows = (
+            permute.gather_rows(x, side.permutation().contiguous())
+            for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys))
+        )
+        return permute.scatter_rows(
+            wrapper.run(*rows), plan.queries.permutation().contiguous(), out=torch.empty_like(q)
+        )
 
     def planned(self, q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = None) -> Any:
         """FlashInfer's wrapper with its own plan made: token indices, on the host too."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parkattn.balance import Ranks
+from parkattn.compat import backward_pass
 from parkattn.engine.forecast import Forecast, ForwardLog
 from parkattn.engine.summary import Summary
-from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite, Forecastable
+from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite, Forecastable, HeadBalancing
 
 _UNTOLD = (
     "attention: expected a backward pass that does not call attention again, got one that does, after steps whose plans "
@@ -64,7 +67,9 @@ class Engine:
     watch, where it is set, is told of every call once it is timed and logged.
     """
 
-    def __init__(self, method: AttentionMethod, unknown_step: str = "the step is unknown: engine.clock.step is None") -> None:
+    def __init__(
+        self, method: AttentionMethod, unknown_step: str = "the step is unknown: engine.clock.step is None"
+    ) -> None:
         self.method = method
         self.clock = Clock()
         self.log = RunLog()
@@ -156,34 +161,32 @@ class Engine:
         part: int = 0,
         parts: int = 1,
         reason: str | None = None,
+        ranks: Ranks | None = None,
     ) -> Tensor:
         """One attention call of the host: [b h n d].
 
         dense: the host's own attention of this call. part: which call of the same layer, where a host attends to one
-        batch element after the other; parts: of how many, where known. reason: why the call must be dense; None leaves that to the method.
+        batch element after the other; parts: of how many, where known. reason: why the call must be dense; None leaves
+        that to the method. ranks: those that share the heads, where the host puts them into `head_order`.
         """
-        clock, recomputing = self.clock, torch._C._current_graph_task_id() != -1  # inside a backward pass
+        clock, recomputing = self.clock, backward_pass() != -1
         if recomputing and self._remembers_with_gradient:
             raise RuntimeError(_UNTOLD)
         # what is computed twice must not depend on what was remembered in between: a plan of this call alone, at step 0
         alone = recomputing or clock.recomputed
         self._remembers_with_gradient = not alone and (self._remembers_with_gradient or clock.gradient)
         video_tokens = q.shape[2] - (text.stop - text.start if text is not None else 0)
-        site = CallSite(
-            layer=layer,
+        site = dataclasses.replace(
+            self._site(q.shape[0], layer, transformer, part, parts),
             step=0 if alone else clock.step or 0,
             total_steps=clock.total_steps,
-            # the first of two is another branch of guidance than one alone
-            branch=clock.branch if part == 0 and parts == 1 else f"{clock.branch}, part {part}" + (f" of {parts}" if parts > 1 else ""),
-            video=part % clock.videos if clock.videos else part,
-            paired=clock.videos is not None and q.shape[0] == 2 * clock.videos,
-            transformer=transformer,
             grid=clock.grid if clock.grid is not None and math.prod(clock.grid) == video_tokens else None,
             text=text,
             scale=scale,
             key_valid=key_valid,
             noise_levels=clock.noise_levels,
             dense=dense,
+            ranks=ranks if isinstance(self.method, HeadBalancing) else None,
         )
         if reason is None and clock.step is None and not alone:
             reason = self._unknown_step
@@ -202,8 +205,32 @@ class Engine:
                 self.watch(q, k, site, stats)
         return out
 
+    def _site(self, batch: int, layer: int, transformer: str, part: int, parts: int) -> CallSite:
+        """Where a call is filed."""
+        clock = self.clock
+        # the first of two is another branch of guidance than one alone
+        branch = clock.branch if part == 0 and parts == 1 else f"{clock.branch}, part {part}"
+        return CallSite(
+            layer=layer,
+            branch=branch + (f" of {parts}" if parts > 1 else ""),
+            video=part % clock.videos if clock.videos else part,
+            paired=clock.videos is not None and batch == 2 * clock.videos,
+            transformer=transformer,
+        )
+
+    def head_order(
+        self, batch: int, *, layer: int, transformer: str = "transformer", part: int = 0, parts: int = 1
+    ) -> Tensor | None:
+        """The head [h] at each place of all ranks, in which the next call must be spread; None: the model's order."""
+        if not isinstance(self.method, HeadBalancing):
+            self.log.unbalanced[f"{self.method.name} does not say that its heads may change ranks"] += 1
+            return None
+        return self.method.head_order(self._site(batch, layer, transformer, part, parts), batch)
+
     def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
-        """As if nothing had been before, and as if gradients were asked for: reentrant checkpointing hides that at first."""
+        """As if nothing had been before, and as if gradients were asked for: reentrant checkpointing hides that at
+        first.
+        """
         asked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         self.method.reset()
         with torch.enable_grad():
@@ -237,22 +264,27 @@ class RunLog:
     def __init__(self) -> None:
         self.calls: list[LoggedCall] = []
         self.forwards = ForwardLog()
+        self.unbalanced = Counter[str]()  # why heads stayed with their ranks -> calls
         self.peak_state_bytes = 0
 
     def add(self, site: CallSite, stats: AttentionStats, seconds: Callable[[], float], began: float = 0.0) -> None:
-        plain = dataclasses.replace(site, dense=None, key_valid=None, values=None)
+        plain = dataclasses.replace(site, dense=None, key_valid=None, values=None, ranks=None)
         self.calls.append(LoggedCall(plain, dataclasses.replace(stats, plan=None), began, seconds))
 
     def take(self, other: RunLog, names: Mapping[str, str]) -> None:
         """Add what another engine has seen of the transformers in names, under the names given there."""
         for call in other.calls:
             if (name := call.site.transformer) in names:
-                self.calls.append(dataclasses.replace(call, site=dataclasses.replace(call.site, transformer=names[name])))
+                self.calls.append(
+                    dataclasses.replace(call, site=dataclasses.replace(call.site, transformer=names[name]))
+                )
         self.forwards.take(other.forwards)
+        self.unbalanced.update(other.unbalanced)
         self.peak_state_bytes += other.peak_state_bytes
 
     def clear(self) -> None:
         self.calls.clear()
+        self.unbalanced.clear()
         self.forwards = ForwardLog()
         self.peak_state_bytes = 0
 

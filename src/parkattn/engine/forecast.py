@@ -4,9 +4,10 @@
     y1, y2   the last two computed outputs of a branch, at u1 and u2;  h = u2 - u1, g = u - u2
     line     y2 + g / h (y2 - y1), whose error grows as g (g + h)
 
-Each computed forward is compared with the line: e = |line - y| / |y|. By c = e / (g (g + h)) of the last comparison, a forecast will be
-wrong by c g (g + h), and du / (1 + exp u) of that goes into the latents, as a share of the signal in them, on the way to the next step.
-A row of forecasts goes on as long as the sum of these shares is within the tolerance.
+Each computed forward is compared with the line: e = |line - y| / |y|. By c = e / (g (g + h)) of the last comparison, a
+forecast will be wrong by c g (g + h), and du / (1 + exp u) of that goes into the latents, as a share of the signal in
+them, on the way to the next step. A row of forecasts goes on as long as the sum of these shares is within the
+tolerance.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class _Computed(NamedTuple):
 
 
 class Forecast:
-    """The last two outputs of each branch of one run, and how wrong the last line was. tolerance 0: every forward is computed."""
+    """The last two outputs of each branch of one run, and how wrong the last line was. tolerance 0: every forward is
+    computed.
+    """
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -78,7 +81,9 @@ class Forecast:
         return sum(each.output.nbytes for held in self._held.values() for each in held)
 
     def output(self, site: CallSite, form: Any, must_compute: Callable[[], bool], log: ForwardLog) -> Tensor | None:
-        """What this forward is forecast to return; None: compute it, and `learn`. A step's first forward decides for all of them."""
+        """What this forward is forecast to return; None: compute it, and `learn`. A step's first forward decides for
+        all of them.
+        """
         if site.transformer != self._transformer or (self._step is not None and site.step < self._step):
             self.reset()  # another expert, or another run
             self._transformer = site.transformer
@@ -120,7 +125,9 @@ class Forecast:
         return torch.lerp(first, last, 1 + g / h) if stretch > 0 else None
 
     def _gaps(self, site: CallSite, held: list[_Computed]) -> tuple[float, float, float]:
-        """g, h and g (g + h); that is 0 where noise does not fall from step to step: some schedulers ask twice at one level."""
+        """g, h and g (g + h); that is 0 where noise does not fall from step to step: some schedulers ask twice at one
+        level.
+        """
         u = _positions(site)
         g, h = u[site.step] - u[held[1].step], u[held[1].step] - u[held[0].step]
         return g, h, g * (g + h) if g > 0 and h > 0 else 0.0

@@ -50,7 +50,9 @@ class Summary:
     seconds_saved: float | None
     """Against the layer's own dense calls (median); None where no layer has dense calls and others."""
     seconds_saved_at_most: float | None
-    """Where that is None: against the layer's shortest anchor, a dense call that also builds a plan; None without anchors."""
+    """Where that is None: against the layer's shortest anchor, a dense call that also builds a plan; None without
+    anchors.
+    """
     state_bytes: int
     """Held now."""
     peak_state_bytes: int
@@ -60,8 +62,16 @@ class Summary:
     advice: list[str]
     """What the user could do better, in sentences."""
     forwards: dict[str, Any] = field(default_factory=dict)
-    """Where forwards may be forecast: how many were "computed" and "forecast", the "mean_error" and "largest_error" of forecasts as
-    measured where one ended (None: none did), and why some were not asked about ("off": reason -> forwards). Else empty."""
+    """Where forwards may be forecast: how many were "computed" and "forecast", the "mean_error" and "largest_error" of
+    forecasts as measured where one ended (None: none did), and why some were not asked about ("off": reason ->
+    forwards). Else empty.
+    """
+
+    balance: dict[str, Any] = field(default_factory=dict)
+    """Where ranks share the heads: new "plans" after which heads were assigned to ranks, the slowest rank over the mean
+    of all by their density, "plain" (the model's order) and "assigned" (means over plans), and why heads stayed with
+    their ranks ("off": reason -> calls). Else empty.
+    """
 
     @classmethod
     def of(
@@ -73,7 +83,9 @@ class Summary:
         missed: Mapping[str, int] | None = None,
         advice: Sequence[str] = (),
     ) -> Summary:
-        """missed: reason -> layers whose calls did not reach the engine, where a host knows of some. advice: the host's."""
+        """missed: reason -> layers whose calls did not reach the engine, where a host knows of some. advice: the
+        host's.
+        """
         names = tuple(dict.fromkeys((*PHASES, *(call.stats.phase for call in log.calls))))
         layers: dict[tuple[str, int], list[LoggedCall]] = {}
         for call in log.calls:
@@ -83,14 +95,22 @@ class Summary:
         for row in rows:
             reasons.update(row["dense_because"])
         reasons.update(missed or {})
-        times = [{phase: [c.seconds() for c in calls if c.stats.phase == phase] for phase in names} for calls in layers.values()]
+        times = [
+            {phase: [c.seconds() for c in calls if c.stats.phase == phase] for phase in names}
+            for calls in layers.values()
+        ]
         saved = _saved(times, "dense", statistics.median)
         at_most = _saved(times, "anchor", min) if saved is None else None
         if at_most is not None and at_most > 0:
             # a call takes no less than its share of a dense one
             skipped = (sum(1 - c.stats.density.mean().item() for c in calls) for calls in layers.values())
             at_most = min(
-                at_most, sum(min(layer["anchor"]) * part for layer, part in zip(times, skipped, strict=True) if layer.get("anchor"))
+                at_most,
+                sum(
+                    min(layer["anchor"]) * part
+                    for layer, part in zip(times, skipped, strict=True)
+                    if layer.get("anchor")
+                ),
             )
         density = _mean([call.stats.density for calls in layers.values() for call in calls])
         sparse = any(call.stats.phase not in ("dense", "anchor") for call in log.calls)
@@ -99,7 +119,11 @@ class Summary:
             slower = [_SLOWER.format(-known)]
         else:
             # a forward that was forecast had no attention at all
-            ran = log.forwards.computed / (log.forwards.computed + log.forwards.forecast) if log.forwards.forecast else 1.0
+            ran = (
+                log.forwards.computed / (log.forwards.computed + log.forwards.forecast)
+                if log.forwards.forecast
+                else 1.0
+            )
             much = saved is None and sparse and density is not None and ran * density > MUCH
             slower = [_MUCH.format(density)] if much else []
         return cls(
@@ -119,6 +143,7 @@ class Summary:
             layers=rows,
             advice=[*slower, *advice],
             forwards=_forwards(log.forwards),
+            balance=_balance(log),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,13 +156,18 @@ class Summary:
         widths = {phase: max(6, len(phase) + 1) for phase in self.calls}
         lines = [
             f"{self.method}: "
-            + ", ".join(f"{len(found)} {'step' if len(found) == 1 else 'steps'} {phase}" for phase, found in self.steps.items() if found)
+            + ", ".join(
+                f"{len(found)} {'step' if len(found) == 1 else 'steps'} {phase}"
+                for phase, found in self.steps.items()
+                if found
+            )
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
             f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed"
             + (" in the forwards that ran" if self.forwards.get("forecast") else ""),
             *self._forecasts(),
-            *(f"sparse calls: {reason}" for reason in self.backends),
+            *self._ranks(),
+            *(f"attention: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
             " ".join(
                 [
@@ -158,10 +188,22 @@ class Summary:
             return []
         run, not_run, mean = self.forwards["computed"], self.forwards["forecast"], self.forwards["mean_error"]
         error = (
-            "" if mean is None else f"; where forecasts ended they were wrong by {mean:.1%}, at most {self.forwards['largest_error']:.1%}"
+            ""
+            if mean is None
+            else f"; where forecasts ended they were wrong by {mean:.1%}, at most {self.forwards['largest_error']:.1%}"
         )
         counts = [f"forwards: {run} computed, {not_run} forecast{error}"] if run + not_run else []
         return counts + [f"no forecast: {reason} ({count}x)" for reason, count in self.forwards["off"].items()]
+
+    def _ranks(self) -> list[str]:
+        found = self.balance
+        if not found:
+            return []
+        ratios = "slowest rank {plain:.2f} times the mean in the model's order, {assigned:.2f} as assigned"
+        lines = (
+            [f"heads by planned density: {ratios.format(**found)} ({found['plans']} plans)"] if found["plans"] else []
+        )
+        return lines + [f"heads stay with their ranks: {reason} ({count}x)" for reason, count in found["off"].items()]
 
     def _saved(self) -> str:
         if self.seconds_saved is not None:
@@ -192,6 +234,14 @@ def _forwards(log: ForwardLog) -> dict[str, Any]:
     }
 
 
+def _balance(log: RunLog) -> dict[str, Any]:
+    found = [call.stats.imbalance.tolist() for call in log.calls if call.stats.imbalance is not None]
+    if not (found or log.unbalanced):
+        return {}
+    plain, assigned = (sum(each) / len(found) for each in zip(*found, strict=True)) if found else (None, None)
+    return {"plans": len(found), "plain": plain, "assigned": assigned, "off": dict(log.unbalanced.most_common())}
+
+
 def _row(transformer: str, layer: int, calls: Sequence[LoggedCall], phases: Sequence[str]) -> dict[str, Any]:
     found = [call.stats for call in calls]
     counts = collections.Counter(stats.phase for stats in found)
@@ -214,9 +264,13 @@ def _mean(values: Sequence[Tensor | None]) -> float | None:
 
 
 def _saved(times: list[dict[str, list[float]]], phase: str, choose: Callable[[list[float]], float]) -> float | None:
-    """Seconds of the calls that are not of this phase, against as many of one that is. choose: which one, out of a layer's."""
+    """Seconds of the calls that are not of this phase, against as many of one that is. choose: which one, out of a
+    layer's.
+    """
     others = [[s for each, seconds in layer.items() if each != phase for s in seconds] for layer in times]
     if times and not any(others):
         return 0.0
-    measured = [(choose(layer[phase]), own) for layer, own in zip(times, others, strict=True) if own and layer.get(phase)]
+    measured = [
+        (choose(layer[phase]), own) for layer, own in zip(times, others, strict=True) if own and layer.get(phase)
+    ]
     return sum(one * len(own) - sum(own) for one, own in measured) if measured else None

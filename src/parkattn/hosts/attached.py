@@ -53,7 +53,9 @@ class CountingEngine(AttachedEngine):
         return super().summary()
 
     def enter(self, number: int, layer: int) -> tuple[str, int]:
-        """A name for the transformer of the object with this number, and how many calls it had before in this step and branch."""
+        """A name for the transformer of the object with this number, and how many calls it had before in this step and
+        branch.
+        """
         # Wan2.2's two transformers have layers of the same numbers, and objects of their own
         numbers = self._objects.setdefault(layer, [])
         if number not in numbers:

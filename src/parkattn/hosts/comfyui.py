@@ -1,4 +1,4 @@
-"""PARK in ComfyUI's Wan and HunyuanVideo models, by hooks of its ModelPatcher; ComfyUI itself is not imported.
+"""PARK in ComfyUI's Wan, HunyuanVideo, LTX and MiniMax-H3 models, by hooks of its ModelPatcher; ComfyUI itself is not imported.
 
 optimized_attention_override  every attention call: ours are answered, others go to the earlier override or to ComfyUI
 diffusion_model (a wrapper)   every forward: step, branch and grid are read from its arguments; it may be forecast instead
@@ -7,6 +7,7 @@ on_pre_run, on_cleanup        a sampler begins: plans and statistics are dropped
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -19,10 +20,21 @@ from torch import Tensor
 from parkattn.checks import expect_count
 from parkattn.engine.summary import Summary
 from parkattn.hosts.attached import AttachedEngine
-from parkattn.hosts.comfyui_calls import LIKE_SCHEDULED, Call, Forward, expect_window, other_cache, preset_for, sigmas_of, step_of
+from parkattn.hosts.comfyui_calls import (
+    LIKE_SCHEDULED,
+    Call,
+    Forward,
+    expect_window,
+    other_cache,
+    preset_for,
+    sigmas_of,
+    step_of,
+    video_of,
+)
 from parkattn.methods import configured_method
 from parkattn.site import AttentionMethod
 
+FEW = 4  # steps, of which the first is dense: the summary says what they can gain
 KEY = "parkattn"  # of the hooks, and of the summary in transformer_options
 
 
@@ -30,12 +42,25 @@ class PatchedModel(AttachedEngine):
     """The engine of one patched model, which its clones share: ComfyUI runs one sampler at a time."""
 
     def __init__(self, method: AttentionMethod, start_percent: float, end_percent: float, min_tokens: int) -> None:
-        super().__init__(method, min_tokens, unknown_step="the sampler gives no sigmas or sample_sigmas: the step is unknown")
+        super().__init__(
+            method, min_tokens, unknown_step="the sampler gives no sigmas or sample_sigmas: the step is unknown"
+        )
         self.percents = (start_percent, end_percent)
         self._sigmas = (math.inf, 0.0)  # within which calls may be sparse
         self._schedule: Tensor | None = None
         self._forward: Forward | None = None
         self._reason: str | None = None  # why all calls of this forward are dense
+
+    def summary(self) -> Summary:
+        found, steps = super().summary(), self.engine.clock.total_steps
+        dense = sorted({*found.steps["dense"], *found.steps.get("anchor", ())})
+        if steps is None or steps > FEW or len(dense) in (0, steps) or not found.density:
+            return found
+        advice = (
+            f"{len(dense)} of the {steps} steps of this sampler are dense, so attention is at most {1 / found.density:.1f} times as fast; "
+            "more steps in one sampler gain more"
+        )
+        return dataclasses.replace(found, advice=[*found.advice, advice])
 
     def begin(self, patcher: Any) -> None:
         self.reset()
@@ -55,7 +80,7 @@ class PatchedModel(AttachedEngine):
         engine, forward = self.engine, self._forward
         if not engine.forecasts or forward is None:
             return run()
-        form, log = (given["x"].shape, given["x"].dtype), engine.log.forwards
+        form, log = (video_of(given["x"]).shape, video_of(given["x"]).dtype), engine.log.forwards
         off = self._reason or other_cache(given.get("transformer_options", {}))
         out = engine.forecast(forward.name, form=form) if off is None else None
         if out is None:
@@ -91,6 +116,8 @@ class PatchedModel(AttachedEngine):
             return "the latent is an image, not a video"
         if torch.is_grad_enabled():
             return "gradients are on, as in training"
+        if forward.replaced:
+            return "another node replaces blocks: the layer is unknown"
         if sigma is not None and not self._sigmas[1] <= sigma * LIKE_SCHEDULED <= self._sigmas[0]:
             return "sigma is outside the window of {:g} to {:g}".format(*self.percents)
         return None
@@ -104,13 +131,13 @@ class PatchedModel(AttachedEngine):
             return stock()
         q, k, v = (call.by_head(x, call.skip_reshape) for x in call[:3])
         layer, name = forward.enter(call.options)
-        start, tokens = forward.before_text, q.shape[2]
+        tokens = q.shape[2]
         out = self.engine.attend(
             q, k, v,
             layer=layer,
             dense=lambda: call.by_head(stock(), call.skip_output_reshape),
             transformer=name,
-            text=slice(start, tokens) if start is not None and start < tokens else None,
+            text=forward.text(tokens),
             scale=call.others.get("scale"),
             reason=self._reason or call.why_dense() or self.why_short(tokens),
         )  # fmt: skip

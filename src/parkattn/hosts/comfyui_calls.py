@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from parkattn.checks import expect_fraction
-from parkattn.models import without_compile_wrapper
+from parkattn.compat import without_compile_wrapper
 
-PRESETS = {"WanModel": "wan2.1-14b", "HunyuanVideo": "hunyuanvideo"}  # by class of the model, or one that it extends
+# by class of the model, or one that it extends; LTX and MiniMax-H3 borrow theirs
+PRESETS = {
+    "WanModel": "wan2.1-14b",
+    "HunyuanVideo": "hunyuanvideo",
+    "LTXVModel": "wan2.1-14b",
+    "MiniMaxH3Model": "hunyuanvideo",
+}
 LIKE_SCHEDULED = 1 - 1e-6  # a sampler's sigma equals one of its schedule up to rounding
 
 
@@ -25,12 +31,17 @@ class Forward(NamedTuple):
     name: str  # of what is denoised, where a step has several windows
     branch: str
     calls: collections.Counter[int]  # layer -> self-attention calls so far
+    unnumbered: tuple[int, ...] | None = None  # blocks in the order of their calls, where calls do not say theirs
+    before_video: int | None = None  # the least that is packed before the video; None: nothing is
+    width: int | None = None  # of the video's self-attention, where sound has one too
+    replaced: bool = False  # another node has put something in the place of a block that is counted by its calls
 
     @classmethod
     def read(cls, model: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> Forward:
         """given: the arguments of the model's forward by name, of which options are the transformer_options."""
-        latent, reference = given["x"], given.get("ref_latent")
-        grid = grid_of(latent, model.patch_size) if latent.ndim == 5 else None
+        latent, reference = video_of(given["x"]), given.get("ref_latent")
+        patch = getattr(getattr(model, "patchifier", model), "patch_size", None)  # LTX: of its patchifier
+        grid = grid_of(latent, patch or (1, 1, 1)) if latent.ndim == 5 else None
         before_text = None
         if grid is not None and hasattr(model, "double_blocks"):
             frame = (0,) if reference is None else grid_of(reference, model.patch_size)
@@ -41,15 +52,27 @@ class Forward(NamedTuple):
         window = getattr(options.get("context_window"), "index_list", None)
         name = "model" if window is None else f"frames {window[0]} to {window[-1]}"
         blocks = len(getattr(model, "double_blocks", ()))
-        return cls(grid, before_text, blocks, name, branch or "cond", collections.Counter())
+        found = cls(grid, before_text, blocks, name, branch or "cond", collections.Counter())
+        return found._replace(**counted_blocks(model, given, options))
 
     @property
     def tokens(self) -> int:
         """The least that self-attention has."""
-        return max(math.prod(self.grid or (0,)), self.before_text or 0)
+        return max(math.prod(self.grid or (0,)) + (self.before_video or 0), self.before_text or 0)
+
+    def text(self, tokens: int) -> slice | None:
+        """What is not the video, of so many tokens."""
+        if self.before_video is not None:
+            return slice(0, tokens - math.prod(self.grid or (0,)))
+        start = self.before_text
+        return slice(start, tokens) if start is not None and start < tokens else None
 
     def enter(self, options: Mapping[str, Any]) -> tuple[int, str]:
         """The layer of a call, and a name that tells its calls apart: VACE's blocks have the main blocks' numbers."""
+        if self.unnumbered is not None:
+            layer = self.unnumbered[self.calls.total()]
+            self.calls[layer] += 1
+            return layer, self.name
         layer = options["block_index"] + (self.double_blocks if options.get("block_type") == "single" else 0)
         self.calls[layer] += 1
         return layer, self.name if self.calls[layer] == 1 else f"{self.name}, call {self.calls[layer]}"
@@ -87,12 +110,17 @@ class Call(NamedTuple):
         tokens, keys = (x.shape[2 if self.skip_reshape else 1] for x in (self.q, self.k))
         if forward is None:
             return "a call outside the forward of the patched model"
-        if "block_index" not in self.options:
+        if forward.unnumbered is None and "block_index" not in self.options:
             return "a call outside the numbered blocks"
         if tokens != keys:
             return "cross-attention"
         if tokens < forward.tokens:
             return "a call over a part of the video tokens"
+        wide = self.heads * self.q.shape[-1] if self.skip_reshape else self.q.shape[-1]
+        if forward.width is not None and forward.width != wide:
+            return "attention of sound"
+        if forward.unnumbered is not None and forward.calls.total() >= len(forward.unnumbered):
+            return "a call after those of all blocks"
         by_head = self.skip_reshape and self.q.shape[1] == self.heads
         if not self.q.shape == self.k.shape == self.v.shape or self.skip_reshape != by_head:
             return "q, k and v differ in their heads"
@@ -104,6 +132,32 @@ class Call(NamedTuple):
         if self.attn_precision not in (None, self.q.dtype):
             return f"the call asks for a precision of {self.attn_precision}"
         return None
+
+
+def counted_blocks(model: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """For models whose calls do not say their block: each block has one self-attention over the video, in order.
+
+    LTX: blocks that guidance leaves out have none. MiniMax-H3: text, references and sound are packed before the video.
+    """
+    replaced = {"replaced": bool(options.get("patches_replace", {}).get("dit"))}
+    if hasattr(model, "transformer_blocks"):
+        left_out = options.get("stg_self_attn_blocks") or ()
+        blocks = tuple(i for i in range(len(model.transformer_blocks)) if i not in left_out)
+        return {"unnumbered": blocks, "width": getattr(model, "inner_dim", None), **replaced}
+    if isinstance(given["x"], (list, tuple)):
+        text, (_, sound) = given["context"].shape[1], given["x"]
+        return {
+            "unnumbered": tuple(range(len(model.blocks))),
+            "before_video": text + math.prod(sound.shape[2:]),
+            **replaced,
+        }
+    return {}
+
+
+def video_of(latents: Any) -> Tensor:
+    """Models that make sound too get a list, the video first."""
+    found: Tensor = latents[0] if isinstance(latents, (list, tuple)) else latents
+    return found
 
 
 def grid_of(latent: Tensor, patch: Sequence[int]) -> tuple[int, int, int]:
@@ -124,9 +178,13 @@ def sigmas_of(sampling: Any, start_percent: float, end_percent: float) -> tuple[
 
 
 def other_cache(options: Mapping[str, Any]) -> str | None:
-    """Why another node may leave out steps, as EasyCache, LazyCache and TeaCache do: forecasts beside its own would be of forecasts."""
+    """Why another node may leave out steps, as EasyCache, LazyCache and TeaCache do: forecasts beside its own would be
+    of forecasts.
+    """
     wrappers = (name for of_kind in options.get("wrappers", {}).values() for name in of_kind)
-    found = next((str(name) for name in (*options, *wrappers) if "cache" in str(name).lower() or name == "rel_l1_thresh"), None)
+    found = next(
+        (str(name) for name in (*options, *wrappers) if "cache" in str(name).lower() or name == "rel_l1_thresh"), None
+    )
     return None if found is None else f"the model has a step cache: {found}"
 
 
@@ -136,8 +194,10 @@ def preset_for(model: Any, dense_layers: Collection[int]) -> str:
     presets = [PRESETS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PRESETS]
     if not presets:
         got = type(transformer).__name__
-        raise ValueError(f"model: expected Wan or HunyuanVideo, got {got}; remove the node for this model.")
-    names = ("blocks", "double_blocks", "single_blocks")
+        raise ValueError(
+            f"model: expected Wan, HunyuanVideo, LTX or MiniMax-H3, got {got}; remove the node for this model."
+        )
+    names = ("blocks", "double_blocks", "single_blocks", "transformer_blocks")
     last = sum(len(getattr(transformer, name, ())) for name in names) - 1
     if dense_layers and max(dense_layers) > last:
         raise ValueError(f"dense_layers: expected blocks from 0 to {last}, got {max(dense_layers)}; remove it.")

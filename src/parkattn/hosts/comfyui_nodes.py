@@ -26,7 +26,7 @@ class ParkAttention:
     """MODEL in, MODEL with PARK out; the model that came in is left as it is."""
 
     CATEGORY = "model_patches/attention"
-    DESCRIPTION = "Block-sparse attention (PARK) for Wan and HunyuanVideo. Other attention calls stay as they are."
+    DESCRIPTION = "Block-sparse attention (PARK) for Wan, HunyuanVideo, LTX and MiniMax-H3. Other attention calls stay as they are."
     FUNCTION = "patch"
     RETURN_TYPES = ("MODEL",)
 
@@ -38,7 +38,10 @@ class ParkAttention:
         return {
             "required": {
                 "model": ("MODEL",),
-                "profile": (profiles, {"default": "quality", "tooltip": "fast, quality, or the paper's settings."}),
+                "profile": (
+                    profiles,
+                    {"default": "quality", "tooltip": "turbo, fast, quality, or the paper's settings."},
+                ),
                 "top_p": ("FLOAT", {"default": 0.0, **share, "step": 0.01, "tooltip": "0: the profile's. 1: dense."}),
                 "start_percent": (
                     "FLOAT",
@@ -49,7 +52,10 @@ class ParkAttention:
                 "min_tokens": ("INT", {"default": 8192, "min": 0, "max": 1 << 24, "tooltip": "With fewer: dense."}),
             },
             "optional": {
-                "tolerance": ("FLOAT", {"default": 0.0, **share, "step": 0.001, "tooltip": "Forecast steps. 0.004 is usual. 0: none."}),
+                "tolerance": (
+                    "FLOAT",
+                    {"default": 0.0, **share, "step": 0.001, "tooltip": "Forecast steps. 0.004 is usual. 0: none."},
+                ),
             },
         }
 

@@ -1,4 +1,4 @@
-"""PARK in LightX2V's Wan models, as one more class in its open registry of attention.
+"""PARK in LightX2V's Wan and MiniMax-H3 models, as one more class in its open registry of attention.
 
     from parkattn.hosts.lightx2v import register_attention
 
@@ -6,8 +6,9 @@
     pipe.create_generator(attn_mode="park_attn", ...)  # or "self_attn_1_type": "park_attn" in a JSON config
     print(attention.summary())                         # after a video
 
-Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid. A run is a
-schedule: `scheduler.prepare` makes new timesteps, and at the end of their last step plans are released.
+Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid. MiniMax-H3's
+scheduler holds the layout of its packed sequence instead of a grid, the video last. A run is a schedule:
+`scheduler.prepare` makes new timesteps, or a new layout, and at the end of their last step plans are released.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class RegisteredAttention(CountingEngine):
     def __init__(self, method: AttentionMethod, min_tokens: int) -> None:
         super().__init__(method, min_tokens, unknown_step="the scheduler has no step_index: the step is unknown")
         self._running = False  # a run has begun since the last reset
-        self._timesteps: Any = None  # of that run
+        self._prepared: Any = None  # what `prepare` made for that run
 
     def reset(self) -> None:
         """Forget plans and statistics: the next call begins a run."""
         super().reset()
-        self._running, self._timesteps = False, None
+        self._running, self._prepared = False, None
 
     def attend(self, number: int, dense: Any, q: Tensor, k: Tensor, v: Tensor, told: Mapping[str, Any]) -> Tensor:
         """[n h d] in, [n h*d] out. number: of the object that is asked; dense: LightX2V's own, for what stays dense."""
@@ -55,40 +56,63 @@ class RegisteredAttention(CountingEngine):
             dense=lambda: dense.apply(q=q, k=k, v=v, **told).reshape(tokens, heads, dim).transpose(0, 1)[None],
             transformer=name,
             part=part,
-            reason=self._why_dense(tokens),
+            text=self._text(told["scheduler"], tokens),
+            reason=self._why_dense(tokens, packed_rows(told["scheduler"])),
         )
         self.leave()
         return out[0].transpose(0, 1).flatten(1)
 
-    def _why_dense(self, tokens: int) -> str | None:
+    def _text(self, scheduler: Any, tokens: int) -> slice | None:
+        """All that is packed before the video: text, keyframes, references and sound."""
+        packed, grid = packed_rows(scheduler), self.engine.clock.grid
+        return slice(0, tokens - math.prod(grid)) if packed == tokens and grid is not None else None
+
+    def _why_dense(self, tokens: int, packed: int | None) -> str | None:
         grid = self.engine.clock.grid
-        if grid is None or math.prod(grid) != tokens:
+        if packed is not None and packed != tokens:
+            return f"{tokens} tokens are not the {packed} of the packed sequence: padding may be among them"
+        if grid is None or (packed is None and math.prod(grid) != tokens):
             return f"{tokens} tokens are not those of the grid {grid}: text, sound or padding may be among them"
         return self.why_short(tokens)
 
     def _read_clock(self, told: Mapping[str, Any]) -> int:
         """Sets the clock -> the layer."""
         scheduler, clock = told["scheduler"], self.engine.clock
-        step, timesteps = getattr(scheduler, "step_index", None), getattr(scheduler, "timesteps", None)
+        step, prepared = getattr(scheduler, "step_index", None), getattr(scheduler, "timesteps", None)
+        prepared = getattr(scheduler, "layout_cpu", prepared)  # MiniMax-H3 keeps its timesteps from video to video
         went_back = step is not None and clock.step is not None and step < clock.step
-        if not self._running or timesteps is not self._timesteps or went_back:
-            self._begin(scheduler, timesteps)
-        clock.step, clock.grid = step, told.get("grid_sizes")
+        if not self._running or prepared is not self._prepared or went_back:
+            self._begin(scheduler, prepared)
+        clock.step, clock.grid = step, told.get("grid_sizes") or packed_grid(scheduler)
         clock.branch = "cond" if getattr(scheduler, "infer_condition", True) else "uncond"
         return int(told["block_idx"])
 
-    def _begin(self, scheduler: Any, timesteps: Any) -> None:
+    def _begin(self, scheduler: Any, prepared: Any) -> None:
         self.reset()
         sigmas, steps = getattr(scheduler, "sigmas", None), getattr(scheduler, "infer_steps", None)
+        sigmas = getattr(scheduler, "video_sigmas", sigmas)
         levels = tuple(sigmas[:steps].tolist()) if isinstance(sigmas, Tensor) and steps is not None else ()
         self.engine.begin_run(steps, levels if levels and len(levels) == steps else None)
-        self._running, self._timesteps = True, timesteps
+        self._running, self._prepared = True, prepared
+
+
+def packed_rows(scheduler: Any) -> int | None:
+    """Of MiniMax-H3's sequence; None: the model packs none."""
+    return getattr(getattr(scheduler, "layout_cpu", None), "sequence_length", None)
+
+
+def packed_grid(scheduler: Any) -> tuple[int, int, int] | None:
+    if packed_rows(scheduler) is None:
+        return None
+    sizes = (scheduler.num_latent_frames, scheduler.latent_height, scheduler.latent_width)
+    frames, height, width = (n // p for n, p in zip(sizes, scheduler.config.get("patch_size", (1, 2, 2)), strict=True))
+    return frames, height, width
 
 
 def why_not_video(q: Tensor, k: Tensor, v: Tensor, told: Mapping[str, Any]) -> str | None:
     """Why a call is not self-attention of one video in a numbered block."""
     if told.get("block_idx") is None or told.get("scheduler") is None:
-        return "a call without block_idx and scheduler, such as cross-attention"
+        return "a call without block_idx and scheduler, such as cross-attention or HunyuanVideo's"
     if q.ndim != 3 or not q.shape == k.shape == v.shape:
         return "q, k and v are not of one shape [tokens, heads, d]"
     if told.get("attn_mask") is not None or told.get("causal") or told.get("drop_rate"):

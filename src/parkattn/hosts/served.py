@@ -1,7 +1,7 @@
 """Attention of a model that a server runs: requests with plans of their own, layers that graphs find by a number.
 
-A server's forward context says which request a call belongs to. The request's state hangs on an object that the server drops with
-the request: one that ends, fails or is cancelled takes its plans along.
+A server's forward context says which request a call belongs to. The request's state hangs on an object that the server
+drops with the request: one that ends, fails or is cancelled takes its plans along.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from parkattn.site import AttentionMethod
 
 @dataclass(frozen=True)
 class ServedSettings:
-    """What a server's operator said. model: whose preset the profile builds on; changes: single fields of it, such as top_p."""
+    """What a server's operator said. model: whose preset the profile builds on; changes: single fields of it, such as
+    top_p.
+    """
 
     profile: str = "quality"
     model: str = "wan2.1-14b"
@@ -40,13 +42,19 @@ class ServedSettings:
 
     @classmethod
     def read(cls, where: str, told: Any, model: str = "wan2.1-14b") -> ServedSettings:
-        """told: a profile, or a mapping with profile, model, min_tokens and fields of the profile. model: where told has none."""
+        """told: a profile, or a mapping with profile, model, min_tokens and fields of the profile. model: where told
+        has none.
+        """
         if isinstance(told, str):
             return cls(told, model)
         if not isinstance(told, Mapping):
-            raise TypeError(f'{where}: expected a profile or a mapping, got {shown(told)}; write for example {{"profile": "quality"}}.')
+            raise TypeError(
+                f'{where}: expected a profile or a mapping, got {shown(told)}; write for example {{"profile": "quality"}}.'
+            )
         own = {name: told[name] for name in ("profile", "model", "min_tokens") if name in told}
-        changes = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items() if name not in own}
+        changes = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in told.items() if name not in own
+        }
         return cls(**{"model": model, **own}, changes=changes)
 
     def make_method(self) -> AttentionMethod:
@@ -54,7 +62,9 @@ class ServedSettings:
 
 
 class ServedRequest(CountingEngine):
-    """Plans and log of one request, or of those that the server runs as one batch: each is an element of it, with plans of its own."""
+    """Plans and log of one request, or of those that the server runs as one batch: each is an element of it, with plans
+    of its own.
+    """
 
     def __init__(self, settings: ServedSettings, logger: str) -> None:
         super().__init__(settings.make_method(), settings.min_tokens, unknown_step="the server does not say the step")
@@ -74,7 +84,9 @@ class ServedRequest(CountingEngine):
             self._logger.debug("%s", report)
         self._ended = True
 
-    def stand_at(self, step: int | None, total_steps: int | None, noise_levels: tuple[float, ...] | None, branch: str, grid: Grid) -> None:
+    def stand_at(
+        self, step: int | None, total_steps: int | None, noise_levels: tuple[float, ...] | None, branch: str, grid: Grid
+    ) -> None:
         """Sets the clock. A request that goes back to an earlier step makes its next clip."""
         clock = self.engine.clock
         if step is not None and clock.step is not None and step < clock.step:
@@ -93,7 +105,9 @@ class ServedRequest(CountingEngine):
         text: slice | None = None,
         counted_branches: bool = False,
     ) -> Tensor:
-        """[b n h d] in and out, as dense gives it. counted_branches: a layer is called once for each branch of guidance, unnamed."""
+        """[b n h d] in and out, as dense gives it. counted_branches: a layer is called once for each branch of
+        guidance, unnamed.
+        """
         assert layer.index is not None
         name, part = self.enter(layer.number, layer.index)
         if counted_branches and part:
@@ -106,14 +120,18 @@ class ServedRequest(CountingEngine):
             text=text,
             scale=layer.scale,
             part=part,
-            reason="gradients are on, as in training" if torch.is_grad_enabled() and q.requires_grad else self.why_short(q.shape[1]),
+            reason="gradients are on, as in training"
+            if torch.is_grad_enabled() and q.requires_grad
+            else self.why_short(q.shape[1]),
         )
         self.leave()
         return out.transpose(1, 2).contiguous()  # blocks take views of it
 
 
 class ServedLayer:
-    """One attention layer of a served model. index: its number in the model, None where it is not self-attention of a video."""
+    """One attention layer of a served model. index: its number in the model, None where it is not self-attention of a
+    video.
+    """
 
     index: int | None
     scale: float
@@ -143,7 +161,9 @@ _NUMBERS = itertools.count()
 def served_attention(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, place: list[int]) -> Tensor:
     layer = _LAYERS.get(int(handle))
     if layer is None:
-        raise RuntimeError("parkattn::served_attention: expected a layer of a loaded model, got one that is gone; compile the model again.")
+        raise RuntimeError(
+            "parkattn::served_attention: expected a layer of a loaded model, got one that is gone; compile the model again."
+        )
     return layer.answer(q, k, v, place).contiguous()
 
 

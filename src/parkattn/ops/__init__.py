@@ -1,6 +1,8 @@
-"""Operations, one folder each: `definition.py` is the paper's equation in PyTorch, the other files compute it in kernels.
+"""Operations, one folder each: `definition.py` is the paper's equation in PyTorch, the other files compute it in
+kernels.
 
-Kernels take and return plain tensors. They import torch, triton and one another, nothing else of parkattn."""
+Kernels take and return plain tensors. They import torch, triton and one another, nothing else of parkattn.
+"""
 
 
 def keep_scratch_in_torch() -> None:

@@ -1,8 +1,8 @@
 """Two warpgroups of a warp-specialised kernel hand shared memory to each other, at the hardware's numbered barriers.
 
-Gluon offers mbarriers alone, and there one thread arrives for its warpgroup: NVIDIA's racecheck does not follow that, and
-reports what was handed over as a race (docs/diary.md, "Hand-overs that a sanitizer cannot follow"). Here every thread arrives.
-Triton itself uses the numbers 0 to 2 in these kernels; the test suite looks for a clash in the PTX.
+Gluon offers mbarriers alone, and there one thread arrives for its warpgroup: NVIDIA's racecheck does not follow that,
+and reports what was handed over as a race (docs/diary.md, "Hand-overs that a sanitizer cannot follow"). Here every
+thread arrives. Triton itself uses the numbers 0 to 2 in these kernels; the test suite looks for a clash in the PTX.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,9 @@ def _in_every_thread(instruction: gl.constexpr):
 
 @gluon.jit
 def barrier_sync(NUMBER: gl.constexpr):
-    """Wait for the other warpgroup: what it did before its `barrier_sync` or `barrier_arrive` with this number is seen from here on."""
+    """Wait for the other warpgroup: what it did before its `barrier_sync` or `barrier_arrive` with this number is seen
+    from here on.
+    """
     _in_every_thread("barrier.sync " + NUMBER + ", 256")
 
 

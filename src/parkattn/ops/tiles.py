@@ -37,12 +37,12 @@ def permute_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
 
 def rounding_tile(head_dim: int) -> dict:
     """Rounding to INT8; the matrix of signs is made once for TURNS * ROWS rows.  Not timed."""
-    return {"ROWS": 8192 // head_dim, "TURNS": 8, "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 16384 // head_dim, "TURNS": 8, "num_warps": 8, "num_stages": 3}
 
 
 def key_range_tile(head_dim: int) -> dict:
     """The range of keys beside their mean: three sums for every element of a tile.  Not timed."""
-    return {"ROWS": 4096 // head_dim, "TURNS": 16, "num_warps": 8, "num_stages": 2}
+    return {"ROWS": 4096 // head_dim, "TURNS": 16, "num_warps": 4, "num_stages": 4}
 
 
 def residual_tile(head_dim: int) -> dict:
@@ -52,7 +52,8 @@ def residual_tile(head_dim: int) -> dict:
 
 def low_rank_tile(head_dim: int) -> dict:
     """Measured at (40, 75,600), rank 12: 0.42; 64 rows, 4 steps 0.43; 64 rows, 1 step 0.48; 128 rows, 8 warps 0.64.  The bytes alone
-    take 0.38; a sum of products of vectors 0.62 to 0.82."""
+    take 0.38; a sum of products of vectors 0.62 to 0.82.
+    """
     return {"ROWS": max(16, 4096 // head_dim), "STEPS": 16, "num_warps": 4, "num_stages": 3}
 
 
@@ -63,7 +64,8 @@ def product_width(rank: int) -> int:
 
 def assign_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
     """Measured at (40, 75,600) with 128 / 512 / 1,024 clusters: 0.40 / 1.05 / 1.95.  Next best: 128x128, 8 warps 0.45 / 1.10 / 2.09;
-    256x64, 8 warps 0.48 / 1.10 / 2.08.  Keeping the best of every column until the end (no reduction per chunk) is slower: 0.60 / 1.33 / 2.33."""
+    256x64, 8 warps 0.48 / 1.10 / 2.08.  Keeping the best of every column until the end (no reduction per chunk) is slower: 0.60 / 1.33 / 2.33.
+    """
     if head_dim == 256:
         return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
     return {"BM": 128, "BN": 64, "num_warps": 4, "num_stages": 2}
@@ -83,7 +85,9 @@ def segment_splits(segments: int, arch: int) -> int:
 
 
 def sort_tile(arch: int) -> dict:
-    """Measured at (40, 75,600), 512 labels: 1,024 tokens, 4 warps 0.23; 8 warps 0.24; 512 tokens 0.23; 2,048 tokens 0.33 to 0.41."""
+    """Measured at (40, 75,600), 512 labels: 1,024 tokens, 4 warps 0.23; 8 warps 0.24; 512 tokens 0.23; 2,048 tokens
+    0.33 to 0.41.
+    """
     # the interpreter takes 2 s to sort 1,024 keys
     return {"TOKENS": 1024 if arch else 64, "num_warps": 4, "num_stages": 1}
 
@@ -117,7 +121,8 @@ def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> d
 
 def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, dict]:
     """Two-pass PAMA: (pass 1, pass 2).  Measured at (24, 115,200, 1,024): 3.79; pass 1 with 128x128 3.71, both with 3 stages 4.05, pass 1 with
-    4 warps too 4.16; earlier, pass 2 with 64x128 and with 128x64 were 10 and 23 % slower.  Both passes in one persistent kernel: 6.5."""
+    4 warps too 4.16; earlier, pass 2 with 64x128 and with 128x64 were 10 and 23 % slower.  Both passes in one persistent kernel: 6.5.
+    """
     if head_dim == 256:
         return ({"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
     return ({"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})

@@ -4,7 +4,8 @@ The required density of a head at one step and layer is the mean over video quer
 
     (the number of largest softmax probabilities over video keys that sum to `mass` of their total) / (video keys).
 
-Several inputs (prompts, guidance branches) are joined by their maximum. The authors' table of it calls the column "Sparsity".
+Several inputs (prompts, guidance branches) are joined by their maximum. The authors' table of it calls the column
+"Sparsity".
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MASS = 0.95
 LARGEST_FILE = 2**28  # bytes; 50 steps of 60 layers and 40 heads take a megabyte
 QUERIES_AT_ONCE = 512  # bounds the sorted [queries, keys] probabilities
 _FORMAT = "parkattn.density-profile.1"
-# park profile --samples 256 --height 128 --width 192 --frames 17, with four prompts of the grammar that are not held out
+# park profile --samples 256 --height 128 --width 192 --frames 17, with four prompts of the grammar that are not held
+# out
 IN_THE_BOX = {"sprites": Path(__file__).with_name("sprites_density.safetensors")}
 
 
@@ -51,9 +53,15 @@ def required_density(
         found = torch.empty(b, h, dtype=torch.float64, device=q.device)
         for i in range(b):
             rows = (
-                torch.arange(q.shape[2], device=q.device) if roles.clustered_queries is None else roles.clustered_queries[i].nonzero()[:, 0]
+                torch.arange(q.shape[2], device=q.device)
+                if roles.clustered_queries is None
+                else roles.clustered_queries[i].nonzero()[:, 0]
             )
-            seen = torch.arange(k.shape[2], device=q.device) if roles.clustered_keys is None else roles.clustered_keys[i].nonzero()[:, 0]
+            seen = (
+                torch.arange(k.shape[2], device=q.device)
+                if roles.clustered_keys is None
+                else roles.clustered_keys[i].nonzero()[:, 0]
+            )
             if samples is not None and samples < len(rows):
                 rows = rows[torch.linspace(0, len(rows) - 1, samples, device=q.device).round().long()]
             for j in range(h):
@@ -75,7 +83,9 @@ class DensityProfile:
     mass: float = MASS
 
     def at(self, site: CallSite) -> Tensor | None:
-        """Of this call [heads]; a run of another number of steps takes the same share of the way. None: not in the profile."""
+        """Of this call [heads]; a run of another number of steps takes the same share of the way. None: not in the
+        profile.
+        """
         steps, layers, _ = self.densities.shape
         step = site.step if site.total_steps is None else site.step * steps // site.total_steps
         return self.densities[step, site.layer] if 0 <= step < steps and 0 <= site.layer < layers else None
@@ -96,7 +106,9 @@ class DensityProfile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DensityProfile:
-        """A profile that was saved, or by name the one of the model in the box; a file that holds anything else is refused."""
+        """A profile that was saved, or by name the one of the model in the box; a file that holds anything else is
+        refused.
+        """
         from safetensors import SafetensorError, safe_open
 
         advice = "make one with park profile."
@@ -108,9 +120,13 @@ class DensityProfile:
                 facts, names = file.metadata() or {}, list(file.keys())
                 densities = file.get_tensor("densities") if "densities" in names else torch.empty(0)
         except FileNotFoundError:
-            raise FileNotFoundError(f"profile: expected a file written by DensityProfile.save, got no file at {path}; {advice}") from None
+            raise FileNotFoundError(
+                f"profile: expected a file written by DensityProfile.save, got no file at {path}; {advice}"
+            ) from None
         except SafetensorError as error:
-            raise ValueError(f"{path}: expected a density profile, got a file that does not parse ({error}); {advice}") from None
+            raise ValueError(
+                f"{path}: expected a density profile, got a file that does not parse ({error}); {advice}"
+            ) from None
         expect_choice(f"format of {path}", facts.get("format"), [_FORMAT])
         known = densities[~densities.isnan()]
         if densities.ndim != 3 or densities.dtype != torch.float64 or not bool(((known > 0) & (known <= 1)).all()):
@@ -126,7 +142,9 @@ class DensityProfile:
 
 
 class DensityProfiler:
-    """Dense attention that notes what every head would have needed: run a model with it once per prompt, then save `profile()`."""
+    """Dense attention that notes what every head would have needed: run a model with it once per prompt, then save
+    `profile()`.
+    """
 
     name = "density-profiler"
 
@@ -147,8 +165,14 @@ class DensityProfiler:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         self.note(q, k, site)
-        out = site.dense() if site.dense is not None else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
-        return AttentionOutput(out, AttentionStats("dense", "the method measures dense attention", q.new_ones(q.shape[:2])))
+        out = (
+            site.dense()
+            if site.dense is not None
+            else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
+        )
+        return AttentionOutput(
+            out, AttentionStats("dense", "the method measures dense attention", q.new_ones(q.shape[:2]))
+        )
 
     @torch.no_grad()
     def note(self, q: Tensor, k: Tensor, site: CallSite) -> None:
@@ -162,8 +186,13 @@ class DensityProfiler:
 
     def profile(self) -> DensityProfile:
         if not self._needed:
-            raise ValueError("profile: expected at least one call to have been measured, got none; run the model with this method first.")
-        layers, heads = 1 + max(layer for _, layer in self._needed), max(len(needed) for needed in self._needed.values())
+            raise ValueError(
+                "profile: expected at least one call to have been measured, got none; run the model with this method first."
+            )
+        layers, heads = (
+            1 + max(layer for _, layer in self._needed),
+            max(len(needed) for needed in self._needed.values()),
+        )
         densities = torch.full((self._steps, layers, heads), torch.nan, dtype=torch.float64)
         for (step, layer), needed in self._needed.items():
             densities[step, layer, : len(needed)] = needed

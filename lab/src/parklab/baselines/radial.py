@@ -37,13 +37,13 @@ from parkattn.checks import expect_count, expect_flag, expect_fraction
 from parkattn.plan import Plan, assign_roles, tiles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
 
 @dataclass(frozen=True, kw_only=True)
-class RadialConfig(PlannedConfig):
+class RadialConfig(StudiedConfig):
     """Radial Attention's settings."""
 
     decay: float = 1.0

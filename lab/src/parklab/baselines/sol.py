@@ -34,8 +34,8 @@ from parkattn.checks import expect_choice, expect_count, expect_fraction, shown
 from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import Runs, cut_both_sides, keep_best
 
 Threshold = Literal["diag", "exact"]
@@ -43,7 +43,7 @@ THRESHOLDS = get_args(Threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SolConfig(PlannedConfig):
+class SolConfig(StudiedConfig):
     """Sol-Attn's settings under the authors' names."""
 
     tau: float = 1.0
@@ -68,7 +68,9 @@ class SolConfig(PlannedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.tau, (int, float)) or isinstance(self.tau, bool) or not math.isfinite(self.tau):
-            raise ValueError(f"tau: expected a finite number, got {shown(self.tau)}; pass standard deviations such as 1.0.")
+            raise ValueError(
+                f"tau: expected a finite number, got {shown(self.tau)}; pass standard deviations such as 1.0."
+            )
         if self.topk is not None:
             expect_fraction("topk", self.topk, zero=False)
         expect_choice("threshold", self.threshold, THRESHOLDS)

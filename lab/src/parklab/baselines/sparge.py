@@ -35,13 +35,13 @@ from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
-from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import HEADS_AT_ONCE, Runs, cut_both_sides, keep_best
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpargeConfig(PlannedConfig):
+class SpargeConfig(StudiedConfig):
     """SpargeAttn's settings under the authors' names."""
 
     cdfthreshd: float = 0.98

@@ -1,4 +1,5 @@
-"""SparsePR (arXiv 2608.18484): each side clustered by how the other responds to it, a fixed density, and a repair from probe rows.
+"""SparsePR (arXiv 2608.18484): each side clustered by how the other responds to it, a fixed density, and a repair from
+probe rows.
 
 Per head, video tokens only; s the scale, N video queries:
 
@@ -10,16 +11,16 @@ Per head, video tokens only; s the scale, N video queries:
     score_uv  "value_error": log(E_uv / n_v), E as in svg_ear.py; "attention_mass": log sum_{j in v} e^{s c_u.k_j}
     u keeps key clusters by falling score until their tokens reach ceil((density - probes / N) (video and text keys)) - text keys
 
-Repair (ProbeRepair): one probe query in each of the `probes` largest query clusters, the token nearest to the cluster's mean
-feature, weight w = cluster size / mean of these sizes. With O the sparse output, R = dense row - O at the probes:
+Repair (ProbeRepair): one probe query in each of the `probes` largest query clusters, the token nearest to the cluster's
+mean feature, weight w = cluster size / mean of these sizes. With O the sparse output, R = dense row - O at the probes:
 
     X = (O - mean_w O) / std_w O,  Y = R - mean_w R,  B = argmin sum w |Y - X B|^2 + ridge |B|^2
     Psi = top repair_rank right singular vectors of sqrt(w) Y
     out = O + mean_w R + X B Psi Psi^T for every video row; probe rows get their dense rows.
 
-Defaults are those of the authors' configurations: 300 and 1000 clusters, 25 Lloyd iterations at first and 2 warm ones at every later
-step, density 0.22, 2048 sampled queries, ranks 48 and 64, 64 probes, ridge 0.1, repair rank 16, score "value_error" (Wan2.2
-"attention_mass"), 20 % dense steps (HunyuanVideo 10 %). They name no settings for Wan2.1.
+Defaults are those of the authors' configurations: 300 and 1000 clusters, 25 Lloyd iterations at first and 2 warm ones
+at every later step, density 0.22, 2048 sampled queries, ranks 48 and 64, 64 probes, ridge 0.1, repair rank 16, score
+"value_error" (Wan2.2 "attention_mass"), 20 % dense steps (HunyuanVideo 10 %). They name no settings for Wan2.1.
 
 Differences from the authors' code:
 - the first centroids are distinct tokens, one per stretch of the sequence;
@@ -54,8 +55,8 @@ from parkattn.plan import Blocks, Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry
 from parkattn.segments import by_head, compute_dtype, heads, segment_mean
-from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.subspace import metric_factor, onto_leading
 from parklab.baselines.svg2 import AuthorsClusters, centroid_weights, planned_blocks, with_borders
 from parklab.baselines.svg_ear import fill_blocks, reduce_blocks, replacement_error
@@ -67,7 +68,7 @@ NEARLY = 1 + 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsePrConfig(AuthorsClusters, PlannedConfig):
+class SparsePrConfig(AuthorsClusters, StudiedConfig):
     """Defaults are the authors'."""
 
     kmeans_iterations: int = 25
@@ -81,7 +82,9 @@ class SparsePrConfig(AuthorsClusters, PlannedConfig):
     query_rank: int = 64
     """Dimensions of the space that queries are clustered in."""
     score: Score = "value_error"
-    """value_error: keep blocks that their centroid would replace worst. attention_mass: keep what the mean query attends to."""
+    """value_error: keep blocks that their centroid would replace worst. attention_mass: keep what the mean query
+    attends to.
+    """
     repair: bool = True
     """Whether exact probe rows correct the output."""
     probes: int = 64
@@ -117,17 +120,25 @@ class SparsePrPlanner:
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         warm = earlier if config.warm_start else None
         held = {} if warm is None else warm.memory
-        kmeans = partial(verbs.kmeans, iterations=config.kmeans_iterations if warm is None else config.warm_iterations, seed=config.seed)
+        kmeans = partial(
+            verbs.kmeans,
+            iterations=config.kmeans_iterations if warm is None else config.warm_iterations,
+            seed=config.seed,
+        )
 
         metric = second_moment(*sampled(q, config.samples, roles.clustered_queries))
         factor, key_basis = metric_factor(metric, config.key_rank, held.get("key_basis"))
         features = key_features(k, factor, roles.clustered_keys)
-        found = kmeans(features, counts.keys, start=None if warm is None else warm.keys.labels, valid=roles.clustered_keys)
+        found = kmeans(
+            features, counts.keys, start=None if warm is None else warm.keys.labels, valid=roles.clustered_keys
+        )
         keys = in_original_space(k, with_borders(verbs, features, found, counts.key_multiple))
 
         factor, query_basis = metric_factor(centroid_covariance(keys), config.query_rank, held.get("query_basis"))
         features = query_features(q, factor)
-        found = kmeans(features, counts.queries, start=None if warm is None else warm.queries.labels, valid=roles.clustered_queries)
+        found = kmeans(
+            features, counts.queries, start=None if warm is None else warm.queries.labels, valid=roles.clustered_queries
+        )
         found = with_borders(verbs, features, found, counts.query_multiple)
         queries = in_original_space(q, found)
 
@@ -136,12 +147,16 @@ class SparsePrPlanner:
         score = self._score(queries, keys, verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters)), q, k, site)
         budget = key_budget(q, k, site, roles, config.density, taken)[..., None, None]
         mask = fill_blocks(score.masked_fill(sizes == 0, -torch.inf), sizes, budget)
-        memory = {name: basis for name, basis in (("key_basis", key_basis), ("query_basis", query_basis)) if basis is not None}
+        memory = {
+            name: basis for name, basis in (("key_basis", key_basis), ("query_basis", query_basis)) if basis is not None
+        }
         if config.repair:
             memory |= probe_rows(features, found, config.probes)
         return planned_blocks(verbs, roles, queries, keys, mask, centroid_weights(queries, keys, site.scale), memory)
 
-    def _score(self, queries: Clustering, keys: Clustering, blocks: Blocks, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def _score(
+        self, queries: Clustering, keys: Clustering, blocks: Blocks, q: Tensor, k: Tensor, site: CallSite
+    ) -> Tensor:
         """[b h c_q c_k]"""
         if self.config.score == "attention_mass":
             return block_log_mass(queries, keys, blocks, k, site.scale)
@@ -151,7 +166,9 @@ class SparsePrPlanner:
 
 
 def sampled(q: Tensor, samples: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Evenly spaced video queries [b h s d], each once, and whether a place is used [b s]: all of them if there are not more."""
+    """Evenly spaced video queries [b h s d], each once, and whether a place is used [b s]: all of them if there are not
+    more.
+    """
     b, h, n, d = q.shape
     place = torch.arange(min(samples, n), device=q.device).expand(b, -1)
     total = torch.full((b, 1), n, device=q.device) if valid is None else valid.sum(-1, keepdim=True)
@@ -180,7 +197,9 @@ def centroid_covariance(found: Clustering) -> Tensor:
 
 
 def key_features(k: Tensor, factor: Tensor, valid: Tensor | None) -> Tensor:
-    """F^T k over the root mean square of all video keys and features, in k's dtype; a power of two of columns, for the kernels."""
+    """F^T k over the root mean square of all video keys and features, in k's dtype; a power of two of columns, for the
+    kernels.
+    """
 
     def one_head(keys: Tensor, root: Tensor, member: Tensor) -> Tensor:
         features = keys.to(compute_dtype(k.dtype)) @ root.to(compute_dtype(k.dtype))
@@ -213,7 +232,9 @@ def in_original_space(x: Tensor, found: Clustering) -> Clustering:
 
 
 def block_log_mass(queries: Clustering, keys: Clustering, blocks: Blocks, k: Tensor, scale: float | None) -> Tensor:
-    """log of what the mean query of u gives to all keys of v, before the softmax's normaliser: [b h c_q c_k], -inf for an empty block"""
+    """log of what the mean query of u gives to all keys of v, before the softmax's normaliser: [b h c_q c_k], -inf for
+    an empty block
+    """
     factor, dtype = k.shape[-1] ** -0.5 if scale is None else scale, compute_dtype(k.dtype)
 
     def one_head(tokens: Tensor, order: Tensor, labels: Tensor, lengths: Tensor, centroids: Tensor) -> Tensor:
@@ -223,7 +244,9 @@ def block_log_mass(queries: Clustering, keys: Clustering, blocks: Blocks, k: Ten
         mass = reduce_blocks((logits - top[labels.long()[order]]).exp(), lengths.long(), "sum")
         return (mass.log() + top.nan_to_num(neginf=0.0))[: keys.clusters].T
 
-    return by_head([one_head(*head) for head in heads(k, blocks.permutation(), blocks.labels, blocks.sizes, queries.centroids)], k)
+    return by_head(
+        [one_head(*head) for head in heads(k, blocks.permutation(), blocks.labels, blocks.sizes, queries.centroids)], k
+    )
 
 
 def key_budget(q: Tensor, k: Tensor, site: CallSite, roles: Roles, density: float, taken: Tensor) -> Tensor:
@@ -232,16 +255,30 @@ def key_budget(q: Tensor, k: Tensor, site: CallSite, roles: Roles, density: floa
         return torch.full_like(taken, k.shape[2])
     words = site.text_tokens
     every = torch.ones(q.shape[0], 1, dtype=torch.float64, device=q.device)
-    queries = every * (q.shape[2] - words) if roles.clustered_queries is None else roles.clustered_queries.sum(-1, True).double()
-    video = every * (k.shape[2] - words) if roles.clustered_keys is None else roles.clustered_keys.sum(-1, True).double()
-    text = every * words if site.text is None or roles.key_valid is None else roles.key_valid[:, site.text].sum(-1, True).double()
+    queries = (
+        every * (q.shape[2] - words)
+        if roles.clustered_queries is None
+        else roles.clustered_queries.sum(-1, True).double()
+    )
+    video = (
+        every * (k.shape[2] - words) if roles.clustered_keys is None else roles.clustered_keys.sum(-1, True).double()
+    )
+    text = (
+        every * words
+        if site.text is None or roles.key_valid is None
+        else roles.key_valid[:, site.text].sum(-1, True).double()
+    )
     return (((density - taken / queries) * (video + text) - 1e-9).ceil() - text).long().clamp(min=1)
 
 
 def probe_rows(features: Tensor, found: Clustering, probes: int) -> dict[str, Tensor]:
-    """The token nearest to the mean feature of each of the largest clusters, and its weight: [b h p], weight 0 where clusters ran out."""
+    """The token nearest to the mean feature of each of the largest clusters, and its weight: [b h p], weight 0 where
+    clusters ran out.
+    """
     sizes, largest = (x[..., :probes] for x in found.sizes.sort(dim=-1, descending=True, stable=True))
-    token = by_head([_nearest_members(*head) for head in heads(features, found.labels, found.centroids)], features).gather(-1, largest)
+    token = by_head(
+        [_nearest_members(*head) for head in heads(features, found.labels, found.centroids)], features
+    ).gather(-1, largest)
     filled = sizes > 0
     # a probe that does not exist repeats the first, with no weight
     token = torch.where(filled, token, token[..., :1])
@@ -250,7 +287,9 @@ def probe_rows(features: Tensor, found: Clustering, probes: int) -> dict[str, Te
 
 
 def _nearest_members(features: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
-    """The first member of each cluster that is nearly as near as the nearest: [n r], [n], [c r] -> [c] int64, n for an empty one"""
+    """The first member of each cluster that is nearly as near as the nearest: [n r], [n], [c r] -> [c] int64, n for an
+    empty one
+    """
     n, count = len(labels), len(centroids)
     label = labels.long()
     middle = pad(centroids, (0, 0, 0, 1))[label.clamp(max=count)]
@@ -258,7 +297,9 @@ def _nearest_members(features: Tensor, labels: Tensor, centroids: Tensor) -> Ten
     least = distance.new_full((count + 1,), torch.inf).scatter_reduce(0, label.clamp(max=count), distance, "amin")
     near = distance <= NEARLY * least[label.clamp(max=count)]
     token = torch.where(near, torch.arange(n, device=label.device), n)
-    return torch.full((count + 1,), n, device=label.device).scatter_reduce(0, label.clamp(max=count), token, "amin")[:count]
+    return torch.full((count + 1,), n, device=label.device).scatter_reduce(0, label.clamp(max=count), token, "amin")[
+        :count
+    ]
 
 
 class ProbeRepair:
@@ -288,9 +329,15 @@ class ProbeRepair:
 
 
 def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: float) -> tuple[Tensor, Tensor]:
-    """The repair as O + O slope + offset: probes' rows [b h p d] twice and their weights [b h p] -> [b h d d], [b h 1 d]"""
+    """The repair as O + O slope + offset: probes' rows [b h p d] twice and their weights [b h p] -> [b h d d], [b h 1
+    d]
+    """
     with outside_autocast(sparse):
-        sparse, exact, share = sparse.to(weight.dtype), exact.to(weight.dtype), (weight / weight.sum(-1, True)).unsqueeze(-1)
+        sparse, exact, share = (
+            sparse.to(weight.dtype),
+            exact.to(weight.dtype),
+            (weight / weight.sum(-1, True)).unsqueeze(-1),
+        )
         residual = exact - sparse
         middle, shift = (sparse * share).sum(-2, True), (residual * share).sum(-2, True)
         spread = ((sparse - middle).square() * share).sum(-2, True).sqrt().clamp(min=1e-5)
@@ -305,7 +352,9 @@ def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: 
 
 
 def _make(config: SparsePrConfig) -> PlannedMethod:
-    return PlannedMethod("sparsepr", SparsePrPlanner(config), config, repair=ProbeRepair(config) if config.repair else None)
+    return PlannedMethod(
+        "sparsepr", SparsePrPlanner(config), config, repair=ProbeRepair(config) if config.repair else None
+    )
 
 
 ENTRIES = (

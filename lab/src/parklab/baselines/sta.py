@@ -6,8 +6,9 @@ so at the border the window moves inwards instead of shrinking. A tile is seen i
 computed: the plan depends on the grid alone and is kept for the whole run.
 
 Defaults: tile (6, 8, 8) of the authors' kernel and window (3, 3, 3) tiles of its documentation; 12 dense steps of 50 as
-in their script for Wan2.1. `window` is one triple, or one per head (they search one per layer and head; not here), which is refused where heads are
-spread over GPUs (Ulysses), because a call then shows some of them without saying which.
+in their script for Wan2.1. `window` is one triple, or one per head (they search one per layer and head; not here),
+which is refused where heads are spread over GPUs (Ulysses), because a call then shows some of them without saying
+which.
 
 Different from the authors' code, on purpose:
 - the last tile of an axis may be smaller (their kernel takes only grids that the tile divides);
@@ -29,15 +30,15 @@ from parkattn.checks import expect_count, shown
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
 Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaConfig(PlannedConfig):
+class StaConfig(StudiedConfig):
     """Triples count along (frames, height, width)."""
 
     window: Triple | tuple[Triple, ...] = (3, 3, 3)
@@ -117,7 +118,9 @@ def sliding_window(tiles: Sequence[int], window: Triple, device: torch.device) -
 
 def expect_triple(name: str, value: Any) -> Triple:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
-        raise TypeError(f"{name}: expected (frames, height, width) in whole numbers, got {shown(value)}; write (3, 3, 3).")
+        raise TypeError(
+            f"{name}: expected (frames, height, width) in whole numbers, got {shown(value)}; write (3, 3, 3)."
+        )
     for number in value:
         expect_count(name, number)
     return value[0], value[1], value[2]

@@ -1,7 +1,8 @@
 """Leading subspaces of small matrices, one per head: what SparsePR's metrics and repair keep of theirs.
 
-Exact off the GPU. PyTorch's eigenvalues and singular values wait for the GPU, so on CUDA the span is found by subspace iteration in
-float64: exact where the spectrum has a gap at the rank, and otherwise a mixture of directions that matter equally.
+Exact off the GPU. PyTorch's eigenvalues and singular values wait for the GPU, so on CUDA the span is found by subspace
+iteration in float64: exact where the spectrum has a gap at the rank, and otherwise a mixture of directions that matter
+equally.
 """
 
 from __future__ import annotations

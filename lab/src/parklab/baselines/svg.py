@@ -37,8 +37,9 @@ from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
-from parkattn.settings import LARGEST_SEED, LONG_VIDEO, PlannedConfig
+from parkattn.settings import LARGEST_SEED, LONG_VIDEO
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
 HEADS_AT_ONCE = 4  # bounds the [rows, keys] weights of profiling
@@ -48,7 +49,7 @@ PROFILED_FRAMES = {"wan": 2.0, "hunyuan": 1.5}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SvgConfig(PlannedConfig):
+class SvgConfig(StudiedConfig):
     """SVG's settings, under the authors' names where they have one."""
 
     sparsity: float | None = None

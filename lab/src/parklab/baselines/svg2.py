@@ -1,4 +1,5 @@
-"""SVG2, Sparse VideoGen2, "semantic-aware permutation" (arXiv 2505.18875): k-means of queries and of keys, retrieval by centroids.
+"""SVG2, Sparse VideoGen2, "semantic-aware permutation" (arXiv 2505.18875): k-means of queries and of keys, retrieval by
+centroids.
 
 Per head, video tokens only; c_u and k_v are centroids of query cluster u and key cluster v, n_v is a size, s the scale:
 
@@ -37,15 +38,18 @@ from parkattn.ops.importance.definition import centroid_log_mass, kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.settings import LONG_VIDEO, BlockCounts, Clusters, PlannedConfig, Selection
+from parkattn.settings import LONG_VIDEO, BlockCounts
 from parkattn.site import CallSite
+from parklab.baselines.settings import FlooredSelection, KMeans, StudiedConfig
 
 AUTHORS_TOKENS = 75_600  # Wan at 720p with 81 frames, which the authors' cluster counts are for
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuthorsClusters(Clusters):
-    """Clusters as SVG2 and its successors have them: end where k-means ends them, in proportion to their counts in a short video."""
+class AuthorsClusters(KMeans):
+    """Clusters as SVG2 and its successors have them: end where k-means ends them, in proportion to their counts in a
+    short video.
+    """
 
     long_video_blocks: tuple[int, int] = (300, 1000)
     kmeans_iterations: int = 50
@@ -56,7 +60,10 @@ class AuthorsClusters(Clusters):
     def counts(self, queries: int, keys: int) -> BlockCounts:
         """As many tokens per block as the authors' clusters hold, in short videos too."""
         many_queries, many_keys = self.long_video_blocks
-        few_queries, few_keys = max(2, queries * many_queries // AUTHORS_TOKENS), max(4, keys * many_keys // AUTHORS_TOKENS)
+        few_queries, few_keys = (
+            max(2, queries * many_queries // AUTHORS_TOKENS),
+            max(4, keys * many_keys // AUTHORS_TOKENS),
+        )
         return BlockCounts(
             self.query_clusters or (many_queries if queries >= LONG_VIDEO else few_queries),
             self.key_clusters or (many_keys if keys >= LONG_VIDEO else few_keys),
@@ -66,7 +73,7 @@ class AuthorsClusters(Clusters):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Svg2Config(AuthorsClusters, Selection, PlannedConfig):
+class Svg2Config(AuthorsClusters, FlooredSelection, StudiedConfig):
     """Defaults are the authors' for Wan2.1 text to video; `floor` is their min_kc_ratio."""
 
     floor: float = 0.1
@@ -98,7 +105,9 @@ class Svg2Planner:
 def cluster_both(
     verbs: Backend, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None, config: AuthorsClusters
 ) -> tuple[Clustering, Clustering, dict[str, Tensor]]:
-    """Clusters of queries and of keys by plain k-means, and what the next call begins from: the centroids, in q's dtype."""
+    """Clusters of queries and of keys by plain k-means, and what the next call begins from: the centroids, in q's
+    dtype.
+    """
     words = site.text_tokens
     counts = config.counts(q.shape[2] - words, k.shape[2] - words)
     found, memory = [], {}
@@ -132,8 +141,12 @@ def centroid_weights(queries: Clustering, keys: Clustering, scale: float | None)
 
 
 def by_weight(weights: Tensor, keys: Clustering) -> tuple[Tensor, Tensor]:
-    """Weights [b h c_q c_k] in falling order, and the cluster at each rank: empty clusters last, ties to the lower index."""
-    ranked, order = weights.masked_fill((keys.sizes == 0).unsqueeze(-2), -1.0).sort(dim=-1, descending=True, stable=True)
+    """Weights [b h c_q c_k] in falling order, and the cluster at each rank: empty clusters last, ties to the lower
+    index.
+    """
+    ranked, order = weights.masked_fill((keys.sizes == 0).unsqueeze(-2), -1.0).sort(
+        dim=-1, descending=True, stable=True
+    )
     return ranked.clamp(min=0), order
 
 
@@ -143,8 +156,10 @@ def share_of(found: Clustering, ratio: float | Tensor, slack: float = 0.0) -> Te
     return (existing * ratio + slack).floor()[..., None, None]
 
 
-def first_ranks(ranked: Tensor, selection: Selection, least: Tensor, keys: Clustering) -> Tensor:
-    """Which ranks [b h c_q c_k] the budget covers: weights fall along a row; the first, and `least` [b h 1 1] in any case."""
+def first_ranks(ranked: Tensor, selection: FlooredSelection, least: Tensor, keys: Clustering) -> Tensor:
+    """Which ranks [b h c_q c_k] the budget covers: weights fall along a row; the first, and `least` [b h 1 1] in any
+    case.
+    """
     rank = torch.arange(ranked.shape[-1], device=ranked.device)
     if selection.top_k is not None:
         keep = (rank < share_of(keys, selection.top_k)).expand(ranked.shape)
@@ -157,7 +172,13 @@ def first_ranks(ranked: Tensor, selection: Selection, least: Tensor, keys: Clust
 
 
 def planned_blocks(
-    verbs: Backend, roles: Roles, queries: Clustering, keys: Clustering, mask: Tensor, weights: Tensor, memory: Mapping[str, Tensor]
+    verbs: Backend,
+    roles: Roles,
+    queries: Clustering,
+    keys: Clustering,
+    mask: Tensor,
+    weights: Tensor,
+    memory: Mapping[str, Tensor],
 ) -> Plan:
     """The plan of a mask [b h c_q c_k] over clusters; weights: the estimated attention it is to be judged by."""
     mask = mask & (keys.sizes > 0).unsqueeze(-2) & (queries.sizes > 0).unsqueeze(-1)

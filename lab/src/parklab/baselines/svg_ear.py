@@ -1,7 +1,7 @@
 """SVG-EAR (arXiv 2603.08982): SVG2's clusters and budget, spent where a centroid would replace its block worst.
 
-Per head, video tokens only; query clusters of n_u tokens and mean c_u, key clusters of n_v tokens with mean key kbar_v and mean
-value vbar_v, s the scale, r the `floor`:
+Per head, video tokens only; query clusters of n_u tokens and mean c_u, key clusters of n_v tokens with mean key kbar_v
+and mean value vbar_v, s the scale, r the `floor`:
 
     E_uv = sum_{j in v} | e^{s c_u.k_j} v_j - e^{s c_u.kbar_v} vbar_v |^2      error of replacing block v, seen by one query
     S_uv = log E_uv - gamma log(n_u n_v)                                       error per cost
@@ -14,8 +14,8 @@ value vbar_v, s the scale, r the `floor`:
 
 A skipped block stays in the softmax through its centroid (`compensate`): logit s q_i.kbar_v + log n_v, value vbar_v.
 
-Defaults are the authors' code's: SVG2's clusters, iterations and schedule, top_p 0.9, gamma 1, r 0.05: a literal in their
-processors, which their scripts' 0.10 does not reach. They have no setting for Wan2.2; it gets Wan2.1's.
+Defaults are the authors' code's: SVG2's clusters, iterations and schedule, top_p 0.9, gamma 1, r 0.05: a literal in
+their processors, which their scripts' 0.10 does not reach. They have no setting for Wan2.2; it gets Wan2.1's.
 
 Differences from the authors' code, besides those of svg2.py:
 - log E = log max(E', 1e-8) + 2 t with E = e^{2t} E' and t the block's largest logit; theirs holds E itself at 1e-8 and
@@ -42,16 +42,24 @@ from parkattn.plan import Blocks, Plan, assign_roles
 from parkattn.planned import PlannedMethod, values_of
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
-from parkattn.settings import PlannedConfig, Selection
 from parkattn.site import CallSite
-from parklab.baselines.svg2 import AuthorsClusters, by_weight, centroid_weights, cluster_both, first_ranks, planned_blocks, share_of
+from parklab.baselines.settings import FlooredSelection, StudiedConfig
+from parklab.baselines.svg2 import (
+    AuthorsClusters,
+    by_weight,
+    centroid_weights,
+    cluster_both,
+    first_ranks,
+    planned_blocks,
+    share_of,
+)
 
 LEAST_ERROR = 1e-8
 CENTROIDS_AT_ONCE = 128  # bounds the [keys, query centroids] terms of one head
 
 
 @dataclass(frozen=True, kw_only=True)
-class SvgEarConfig(AuthorsClusters, Selection, PlannedConfig):
+class SvgEarConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
     """Defaults are the authors' for Wan2.1 text to video."""
 
     floor: float = 0.05
@@ -92,7 +100,9 @@ class SvgEarPlanner:
         left = (in_order * covered).sum(-1, keepdim=True) - (in_order * first).sum(-1, keepdim=True)
         guaranteed = torch.zeros_like(covered).scatter_(-1, order, first.expand(order.shape))
 
-        error = replacement_error(queries, keys, verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters)), k, v, site.scale)
+        error = replacement_error(
+            queries, keys, verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters)), k, v, site.scale
+        )
         # n_u is the same along a row and changes no order
         score = error.scaled.clamp(min=LEAST_ERROR).log() + 2 * error.largest - config.gamma * sizes.log()
         filled = fill_blocks(score.masked_fill(guaranteed | (sizes == 0), -torch.inf), sizes, left)
@@ -104,7 +114,9 @@ class ReplacementError(NamedTuple):
     largest: Tensor  # [b h c_q c_k]: the largest logit of a block's keys and of its mean key
 
 
-def replacement_error(queries: Clustering, keys: Clustering, blocks: Blocks, k: Tensor, v: Tensor, scale: float | None) -> ReplacementError:
+def replacement_error(
+    queries: Clustering, keys: Clustering, blocks: Blocks, k: Tensor, v: Tensor, scale: float | None
+) -> ReplacementError:
     """E_uv in two factors, so that no exponential overflows. blocks: of the keys, the first c_k are the clusters.
 
     One head at a time: [keys, query centroids] of all heads would be 3.6 GB at 40 heads and 75,600 tokens.
@@ -120,7 +132,11 @@ def replacement_error(queries: Clustering, keys: Clustering, blocks: Blocks, k: 
         tokens, values = k[i, j][order].to(dtype), v[i, j][order].to(dtype)
         means = reduce_blocks(values, lengths, "sum") / lengths.clamp(min=1).unsqueeze(-1)
         off = values - means[label]
-        spread, along, square = off.square().sum(-1, True), (off * means[label]).sum(-1, True), means.square().sum(-1, True)[label]
+        spread, along, square = (
+            off.square().sum(-1, True),
+            (off * means[label]).sum(-1, True),
+            means.square().sum(-1, True)[label],
+        )
         key_means, query_means = (found.centroids[i, j].to(dtype).nan_to_num(nan=0.0) for found in (keys, queries))
         for begin in range(0, queries.clusters, CENTROIDS_AT_ONCE):
             rows = slice(begin, begin + CENTROIDS_AT_ONCE)
@@ -135,12 +151,16 @@ def replacement_error(queries: Clustering, keys: Clustering, blocks: Blocks, k: 
 
 
 def reduce_blocks(x: Tensor, lengths: Tensor, how: str) -> Tensor:
-    """Sums or maxima of consecutive rows: x [m d], lengths [blocks] -> [blocks d]. Repeatable, and does not wait for the GPU."""
+    """Sums or maxima of consecutive rows: x [m d], lengths [blocks] -> [blocks d]. Repeatable, and does not wait for
+    the GPU.
+    """
     return torch.segment_reduce(x, how, lengths=lengths, axis=0, unsafe=True)
 
 
 def fill_blocks(score: Tensor, sizes: Tensor, budget: Tensor) -> Tensor:
-    """Blocks by falling score while the tokens taken < budget [b h c_q 1], the one that crosses it included; -inf is never taken."""
+    """Blocks by falling score while the tokens taken < budget [b h c_q 1], the one that crosses it included; -inf is
+    never taken.
+    """
     ranked, order = score.sort(dim=-1, descending=True, stable=True)
     in_order = sizes.gather(-1, order)
     # int64: token counts are exact

@@ -1,4 +1,5 @@
-"""SVOO (arXiv 2603.18636): queries and keys clustered by how they respond to each other, floors from an offline profile.
+"""SVOO (arXiv 2603.18636): queries and keys clustered by how they respond to each other, floors from an offline
+profile.
 
 Per head, video tokens only; C and K hold query and key centroids as rows. One iteration of the co-clustering:
 
@@ -6,8 +7,8 @@ Per head, video tokens only; C and K hold query and key centroids as rows. One i
     query m: profile K q_m, centroid u: profile K C_u, the same with the updated K;         C <- means of the raw queries
 
 Then SVG2's map (svg2.py), with a floor per head: at least the first int(ratio_h C_k) key clusters, ratio_h = the head's
-required density at this step and layer (density_profile.py) clipped to floor_clip; `floor`, unclipped, for all heads of a
-layer where the profile is missing or has no entry for one of them.
+required density at this step and layer (density_profile.py) clipped to floor_clip; `floor`, unclipped, for all heads of
+a layer where the profile is missing or has no entry for one of them.
 
 Clusters are computed at every recluster_interval-th step from the first sparse one. Between them labels, sizes and
 centroids are the old ones, and the map is made again from them: only the floor can change it.
@@ -15,11 +16,12 @@ centroids are the old ones, and the map is made again from them: only the floor 
 Defaults are those of the authors' scripts for Wan2.1-14B: 256 and 1024 clusters, 2 iterations, top_p 0.90, floor_clip
 (0.15, 0.20), floor 0.10, 20 % dense steps; the presets have the other models'.
 
-A profile has one density per head of the model. Where heads are spread over GPUs (Ulysses) a call shows some of them without
-saying which, and is refused with a profile; without one every head's plan is its own, as in every other method here.
+A profile has one density per head of the model. Where heads are spread over GPUs (Ulysses) a call shows some of them
+without saying which, and is refused with a profile; without one every head's plan is its own, as in every other method
+here.
 
-The paper describes another rule (the quantile of a Gaussian fit over calibration inputs, and a minimum or maximum of recall and
-sparsity); the authors' code is followed here.
+The paper describes another rule (the quantile of a Gaussian fit over calibration inputs, and a minimum or maximum of
+recall and sparsity); the authors' code is followed here.
 
 Differences from the authors' code:
 - the first centroids are distinct tokens, one per stretch of the sequence, drawn anew at every reclustering; theirs are
@@ -51,10 +53,19 @@ from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.reuse import dense_prefix
 from parkattn.segments import aligned, compute_dtype, segment_mean, segment_sizes
-from parkattn.settings import LARGEST_SEED, PlannedConfig, Selection
+from parkattn.settings import LARGEST_SEED
 from parkattn.site import CallSite
 from parklab.baselines.density_profile import DensityProfile
-from parklab.baselines.svg2 import AuthorsClusters, by_weight, centroid_weights, first_ranks, planned_blocks, share_of, with_borders
+from parklab.baselines.settings import FlooredSelection, StudiedConfig
+from parklab.baselines.svg2 import (
+    AuthorsClusters,
+    by_weight,
+    centroid_weights,
+    first_ranks,
+    planned_blocks,
+    share_of,
+    with_borders,
+)
 
 TOKENS_AT_ONCE = 16_384  # bounds the [tokens, clusters] products
 LEAST_NORM = 1e-8
@@ -63,7 +74,7 @@ _WAN = {"floor_clip": (0.15, 0.20), "recluster_interval": 40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
+class SvooConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
     """Defaults are the authors' for Wan2.1-14B; a plan, that is a map, is made at every step."""
 
     FILES: ClassVar[tuple[str, ...]] = ("density_profile",)
@@ -98,8 +109,14 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
             raise TypeError(
                 f"density_profile: expected the path of a density profile or None, got {shown(self.density_profile)}; pass a string."
             )
-        if not isinstance(self.floor_clip, (tuple, list)) or len(self.floor_clip) != 2 or self.floor_clip[0] > self.floor_clip[1]:
-            raise ValueError(f"floor_clip: expected the least and the largest floor, got {shown(self.floor_clip)}; write (0.15, 0.2).")
+        if (
+            not isinstance(self.floor_clip, (tuple, list))
+            or len(self.floor_clip) != 2
+            or self.floor_clip[0] > self.floor_clip[1]
+        ):
+            raise ValueError(
+                f"floor_clip: expected the least and the largest floor, got {shown(self.floor_clip)}; write (0.15, 0.2)."
+            )
         for ratio in self.floor_clip:
             expect_fraction("floor_clip", ratio, zero=True)
         object.__setattr__(self, "floor_clip", tuple(self.floor_clip))
@@ -109,7 +126,11 @@ class SvooConfig(AuthorsClusters, Selection, PlannedConfig):
 class SvooPlanner:
     def __init__(self, config: SvooConfig, profile: DensityProfile | None = None) -> None:
         self.config = config
-        self._profile = DensityProfile.load(config.density_profile) if profile is None and config.density_profile is not None else profile
+        self._profile = (
+            DensityProfile.load(config.density_profile)
+            if profile is None and config.density_profile is not None
+            else profile
+        )
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, verbs = self.config, resolve_for(q, self.config.backend)
@@ -119,7 +140,9 @@ class SvooPlanner:
             queries, keys = self._cluster(q, k, site, roles, kept)
             kept = None
         else:
-            queries = Clustering(kept.queries.labels, kept.memory["query_centroids"], kept.queries.sizes[..., : kept.query_clusters])
+            queries = Clustering(
+                kept.queries.labels, kept.memory["query_centroids"], kept.queries.sizes[..., : kept.query_clusters]
+            )
             keys = Clustering(kept.keys.labels, kept.memory["key_centroids"], kept.keys.sizes[..., : kept.key_clusters])
         weights = centroid_weights(queries, keys, site.scale)
         ranked, order = by_weight(weights, keys)
@@ -130,9 +153,13 @@ class SvooPlanner:
             return planned_blocks(verbs, roles, queries, keys, mask, weights, memory)
         # the blocks are the old ones, so nothing is sorted again
         mask = mask & (keys.sizes > 0).unsqueeze(-2)
-        return dataclasses.replace(kept, mask=roles.extend(mask), estimated_mass=kept_mass(weights, mask, queries.sizes))
+        return dataclasses.replace(
+            kept, mask=roles.extend(mask), estimated_mass=kept_mass(weights, mask, queries.sizes)
+        )
 
-    def _cluster(self, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None) -> tuple[Clustering, Clustering]:
+    def _cluster(
+        self, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None
+    ) -> tuple[Clustering, Clustering]:
         config, verbs = self.config, resolve_for(q, self.config.backend)
         words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
@@ -145,9 +172,16 @@ class SvooPlanner:
             sides = zip((q, k), counts[:2], valid, strict=True)
             starts = [verbs.first_centroids(x, count, seed=seed, valid=members) for x, count, members in sides]
             iterations = config.kmeans_iterations
-        queries, keys = co_cluster(q, k, starts[0], starts[1], iterations=iterations, query_valid=valid[0], key_valid=valid[1])
-        queries, keys = with_borders(verbs, q, queries, counts.query_multiple), with_borders(verbs, k, keys, counts.key_multiple)
-        return queries._replace(centroids=queries.centroids.to(q.dtype)), keys._replace(centroids=keys.centroids.to(q.dtype))
+        queries, keys = co_cluster(
+            q, k, starts[0], starts[1], iterations=iterations, query_valid=valid[0], key_valid=valid[1]
+        )
+        queries, keys = (
+            with_borders(verbs, q, queries, counts.query_multiple),
+            with_borders(verbs, k, keys, counts.key_multiple),
+        )
+        return queries._replace(centroids=queries.centroids.to(q.dtype)), keys._replace(
+            centroids=keys.centroids.to(q.dtype)
+        )
 
     def floors(self, q: Tensor, site: CallSite) -> Tensor | float:
         """Least share of the key clusters, per head [h] where the profile has this step and layer."""
@@ -182,7 +216,9 @@ def co_cluster(
     query_valid: Tensor | None = None,
     key_valid: Tensor | None = None,
 ) -> tuple[Clustering, Clustering]:
-    """Clusters of q [b h n d] and k [b h m d] from centroids [b h c d]; NaN rows are clusters that do not exist (cluster.lloyd)."""
+    """Clusters of q [b h n d] and k [b h m d] from centroids [b h c d]; NaN rows are clusters that do not exist
+    (cluster.lloyd).
+    """
     (b, h), dtype = q.shape[:2], compute_dtype(q.dtype)
     labels = [torch.empty(x.shape[:3], dtype=torch.int32, device=q.device) for x in (q, k)]
     moved = [torch.empty_like(x, dtype=dtype) for x in (query_centroids, key_centroids)]
@@ -194,13 +230,22 @@ def co_cluster(
             for _ in range(iterations):
                 key_labels, at_keys = _assign_by_response(keys, at_keys, at_queries, members[1])
                 query_labels, at_queries = _assign_by_response(queries, at_queries, at_keys, members[0])
-            labels[0][i, j], labels[1][i, j], moved[0][i, j], moved[1][i, j] = query_labels, key_labels, at_queries, at_keys
+            labels[0][i, j], labels[1][i, j], moved[0][i, j], moved[1][i, j] = (
+                query_labels,
+                key_labels,
+                at_queries,
+                at_keys,
+            )
     sizes = [segment_sizes(found, at.shape[2]) for found, at in zip(labels, moved, strict=True)]
     return Clustering(labels[0], moved[0], sizes[0]), Clustering(labels[1], moved[1], sizes[1])
 
 
-def _assign_by_response(tokens: Tensor, centroids: Tensor, others: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Labels [n] of tokens [n d] by their products with the centroids of the other side, and the means of the raw tokens."""
+def _assign_by_response(
+    tokens: Tensor, centroids: Tensor, others: Tensor, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Labels [n] of tokens [n d] by their products with the centroids of the other side, and the means of the raw
+    tokens.
+    """
     count, others = len(centroids), others.nan_to_num(nan=0.0)
     shape = normalize(centroids @ others.T, dim=-1, eps=LEAST_NORM)
     # |a - b|^2 / 2 without the |a|^2 that all clusters share

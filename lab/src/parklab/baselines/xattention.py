@@ -32,15 +32,15 @@ from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
-from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
+from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import Runs, cut_both_sides
 
 SCORES_AT_ONCE = 2**24  # bounds the [query groups, key groups] scores: 64 MB in float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class XAttentionConfig(PlannedConfig):
+class XAttentionConfig(StudiedConfig):
     """XAttention's settings under the authors' names."""
 
     threshold: float = 0.9

@@ -1,8 +1,9 @@
 """Sparse attention of a reuse step against dense attention in the same run.
 
-A step starts from q, k, v [b h n d] as views of [b n h d] memory and a plan as it is kept between steps, and holds everything
-the call needs: unpack and sort the labels, gather into block order, work list on the GPU, attention, rows written back to token
-order. Everything is timed twice, the second time in reverse order. Plans come with borders on multiples, as the presets have them, and as clustered.
+A step starts from q, k, v [b h n d] as views of [b n h d] memory and a plan as it is kept between steps, and holds
+everything the call needs: unpack and sort the labels, gather into block order, work list on the GPU, attention, rows
+written back to token order. Everything is timed twice, the second time in reverse order. Plans come with borders on
+multiples, as the presets have them, and as clustered.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ from parkattn.plan import Plan
 from parkattn.reuse import PlanStore
 from parkattn.settings import KEY_GRANULE, PRECISIONS, QUERY_TILE
 from parkattn.site import SiteKey
-from parklab.bench.problems import HUNYUAN, TINY, WAN_1_3B, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, verdict
+from parklab.bench.problems import (
+    HUNYUAN,
+    TINY,
+    WAN_1_3B,
+    WAN_14B,
+    Case,
+    Shape,
+    random_plan,
+    repeats_equal,
+    rows,
+    verdict,
+)
 from parklab.bench.timing import Call, extra_mb, free_memory, steady_ms
 
 # how the presets round, and the paper's own blocks
@@ -59,7 +71,9 @@ def gate(
     dims: tuple[int, ...] | None = None,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> Iterator[Case]:
-    """Both kernels on block-ordered tensors against the float64 definition: empty blocks, compensation, poison, repeats, lse."""
+    """Both kernels on block-ordered tensors against the float64 definition: empty blocks, compensation, poison,
+    repeats, lse.
+    """
     watched = rehearse and device.type == "cuda"  # small, for the sanitizers
     for dim in dims or ((64, 128) if watched else (64,) if rehearse else (64, 128, 256)):
         for kernel, compensate in itertools.product(kernels or kernels_for(device, dim), compensated):
@@ -83,7 +97,10 @@ def gate(
 def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     """More than 2^31 elements per tensor; only the last blocks of both sides meet."""
     n = 2048 if rehearse else 2**24 + 4096 + 40
-    ends = (torch.tensor([[0, n - 500, n]], device=device).int(), torch.tensor([[0, 1000, n - 300, n]], device=device).int())
+    ends = (
+        torch.tensor([[0, n - 500, n]], device=device).int(),
+        torch.tensor([[0, 1000, n - 300, n]], device=device).int(),
+    )
     mask = torch.tensor([[[False, False, False], [False, False, True]]], device=device)
     dim = 64 if rehearse else 128
     q, k, v = (torch.randn(1, n, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
@@ -92,13 +109,17 @@ def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case
     allowed = 2 * (plain - exact).abs().max() + torch.finfo(q.dtype).eps * exact.abs().max()
     for kernel in kernels_for(device, dim):
         out, _ = _launch(kernel)(q, k, v, *ends, mask, out=torch.full_like(q, torch.nan))
-        yield verdict(f"{kernel} past 2^31 elements", (out[:, -500:].double() - exact).abs().max(), allowed, elements=q.numel())
+        yield verdict(
+            f"{kernel} past 2^31 elements", (out[:, -500:].double() - exact).abs().max(), allowed, elements=q.numel()
+        )
         yield verdict(f"{kernel} rows without keys are 0", out[:, :-500].abs().max(), 0)
         del out
         free_memory()
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     for name, (shape, asked) in ({"tiny": (TINY, 0.5)} if rehearse else CASES).items():
         q, k, v = rows(shape, device)
         calls = dense_calls(q, k, v)
@@ -196,13 +217,18 @@ def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
     if kernel.startswith("gluon"):
         tile = tiles.gluon_tile(128) if kernel == "gluon" else tiles.int8_tile(128, 512, True)
         return 64 * tile.groups, tile.keys, 64
-    tile = tiles.triton_tile(128, tiles.arch_or_hopper(device))
+    tile = tiles.triton_tile(128, tiles.arch_or_hopper(device), int8=kernel.endswith("int8"))
     return tile.queries, tile.keys, tile.queries
 
 
-def _gate_kernel(kernel: str, shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device, small: bool) -> Iterator[Case]:
+def _gate_kernel(
+    kernel: str, shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device, small: bool
+) -> Iterator[Case]:
     plan, q, k, v, stand_ins = _gate_problem(shape, dtype, compensate, device)
-    blocks, flags = (plan.queries.offsets[0], plan.keys.offsets[0], plan.mask[0]), plan.compensable() if compensate else None
+    blocks, flags = (
+        (plan.queries.offsets[0], plan.keys.offsets[0], plan.mask[0]),
+        plan.compensable() if compensate else None,
+    )
 
     def run() -> tuple[Tensor, Tensor]:
         out, lse = _launch(kernel)(q, k, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, **stand_ins)
@@ -213,7 +239,9 @@ def _gate_kernel(kernel: str, shape: Shape, dtype: torch.dtype, compensate: bool
         place = "cpu" if small else device
         a, b, c = (t[None].to(place, kind) for t in (q, k, v))
         held = plan.to(place)
-        out, lse = attend_with_lse(a, b, c, held.queries, held.keys, held.mask, compensate=None if flags is None else flags.to(place))
+        out, lse = attend_with_lse(
+            a, b, c, held.queries, held.keys, held.mask, compensate=None if flags is None else flags.to(place)
+        )
         return out[0].to(device, torch.float64), lse[0].to(device, torch.float64)
 
     (exact, exact_lse), (plain, _), (out, lse) = definition(torch.float64), definition(dtype), run()
@@ -249,10 +277,15 @@ def _gate_int8(kernel: str, shape: Shape, compensate: bool, device: torch.device
     yield verdict(f"{name}: repeats bit-equal", 0 if repeats_equal(call, 2 if small else 10) else 1, 0)
 
 
-def _gate_problem(shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device) -> tuple[Plan, Tensor, Tensor, Tensor, Case]:
+def _gate_problem(
+    shape: Shape, dtype: torch.dtype, compensate: bool, device: torch.device
+) -> tuple[Plan, Tensor, Tensor, Tensor, Case]:
     """A plan, q, k, v [h n d] in block order, and what an attention kernel is told about stand-ins."""
     plan = random_plan(shape, 0.35, device, seed=shape.dim, empty=True)
-    q, k, v = (gather(x, side)[0] for x, side in zip(rows(shape, device, dtype), (plan.queries, plan.keys, plan.keys), strict=True))
+    q, k, v = (
+        gather(x, side)[0]
+        for x, side in zip(rows(shape, device, dtype), (plan.queries, plan.keys, plan.keys), strict=True)
+    )
     if not compensate:
         return plan, q, k, v, {}
     centroids, mean_values = (_block_means(x, plan.keys.offsets[0]).to(dtype) for x in (k, v))
@@ -265,7 +298,9 @@ def _gate_steep(shape: Shape, compensate: bool, device: torch.device) -> Case:
     q[0] *= 300
     blocks = (plan.queries.offsets[0], plan.keys.offsets[0], plan.mask[0])
     out, careful = (
-        _launch("gluon")(q, k, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, quick=quick, **stand_ins)[0]
+        _launch("gluon")(q, k, v, *blocks, out=torch.full_like(q, torch.nan), with_lse=True, quick=quick, **stand_ins)[
+            0
+        ]
         for quick in (True, False)
     )
     allowed = 2 * torch.finfo(q.dtype).eps * careful.abs().max()
@@ -287,11 +322,20 @@ def _gate_far_apart(tile_rows: int, dim: int, device: torch.device) -> Case:
     ends = (torch.tensor([0, count], dtype=torch.int32, device=device).repeat(heads, 1) for count in (tile_rows, 512))
     given = (x.to(device, torch.bfloat16).contiguous() for x in (q, k, v))
     out, _ = _launch("gluon")(
-        *given, *ends, torch.ones(heads, 1, 1, dtype=torch.bool, device=device), scale=math.log(2), with_lse=True, quick=True
+        *given,
+        *ends,
+        torch.ones(heads, 1, 1, dtype=torch.bool, device=device),
+        scale=math.log(2),
+        with_lse=True,
+        quick=True,
     )
     exact = torch.softmax(levels.double() * math.log(2), 1) @ means.double()
     error = (out.double().cpu() / exact[:, None, None] - 1).abs().max()
-    return verdict(f"gluon d{dim} bfloat16: {tile_rows} rows, tiles whose scores lie far apart", error, 2 * torch.finfo(torch.bfloat16).eps)
+    return verdict(
+        f"gluon d{dim} bfloat16: {tile_rows} rows, tiles whose scores lie far apart",
+        error,
+        2 * torch.finfo(torch.bfloat16).eps,
+    )
 
 
 def _block_means(x: Tensor, ends: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""`park bench cpu | decisions | methods | official | pama | kmeans | qrkc | attend | layer | scaling | flashinfer | sanitize | gpu`: gate, measure, table, record."""
+"""`park bench cpu | decisions | methods | official | pama | kmeans | qrkc | attend | layer | scaling | flashinfer |
+models | sanitize | card | gpu`: gate, measure, table, record.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it."
+)
 console = Console(markup=False, emoji=False)
 
 Record = Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")]
@@ -25,7 +30,9 @@ def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typ
     """Sparse against dense attention on the CPU at densities 0.5, 0.25 and 0.1."""
     from parklab.bench.cpu import DENSITIES, measure_cpu, rounds
 
-    with Progress(TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
+    with Progress(
+        TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
+    ) as progress:
         task = progress.add_task("scene", total=rounds(len(DENSITIES), repeats))
 
         def advance(doing: str) -> None:
@@ -34,9 +41,22 @@ def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typ
                 console.print(doing, highlight=False)
 
         records = list(measure_cpu(repeats=repeats, threads=threads, advance=advance))
-    table = Table("density", "dense ms", "sparse ms", "speed-up", "plan ms", "calls to break even", title="4 heads, 8,192 tokens, dim 64")
+    table = Table(
+        "density",
+        "dense ms",
+        "sparse ms",
+        "speed-up",
+        "plan ms",
+        "calls to break even",
+        title="4 heads, 8,192 tokens, dim 64",
+    )
     for row in records:
-        table.add_row(*(str(row[name]) for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")))
+        table.add_row(
+            *(
+                str(row[name])
+                for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
+            )
+        )
     _show_and_keep(table, records, record)
 
 
@@ -56,13 +76,25 @@ def decisions(record: Record = None) -> None:
 @app.command("pama")
 def pama(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """Fused PAMA against PyTorch: the paper's table, TileLang's rows included where the extra is installed."""
-    _run("pama", record, repeats, rehearse, ("shape.name", "kernel", "ms", "speedup", "extra_mb", "memory_reduction", "share_of_roofline"))
+    _run(
+        "pama",
+        record,
+        repeats,
+        rehearse,
+        ("shape.name", "kernel", "ms", "speedup", "extra_mb", "memory_reduction", "share_of_roofline"),
+    )
 
 
 @app.command("kmeans")
 def kmeans(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """One k-means iteration against flash-kmeans (where installed) and the GEMM alone."""
-    _run("kmeans", record, repeats, rehearse, ("shape.clusters", "iteration_ms", "flash_kmeans_ms", "speedup", "gemm_ms_at_roofline"))
+    _run(
+        "kmeans",
+        record,
+        repeats,
+        rehearse,
+        ("shape.clusters", "iteration_ms", "flash_kmeans_ms", "speedup", "gemm_ms_at_roofline"),
+    )
 
 
 @app.command("qrkc")
@@ -82,7 +114,9 @@ def dense(
     record: Record = None,
     repeats: Repeats = 7,
     rehearse: Rehearse = False,
-    full_gate: Annotated[bool, typer.Option("--full-gate", help="Check every head dimension and dtype, not only what is timed.")] = False,
+    full_gate: Annotated[
+        bool, typer.Option("--full-gate", help="Check every head dimension and dtype, not only what is timed.")
+    ] = False,
 ) -> None:
     """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
     _run("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"), full=full_gate)
@@ -97,18 +131,32 @@ def methods(
         list[str] | None, typer.Option(metavar="MODULE:ENTRY", help="A method of yours beside the others; repeatable.")
     ] = None,
 ) -> None:
-    """What each method's plan, attention and a forward of two blocks cost at the sizes of real videos, at its authors' settings."""
+    """What each method's plan, attention and a forward of two blocks cost at the sizes of real videos, at its authors'
+    settings.
+    """
     from parkattn.methods import register_from
 
     for where in method or ():
         register_from(where)
-    costs = ("density", "plan_ms", "later_plan_ms", "attend_ms", "repair_ms", "plan_mb", "attend_mb", "forward_s", "failure")
+    costs = (
+        "density",
+        "plan_ms",
+        "later_plan_ms",
+        "attend_ms",
+        "repair_ms",
+        "plan_mb",
+        "attend_mb",
+        "forward_s",
+        "failure",
+    )
     _run("methods", record, repeats, rehearse, ("shape", "method", *costs))
 
 
 @app.command("official")
 def official(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
-    """The authors' own kernels beside ours, for time only: FlashInfer, comfy-kitchen, sageattention, fastvideo-kernel, where installed."""
+    """The authors' own kernels beside ours, for time only: FlashInfer, comfy-kitchen, sageattention, fastvideo-kernel,
+    where installed.
+    """
     columns = ("kernel", "version", "compiled", "method", "tokens", "official_ms", "ours_ms", "ours_plan_ms", "absent")
     _run("official", record, repeats, rehearse, columns)
 
@@ -133,7 +181,9 @@ def scaling(
     if drawn_from is None:
         if plot is not None and record is None:
             raise typer.BadParameter("--plot draws what --record holds: give --record too, or --from.")
-        _run("scaling", record, repeats, rehearse, ("over", "part", "density", "length", "ms", "exponent"), gate="attend")
+        _run(
+            "scaling", record, repeats, rehearse, ("over", "part", "density", "length", "ms", "exponent"), gate="attend"
+        )
         drawn_from = record
     if plot is not None and drawn_from is not None:
         draw(drawn_from, plot)
@@ -150,28 +200,116 @@ def flashinfer(record: Record = None, repeats: Repeats = 7) -> None:
 def e2e(
     record: Record = None,
     full: Annotated[bool, typer.Option("--full", help="With all 50 steps of Wan2.1-1.3B, PARK and dense.")] = False,
-    compiled: Annotated[bool, typer.Option("--compiled", help="After compile_repeated_blocks, dense and PARK alike.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="gate, gate-around, wan2.1-1.3b, wan2.1-14b or hunyuanvideo; repeatable.")] = None,
-    profile: Annotated[str, typer.Option(help="paper: a dense prefix and refreshes; fast, quality: anchors, corrected reuse.")] = "paper",
-    density: Annotated[float | None, typer.Option(help="Of a reuse forward; default: 0.25, and 0.10 of fast and quality.")] = None,
-    float8: Annotated[bool, typer.Option("--float8", help="With float8 linears beside bfloat16 ones; by itself.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="After compile_repeated_blocks, dense and PARK alike.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="gate, gate-around, wan2.1-1.3b, wan2.1-14b, wan2.1-14b-480p or hunyuanvideo; repeatable."),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="paper: a dense prefix and refreshes; fast, quality: anchors, corrected reuse.")
+    ] = "paper",
+    density: Annotated[
+        float | None, typer.Option(help="Of a reuse forward; default: 0.25, and 0.10 of fast and quality.")
+    ] = None,
+    float8: Annotated[
+        bool, typer.Option("--float8", help="With float8 linears beside bfloat16 ones; by itself or with --precision.")
+    ] = False,
+    precision: Annotated[
+        str, typer.Option(help="int8: attention in the model's dtype and in INT8; needs --profile fast.")
+    ] = "bf16",
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
 ) -> None:
     """Whole models at 720p with random weights: forwards of every kind, memory, and what a run gains."""
     from parklab.bench.e2e_turns import columns_of, run_and_tabulate
 
-    chosen: dict[str, Any] = {"full": full, "compiled": compiled, "rehearse": rehearse, "profile": profile, "density": density}
-    chosen["float8"] = float8
+    chosen: dict[str, Any] = {
+        "full": full,
+        "compiled": compiled,
+        "rehearse": rehearse,
+        "profile": profile,
+        "density": density,
+    }
+    chosen |= {"float8": float8, "precision": precision}
     outcome, rows = run_and_tabulate(record, only=only, **chosen, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"
     anchored = "one forward of each kind; 50 steps against dense: stock, in compiled blocks, in our own kernel"
     linears = "bfloat16 and float8 linears, one forward in each phase; attention, products and rest of a reuse forward in seconds"
-    table = Table(*columns_of(profile, float8), title=linears if float8 else paper if profile == "paper" else anchored)
+    bits = "one forward of each kind in each precision; 50 steps against stock dense in bfloat16"
+    titles = {"int8": bits}
+    title = titles.get(precision, linears if float8 else paper if profile == "paper" else anchored)
+    table = Table(*columns_of(profile, float8, precision), title=title)
     for row in rows:
         table.add_row(*row)
     console.print(table)
     if any(result != "passed" for result in outcome.values()):
+        raise typer.Exit(1)
+
+
+@app.command("models")
+def models(
+    record: Record = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="minimax-h3, ltx-2.5, kandinsky-5-pro or cosmos-2.5-14b; repeatable.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds; what is left decides on the forward of all blocks.")] = 200,
+    rehearse: Rehearse = False,
+) -> None:
+    """Two blocks of newer models at real size, random weights: dense, dense in our kernel, sparse; MiniMax-H3 whole."""
+    from parkattn.checks import expect_choice
+    from parklab.bench.models import run_models
+    from parklab.bench.real_models import REAL
+    from parklab.bench.timing import bench_device, gpu_environment
+    from parklab.extras import package
+    from parklab.record import append_records
+
+    for name in only or ():
+        expect_choice("only", name, REAL)
+    package("diffusers", "park bench models")
+    facts = gpu_environment()
+
+    def keep(line: dict[str, Any]) -> None:
+        console.print_json(data=line)
+        if record is not None:
+            append_records(record, [{"rehearsal": rehearse, **line, "environment": facts}])
+
+    # the model with a second part comes last, when it is known how much time is left
+    names = sorted(only or REAL, key=lambda name: name == "minimax-h3")
+    if not run_models(names, bench_device(), keep, budget_s=budget, rehearse=rehearse):
+        raise typer.Exit(1)
+
+
+@app.command("card")
+def card(
+    out: Annotated[Path, typer.Option(help="The file to send.")] = Path("card.json"),
+    repeats: Repeats = 5,
+    budget: Annotated[float, typer.Option(help="Seconds after which no row is begun.")] = 240,
+) -> None:
+    """Your card in under five minutes: our kernels beside PyTorch's attention and SageAttention, and a file to send."""
+    import json
+
+    from parkattn.files import make_folder, write_atomically
+    from parklab.bench.card import COLUMNS, card_device, facts_of, measure, shape_for
+
+    device = card_device()
+    shape, facts = shape_for(device), facts_of(device)
+    if facts["rehearsal"]:
+        console.print("rehearsal: no CUDA GPU is used, sizes are tiny and times mean nothing", highlight=False)
+    title = f"{facts.get('gpu', facts['cpu'])}: {shape.heads} heads, {shape.tokens:,} tokens, head dim {shape.dim}"
+    rows, table = [], Table(*COLUMNS, title=title)
+    for row in measure(device, repeats=repeats, budget_s=budget, advance=partial(console.print, highlight=False)):
+        rows.append(row)
+        table.add_row(*(_shown(row, column) for column in COLUMNS))
+    console.print(table)
+    for row in rows:
+        if row["note"]:
+            console.print(f"{row['dtype']} {row['work']} {row['kernel']}: {row['note']}", highlight=False)
+    make_folder(out.resolve().parent)
+    write_atomically(out, json.dumps({"environment": facts, "rows": rows}, indent=1, sort_keys=True).encode())
+    console.print(f"wrote {out}: docs/cards.md says where to send it", markup=False)
+    if not all(row.get("ok", True) for row in rows if row["kernel"].split()[0] in ("gluon", "triton", "definition")):
         raise typer.Exit(1)
 
 
@@ -215,7 +353,14 @@ def sanitize(
 
 
 def _run(
-    name: str, record: Path | None, repeats: int, rehearse: bool, columns: tuple[str, ...], *, gate: str | None = None, **checked: bool
+    name: str,
+    record: Path | None,
+    repeats: int,
+    rehearse: bool,
+    columns: tuple[str, ...],
+    *,
+    gate: str | None = None,
+    **checked: bool,
 ) -> None:
     """checked: what else the gate is told."""
     import torch
@@ -232,7 +377,11 @@ def _run(
     peak, facts = roofline(device), gpu_environment()
     if record is not None:
         append_records(
-            record, [{"section": f"gate-{gate or name}", "rehearsal": rehearse, **case, "environment": facts} for case in passed]
+            record,
+            [
+                {"section": f"gate-{gate or name}", "rehearsal": rehearse, **case, "environment": facts}
+                for case in passed
+            ],
         )
     table = Table(
         *columns,

@@ -33,7 +33,8 @@ def measure_cpu(
 ) -> Iterator[dict[str, Any]]:
     """One record per density. Dense and sparse runs alternate, so that a busy machine slows both alike.
 
-    advance(what comes next) is called once before the gate, and for each density before its budget is searched and before every round.
+    advance(what comes next) is called once before the gate, and for each density before its budget is searched and
+    before every round.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -81,7 +82,9 @@ def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int, adva
 
 
 def _config_for(q: Tensor, k: Tensor, density: float) -> ParkConfig:
-    """Kept blocks are larger than the average block, so the share of blocks that comes nearest to a token density is searched."""
+    """Kept blocks are larger than the average block, so the share of blocks that comes nearest to a token density is
+    searched.
+    """
     ratio, _ = solve_budget(lambda ratio: build_plan(q, k, _keeping(ratio)).density().mean().item(), density)
     return _keeping(ratio)
 

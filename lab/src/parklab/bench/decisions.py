@@ -1,4 +1,6 @@
-"""The choices the paper leaves open, measured one at a time on the built-in scene: recall at a fixed share of key blocks."""
+"""The choices the paper leaves open, measured one at a time on the built-in scene: recall at a fixed share of key
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,14 @@ from typing import Any
 
 import torch
 
-from parkattn.park import ParkConfig, build_plan
+from parkattn.park import build_plan
 from parklab.metrics.budget import solve_budget
 from parklab.metrics.retrieval import attention_recall, score_error
 from parklab.record import environment
+from parklab.research import ResearchConfig
 from parklab.scene import clustered_scene
 
-BASE = ParkConfig(query_clusters=32, key_clusters=64, top_p=None, top_k=0.15)
+BASE = ResearchConfig(query_clusters=32, key_clusters=64, top_p=None, top_k=0.15)
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "k-means iterations": [{"kmeans_iterations": n} for n in (1, 2, 3, 5, 10, 20, 50)],
     "seed of the first tokens": [{"seed": seed} for seed in range(5)],
@@ -29,7 +32,9 @@ DRIFT = 0.3  # noise between the step a plan is from and the step it starts, rel
 
 
 def measure_decisions() -> Iterator[dict[str, Any]]:
-    """One record per value of each choice, then rounded borders at equal density, then warm against cold starts on tokens that drifted."""
+    """One record per value of each choice, then rounded borders at equal density, then warm against cold starts on
+    tokens that drifted.
+    """
     facts = environment()
     scene = clustered_scene()
     for choice, values in CHOICES.items():
@@ -48,7 +53,13 @@ def measure_decisions() -> Iterator[dict[str, Any]]:
     for queries, keys in ((1, 1), (64, 32), (128, 32)):
         value = {"query_multiple": queries, "key_multiple": keys}
         quality = _quality(scene.q, scene.k, PAPER_BLOCKS.replace(top_k=None, top_p=0.9, **value))
-        yield {"benchmark": "decisions", "choice": "block borders, p = 0.9", "value": value, **quality, "environment": facts}
+        yield {
+            "benchmark": "decisions",
+            "choice": "block borders, p = 0.9",
+            "value": value,
+            **quality,
+            "environment": facts,
+        }
     earlier = build_plan(scene.q, scene.k, BASE)
     random = torch.Generator().manual_seed(1)
     q, k = (x + DRIFT * x.std() * torch.randn(x.shape, generator=random) for x in (scene.q, scene.k))
@@ -58,21 +69,34 @@ def measure_decisions() -> Iterator[dict[str, Any]]:
                 BASE.replace(kmeans_iterations=iterations, warm_iterations=iterations),
                 {"iterations": iterations, "warm": start is not None},
             )
-            yield {"benchmark": "decisions", "choice": "warm start", "value": value, **_quality(q, k, config, start), "environment": facts}
+            yield {
+                "benchmark": "decisions",
+                "choice": "warm start",
+                "value": value,
+                **_quality(q, k, config, start),
+                "environment": facts,
+            }
 
 
-def _at_density(q: torch.Tensor, k: torch.Tensor, config: ParkConfig) -> ParkConfig:
-    """The config with the top-p that gives EQUAL_DENSITY: what rounding does to the estimate must not show as more or less work."""
+def _at_density(q: torch.Tensor, k: torch.Tensor, config: ResearchConfig) -> ResearchConfig:
+    """The config with the top-p that gives EQUAL_DENSITY: what rounding does to the estimate must not show as more or
+    less work.
+    """
 
-    def keeping(mass: float) -> ParkConfig:
+    def keeping(mass: float) -> ResearchConfig:
         return config.replace(top_k=None, top_p=mass)
 
     return keeping(
-        solve_budget(lambda mass: build_plan(q, k, keeping(mass)).density().mean().item(), EQUAL_DENSITY, evaluations=13, close=1e-4)[0]
+        solve_budget(
+            lambda mass: build_plan(q, k, keeping(mass)).density().mean().item(),
+            EQUAL_DENSITY,
+            evaluations=13,
+            close=1e-4,
+        )[0]
     )
 
 
-def _quality(q: torch.Tensor, k: torch.Tensor, config: ParkConfig, start: Any = None) -> dict[str, float]:
+def _quality(q: torch.Tensor, k: torch.Tensor, config: ResearchConfig, start: Any = None) -> dict[str, float]:
     plan = build_plan(q, k, config, start=start)
     return {
         "recall": round(attention_recall(q, k, plan).mean().item(), 4),

@@ -1,7 +1,8 @@
-"""Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, what the residual and tiles cost.
+"""Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, what the residual and tiles
+cost.
 
-Everything is timed twice, the second time in reverse order. The bars: a dense call takes at most 0.81 of cuDNN's time, 0.64 with INT8,
-adding the residual at most 3 % of a reuse call.
+Everything is timed twice, the second time in reverse order. The bars: a dense call takes at most 0.81 of cuDNN's time,
+0.64 with INT8, adding the residual at most 3 % of a reuse call.
 """
 
 from __future__ import annotations
@@ -14,16 +15,29 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from parkattn.backend.sage import attend_dense_sage, sage_version, why_no_sage
 from parkattn.backend.triton import TritonBackend, triton_backend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import factor
 from parkattn.park import ParkConfig
 from parkattn.planned import sampled_error
-from parkattn.reuse import AdaptiveSchedule, History, PlanStore
+from parkattn.reuse import History, PlanStore
 from parkattn.site import CallSite, SiteKey
 from parklab.bench.attend import dense_calls
-from parklab.bench.problems import HUNYUAN, TINY, WAN_14B, Case, Shape, random_plan, repeats_equal, rows, tiled_plan, verdict
+from parklab.bench.problems import (
+    HUNYUAN,
+    TINY,
+    WAN_14B,
+    Case,
+    Shape,
+    random_plan,
+    repeats_equal,
+    rows,
+    tiled_plan,
+    verdict,
+)
 from parklab.bench.timing import Call, extra_mb, free_memory, steady_ms
+from parklab.research import AdaptiveSchedule
 
 RANK, QUERY_TILE = ParkConfig.profile("fast").residual_rank, ParkConfig.PROFILES["fast"]["query_tile"]
 HERE = SiteKey("transformer", 0, "")
@@ -35,8 +49,8 @@ DENSE_BAR, INT8_BAR, RESIDUAL_BAR = 0.81, 0.64, 0.03
 def gate(device: torch.device, *, rehearse: bool = False, full: bool = False) -> Iterator[Case]:
     """Against float64: dense attention with and without padding, short and long, an anchor, the residual.
 
-    None of it waits for the GPU, nor do adaptive anchors. full: every head dimension and dtype; otherwise those that are
-    timed, since compiling takes minutes.
+    None of it waits for the GPU, nor do adaptive anchors. full: every head dimension and dtype; otherwise those that
+    are timed, since compiling takes minutes.
     """
     yield from _gate_adaptive(device)
     for dim in (TINY.dim,) if rehearse else (64, 128, 256) if full else (WAN_14B.dim,):
@@ -62,8 +76,7 @@ def _gate_adaptive(device: torch.device) -> Iterator[Case]:
 
 def _adaptive_phases(device: torch.device) -> list[str]:
     """Of a run whose output is off by 4 % more in every step since the anchor, where 10 % ask for one."""
-    config = ParkConfig(anchors=RUN_STEPS, anchor_error=0.1, guard_rows=8)
-    schedule, last = AdaptiveSchedule(config), 0
+    schedule, last = AdaptiveSchedule(ParkConfig(anchors=RUN_STEPS), anchor_error=0.1), 0
     q, k, v = rows(TINY, device)
     exact = dense_attention(q, k, v)
     names: list[str] = []
@@ -73,7 +86,7 @@ def _adaptive_phases(device: torch.device) -> list[str]:
         if name == "anchor":
             last = step
         else:
-            schedule.observe(site, sampled_error(q, k, v, exact * (1 + 0.04 * (step - last)), config.guard_rows))
+            schedule.observe(site, sampled_error(q, k, v, exact * (1 + 0.04 * (step - last)), rows=8))
         names.append(name)
     return names
 
@@ -145,8 +158,11 @@ def measure(
     calls["ours"] = partial(ours.attend_dense, q, k, v, scale=None, key_valid=None)
     int8 = triton_backend("asked for", device, torch.bfloat16, shape.dim, "int8")
     calls["ours, int8"] = partial(int8.attend_dense, q, k, v, scale=None, key_valid=None)
+    if why_no_sage(q, k, v) is None:
+        calls[f"sageattention {sage_version()}"] = partial(attend_dense_sage, q, k, v, scale=None)
     calls["ours, rows of a head together"] = partial(ours.attend_dense, *together, scale=None, key_valid=None)
     calls["anchor, compensated"] = partial(ours.attend_anchor, q, k, v, plan, scale=None, compensate=True)
+    flops = dict.fromkeys(calls, 1.0)
     _, residual = ours.attend_anchor(q, k, v, plan, scale=None, compensate=True)
     kept = ours.factor(residual, RANK)
     calls["factor"] = partial(ours.factor, residual, RANK)
@@ -154,7 +170,10 @@ def measure(
     calls[reuse] = partial(ours.attend, q, k, v, plan, scale=None, compensate=True)
     calls["add residual"] = partial(ours.add_residual, torch.empty_like(q), kept)
     beside = {"add residual": reuse}
-    tiled = {"tiles": tiled_plan(plan, QUERY_TILE, apart=False), "tiles apart": tiled_plan(plan, QUERY_TILE, apart=True)}
+    tiled = {
+        "tiles": tiled_plan(plan, QUERY_TILE, apart=False),
+        "tiles apart": tiled_plan(plan, QUERY_TILE, apart=True),
+    }
     for name, other in tiled.items():
         calls[f"{reuse}, {name}"] = partial(ours.attend, q, k, v, other, scale=None, compensate=True)
         beside[f"{reuse}, {name}"] = reuse
@@ -163,7 +182,6 @@ def measure(
         held.put(HERE, other, 0)
         calls[f"{name} out of the store"] = partial(held.get, HERE, ours.arrange)
         beside[f"{name} out of the store"] = reuse
-    flops = dict.fromkeys((*dense_calls(q, k, v), "ours", "ours, int8", "ours, rows of a head together", "anchor, compensated"), 1.0)
     case = "tiny" if rehearse else "wan2.1-14b"
     yield from _timed(case, shape, calls, flops, repeats, beside, kept.nbytes)
     del q, k, v, together, calls, residual, kept, plan, tiled, held
@@ -178,7 +196,12 @@ def measure(
         "stock, with a mask": partial(dense_attention, q, k, v, key_valid=valid),
         "ours, padded": partial(ours.attend_dense, q, k, v, scale=None, key_valid=valid),
         "ours, int8, padded": partial(
-            triton_backend("asked for", device, torch.bfloat16, shape.dim, "int8").attend_dense, q, k, v, scale=None, key_valid=valid
+            triton_backend("asked for", device, torch.bfloat16, shape.dim, "int8").attend_dense,
+            q,
+            k,
+            v,
+            scale=None,
+            key_valid=valid,
         ),
     }
     case = "tiny, padded" if rehearse else "hunyuan, padded"

@@ -1,4 +1,5 @@
-"""Whole models at real size, through `parkattn.enable`, against stock diffusers in the same run: per forward and over a run.
+"""Whole models at real size, through `parkattn.enable`, against stock diffusers in the same run: per forward and over a
+run.
 
     park bench e2e --record FILE            gate, then the three models, each in a process of its own
     park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
@@ -6,13 +7,12 @@
     park bench e2e --profile fast --record FILE     anchors and corrected reuse at density 0.10 (e2e_profile.py)
     park bench e2e --float8 --record FILE       with float8 linears beside bfloat16 ones (e2e_float8.py)
 
-Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep almost every
-block: density is fixed by top-k instead, and every record says which density was reached.
+Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep
+almost every block: density is fixed by top-k instead, and every record says which density was reached.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -20,8 +20,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +30,19 @@ import torch
 from parkattn.engine.summary import PHASES, Summary
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.hosts.diffusers.fused import FUSED
-from parkattn.models import SIZES, row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parkattn.reuse import Schedule, count_phases
 from parklab.bench.timing import Watched, bench_device, free_memory, gpu_environment, watched
+from parklab.bench.whole_models import (
+    MODELS,
+    SMALL,
+    WholeModel,
+    first_blocks,
+    forward_inputs,
+    random_transformer,
+    run_forward,
+)
 from parklab.metrics.budget import solve_budget
 from parklab.record import append_records
 
@@ -47,119 +55,12 @@ SECTIONS = ("gate", "wan2.1-14b", "hunyuanvideo", "gate-around", "wan2.1-1.3b")
 ROOM_FOR_ALL = 120e9  # bytes of GPU memory from which on all models get ready at once
 
 
-@dataclass(frozen=True)
-class WholeModel:
-    name: str  # of the released size, and of its preset
-    video: tuple[int, int, int]  # frames, height, width in pixels
-    sizes: Mapping[str, Any]  # where the model differs from its class's defaults
-    text_tokens: int
-    valid_text: int  # the rest is padding
-    settings: dict[str, Any] = field(default_factory=dict)  # for sizes that the preset was not made for
-
-    @property
-    def transformer(self) -> str:
-        """Its class in diffusers."""
-        return SIZES[self.name].transformer
-
-    @property
-    def latents(self) -> tuple[int, int, int]:
-        return SIZES[self.name].latents(*self.video)
-
-    @property
-    def tokens(self) -> int:
-        return SIZES[self.name].tokens(*self.video)
-
-    def config(self, **changes: Any) -> ParkConfig:
-        return ParkConfig.preset(self.name, **{**self.settings, **changes})
-
-
-def released(name: str, valid_text: int | None = None) -> WholeModel:
-    size = SIZES[name]
-    return WholeModel(name, size.video, size.made_with, size.text, size.text if valid_text is None else valid_text)
-
-
-MODELS = {
-    "wan2.1-1.3b": released("wan2.1-1.3b"),
-    "wan2.1-14b": released("wan2.1-14b"),
-    "hunyuanvideo": released("hunyuanvideo", valid_text=80),  # a prompt of 60 words
-}
-# for gates, and for rehearsals under Triton's interpreter, where every token costs seconds
-_SETTINGS = {"query_clusters": 4, "key_clusters": 8, "kmeans_iterations": 1, "warm_iterations": 1}
-_SMALL: dict[str, Any] = {"video": (9, 64, 64), "text_tokens": 16, "settings": _SETTINGS}
-_HEADS = {"num_attention_heads": 2}  # of the real head dimension, which is what kernels are compiled for
-SMALL_WAN = replace(
-    MODELS["wan2.1-1.3b"], **_SMALL, valid_text=16, sizes={**_HEADS, "num_layers": 2, "text_dim": 32, "ffn_dim": 64, "freq_dim": 32}
-)
-SMALL_HUNYUAN = replace(
-    MODELS["hunyuanvideo"], **_SMALL, valid_text=9,
-    sizes={
-        **_HEADS, "num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 32, "pooled_projection_dim": 16,
-        "mlp_ratio": 1.0,
-    },
-)  # fmt: skip
-SMALL = {"wan2.1-1.3b": SMALL_WAN, "wan2.1-14b": SMALL_WAN, "hunyuanvideo": SMALL_HUNYUAN}
-
-
-def random_transformer(model: WholeModel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The diffusers class with its own random first weights, made on the device; float32 where from_pretrained keeps float32."""
-    import diffusers
-
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(0)
-        torch.set_default_dtype(dtype)
-        try:
-            made = getattr(diffusers, model.transformer)(**model.sizes).eval().requires_grad_(False)
-        finally:
-            torch.set_default_dtype(before)
-    kept = set(getattr(made, "_keep_in_fp32_modules", None) or ())
-    for name, weights in made.named_parameters():
-        if kept & set(name.split(".")):
-            weights.data = weights.data.float()
-    return made
-
-
-def forward_inputs(model: WholeModel, transformer: Any, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Arguments of one forward without its timestep."""
-    generator = torch.Generator(device).manual_seed(1)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    config = transformer.config
-    inputs: dict[str, Any] = {"hidden_states": noise(1, config.in_channels, *model.latents)}
-    inputs["encoder_hidden_states"] = noise(1, model.text_tokens, getattr(config, "text_dim", None) or config.text_embed_dim)
-    if hasattr(config, "pooled_projection_dim"):
-        inputs["encoder_attention_mask"] = (torch.arange(model.text_tokens, device=device) < model.valid_text)[None]
-        inputs["pooled_projections"] = noise(1, config.pooled_projection_dim)
-        inputs["guidance"] = torch.tensor([6000.0], device=device, dtype=dtype)
-    return inputs
-
-
-def run_forward(transformer: Any, inputs: dict[str, Any], timestep: float) -> torch.Tensor:
-    steps = torch.tensor([timestep], device=inputs["hidden_states"].device)
-    with torch.no_grad():
-        return transformer(**inputs, timestep=steps, return_dict=False)[0]
-
-
-@contextlib.contextmanager
-def first_blocks(transformer: Any, count: int) -> Iterator[None]:
-    """The transformer cut to the first blocks of each kind: all of its shapes in a fraction of its time."""
-    names = [blocks for blocks, _ in row_for(transformer).blocks]
-    whole = {name: getattr(transformer, name) for name in names}
-    try:
-        for name, blocks in whole.items():
-            setattr(transformer, name, blocks[:count])
-        yield
-    finally:
-        for name, blocks in whole.items():
-            setattr(transformer, name, blocks)
-
-
 def find_top_k(transformer: Any, inputs: dict[str, Any], model: WholeModel, density: float = DENSITY) -> float:
-    """The share of key blocks that computes `density` of the token pairs; also what compiles kernels and warms the allocator.
+    """The share of key blocks that computes `density` of the token pairs; also what compiles kernels and warms the
+    allocator.
 
-    Under uniform attention the heaviest blocks are the largest ones, so a quarter of the blocks is more than a quarter of the pairs.
+    Under uniform attention the heaviest blocks are the largest ones, so a quarter of the blocks is more than a quarter
+    of the pairs.
     """
 
     def reached(top_k: float) -> float:
@@ -226,7 +127,9 @@ def prepare(
     return Prepared(model, device, transformer, inputs, top_k, compiled, fusing_s)
 
 
-def compile_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], done: Callable[[str], None] = lambda part: None) -> None:
+def compile_phases(
+    ready: Prepared, config: ParkConfig, phases: tuple[str, ...], done: Callable[[str], None] = lambda part: None
+) -> None:
     """Each kind of forward once, on the first blocks, before it is timed. done(part): is told what is ready."""
     with enable(ready.transformer, config, total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
         for step, phase in enumerate(phases):
@@ -239,7 +142,9 @@ def compile_blocks(transformer: Any, device: torch.device) -> None:
     transformer.compile_repeated_blocks(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
 
 
-def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeModel, device: torch.device) -> float | None:
+def seconds_of_fusing(
+    transformer: Any, inputs: dict[str, Any], model: WholeModel, device: torch.device
+) -> float | None:
     """How much longer the first forward takes than the second: the same one block of each kind, dense."""
     with first_blocks(transformer, 1):
         run_forward(transformer, inputs, 999.0)
@@ -251,7 +156,8 @@ def seconds_of_fusing(transformer: Any, inputs: dict[str, Any], model: WholeMode
 
 
 def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:
-    """One forward of each kind: refresh and reuse through enable on the bare transformer, counted by its timesteps, and stock dense.
+    """One forward of each kind: refresh and reuse through enable on the bare transformer, counted by its timesteps, and
+    stock dense.
 
     note: is told every forward as soon as it is done.
     """
@@ -259,9 +165,14 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
     config = paper_config(ready)
     runs, report, _ = timed_phases(ready, config, PHASES_MEASURED, note)
     with enable(transformer, config, total_steps=RUN_STEPS, fuse=False):
-        unfused = [timed_forward(ready, 999.0 - step, f"{phase}, not fused", note) for step, phase in enumerate(PHASES_MEASURED[:2])]
+        unfused = [
+            timed_forward(ready, 999.0 - step, f"{phase}, not fused", note)
+            for step, phase in enumerate(PHASES_MEASURED[:2])
+        ]
     stock = timed_forward(ready, 999.0, "dense", note)
-    seconds = {phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES}
+    seconds = {
+        phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES
+    }
     return {
         **forwards_record(model, config, report, {**seconds, "dense": [stock.seconds]}),
         "compiled": ready.compiled,
@@ -270,13 +181,17 @@ def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda par
         "reuse_unfused_s": unfused[-1].seconds,
         "density": report.density,
         "finite": all(run.finite for run in [stock, *runs, *unfused]),
-        "memory": memory_record(transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=largest([run.peak_gb for run in runs])),
+        "memory": memory_record(
+            transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=largest([run.peak_gb for run in runs])
+        ),
     }
 
 
 def paper_config(ready: Prepared) -> ParkConfig:
     """The preset at the density that was found, with the phases of PHASES_MEASURED."""
-    return ready.model.config(top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),))
+    return ready.model.config(
+        top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),)
+    )
 
 
 class Phases(NamedTuple):
@@ -285,7 +200,9 @@ class Phases(NamedTuple):
     residual_bytes: int  # held after the last of them
 
 
-def timed_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Callable[[dict[str, Any]], None]) -> Phases:
+def timed_phases(
+    ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Callable[[dict[str, Any]], None]
+) -> Phases:
     """One forward in each of these phases, which are those of the config's first steps."""
     # as in a whole run, whose length decides whether blocks are fused
     with enable(ready.transformer, config, total_steps=RUN_STEPS) as session:
@@ -305,7 +222,9 @@ def timed_forward(ready: Prepared, timestep: float, phase: str, note: Callable[[
     return found
 
 
-def forwards_record(model: WholeModel, config: ParkConfig, report: Summary, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def forwards_record(
+    model: WholeModel, config: ParkConfig, report: Summary, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
     """What a forward takes in each phase, and what a whole run takes by that."""
     dense_s, reuse_s = statistics.median(seconds["dense"]), statistics.median(seconds["reuse"])
     cold_s, *warm = seconds["refresh"]
@@ -350,9 +269,12 @@ def run_section(
     profile: str = "paper",
     density: float | None = None,
     float8: bool = False,
+    precision: str = "bf16",
     turn: Callable[[], float] = lambda: math.inf,
 ) -> None:
-    """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it is given."""
+    """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it
+    is given.
+    """
     device, facts = bench_device(), gpu_environment()
 
     def keep(line: dict[str, Any]) -> None:
@@ -377,6 +299,12 @@ def run_section(
             turn()
         return
     model = (SMALL if rehearse else MODELS)[name]
+    if precision != "bf16":
+        from parklab.bench.e2e_bits import run_bits
+
+        how: dict[str, Any] = {"profile": profile, "density": density, "float8": float8, "full": full}
+        run_bits(name, model, device, keep, **how, rehearse=rehearse, turn=turn)
+        return
     if float8:
         from parklab.bench.e2e_float8 import run_float8
 
@@ -385,7 +313,18 @@ def run_section(
     if profile != "paper":
         from parklab.bench.e2e_profile import run_profile
 
-        run_profile(name, model, device, keep, profile=profile, density=density, compiled=compiled, full=full, rehearse=rehearse, turn=turn)
+        run_profile(
+            name,
+            model,
+            device,
+            keep,
+            profile=profile,
+            density=density,
+            compiled=compiled,
+            full=full,
+            rehearse=rehearse,
+            turn=turn,
+        )
         return
     ready = prepare(model, device, compiled=compiled, density=DENSITY if density is None else density)
     ends = turn() + time.monotonic()  # waits, so the clock is read after it

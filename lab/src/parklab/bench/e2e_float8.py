@@ -29,14 +29,11 @@ from parklab.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
     Prepared,
-    WholeModel,
     compile_phases,
-    first_blocks,
     largest,
     memory_record,
     paper_config,
     prepare,
-    run_forward,
     seconds_of_fusing,
     timed_forward,
     timed_phases,
@@ -44,6 +41,7 @@ from parklab.bench.e2e import (
 from parklab.bench.e2e_profile import compiled_again, compiled_dense
 from parklab.bench.e2e_run import sparse_density
 from parklab.bench.timing import Watched, steady_ms
+from parklab.bench.whole_models import WholeModel, first_blocks, run_forward
 from parklab.record import installed
 
 FLOAT8 = torch.float8_e4m3fn
@@ -80,7 +78,9 @@ class ScaledLinear(torch.nn.Module):
         return out.unflatten(0, x.shape[:-1])
 
 
-def scaled_product(rows: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled_product(
+    rows: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     return torch._scaled_mm(rows, weight.t(), scale, weight_scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
@@ -127,7 +127,9 @@ def error_of(rounded: torch.nn.Module, linear: torch.nn.Linear) -> float:
         return float((rounded(x).float() - exact).norm() / exact.norm())
 
 
-def run_float8(name: str, model: WholeModel, device: torch.device, keep: Note, *, density: float | None, turn: Callable[[], float]) -> None:
+def run_float8(
+    name: str, model: WholeModel, device: torch.device, keep: Note, *, density: float | None, turn: Callable[[], float]
+) -> None:
     """One model's section: products alone, then every forward with bfloat16 linears and again with float8 ones."""
     ready = prepare(model, device, density=DENSITY if density is None else density)
     calls = compiled_dense(ready)

@@ -1,4 +1,6 @@
-"""Is what `park bench e2e` times right? Small models of the same classes in bfloat16, on the device that is about to be measured."""
+"""Is what `park bench e2e` times right? Small models of the same classes in bfloat16, on the device that is about to be
+measured.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,16 @@ from parkattn.hosts.diffusers import disable, enable, summary
 from parkattn.hosts.diffusers.fused import AS_ASKED
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
-from parklab.bench.e2e import SMALL_HUNYUAN, SMALL_WAN, WholeModel, forward_inputs, random_transformer, run_forward
 from parklab.bench.e2e_run import generate, pipeline
 from parklab.bench.problems import Case, verdict
+from parklab.bench.whole_models import (
+    SMALL_HUNYUAN,
+    SMALL_WAN,
+    WholeModel,
+    forward_inputs,
+    random_transformer,
+    run_forward,
+)
 
 TIMESTEPS = (999.0, 700.0, 400.0)  # dense, refresh, reuse
 STEPS = 5
@@ -34,7 +43,9 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
 
 
 def gate_corrected(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    """Before profiles with anchors are timed: a dense step of our kernel, an anchor and a corrected reuse, with every block kept."""
+    """Before profiles with anchors are timed: a dense step of our kernel, an anchor and a corrected reuse, with every
+    block kept.
+    """
     for name, model in {"wan": SMALL_WAN, "hunyuanvideo": SMALL_HUNYUAN}.items():
         yield from _gate_anchored(name, _fitted(model, rehearse), device)
 
@@ -60,10 +71,14 @@ def _config(model: WholeModel, backend: str, top_k: float = 0.25) -> ParkConfig:
 
 
 def _outputs(transformer: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """What every attention and the whole model give at every timestep: rounding of a whole model would hide a wrong attention."""
+    """What every attention and the whole model give at every timestep: rounding of a whole model would hide a wrong
+    attention.
+    """
     found: list[Tensor] = []
     hooks = [
-        attention.register_forward_hook(lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out))
+        attention.register_forward_hook(
+            lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)
+        )
         for attention in row_for(transformer).attentions(transformer)
     ]
     try:
@@ -78,8 +93,12 @@ def _of_model(transformer: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return [run_forward(transformer, inputs, timestep) for timestep in TIMESTEPS]
 
 
-def _exact(transformer: Any, inputs: dict[str, Any], outputs: Callable[[Any, dict[str, Any]], list[Tensor]] = _outputs) -> list[Tensor]:
-    return outputs(copy.deepcopy(transformer).float(), {n: x.float() if x.is_floating_point() else x for n, x in inputs.items()})
+def _exact(
+    transformer: Any, inputs: dict[str, Any], outputs: Callable[[Any, dict[str, Any]], list[Tensor]] = _outputs
+) -> list[Tensor]:
+    return outputs(
+        copy.deepcopy(transformer).float(), {n: x.float() if x.is_floating_point() else x for n, x in inputs.items()}
+    )
 
 
 def _apart(some: list[Tensor], others: list[Tensor]) -> Tensor:
@@ -96,7 +115,9 @@ def _share_of_allowed(ours: list[Tensor], stock: list[Tensor], exact: list[Tenso
 
 
 def _gate_model(name: str, model: WholeModel, device: torch.device) -> Iterator[Case]:
-    """Every block kept is stock dense, padding is never seen, and the kernels' plans are as dense as those of the definitions."""
+    """Every block kept is stock dense, padding is never seen, and the kernels' plans are as dense as those of the
+    definitions.
+    """
     transformer = random_transformer(model, device)
     inputs = forward_inputs(model, transformer, device)
     stock = _outputs(transformer, inputs)
@@ -112,7 +133,11 @@ def _gate_model(name: str, model: WholeModel, device: torch.device) -> Iterator[
             wall = time.perf_counter() - begin
             density[backend] = report.density or 0.0
             layers = len(report.layers)
-            yield verdict(f"{name}, {backend}: phases", sum(abs(report.calls[p] - layers) for p in ("dense", "refresh", "reuse")), 0)
+            yield verdict(
+                f"{name}, {backend}: phases",
+                sum(abs(report.calls[p] - layers) for p in ("dense", "refresh", "reuse")),
+                0,
+            )
             spent = sum(report.attention_seconds.values())
             # the stopwatch of summary: each phase took some time, all together less than the wall clock
             yield verdict(
@@ -129,13 +154,17 @@ def _gate_model(name: str, model: WholeModel, device: torch.device) -> Iterator[
                 share = _share_of_allowed(_outputs(transformer, changed), stock, exact)
                 yield verdict(f"{name}, {backend}: padding is not seen", share, 1, of="what is allowed")
     # k-means of two roundings ends in two partitions
-    yield verdict(f"{name}: density of all backends", max(density.values()) - min(density.values()), 0.1, density=density)
+    yield verdict(
+        f"{name}: density of all backends", max(density.values()) - min(density.values()), 0.1, density=density
+    )
     disable(transformer)
     yield verdict(f"{name}: stock again after disable", _apart(_outputs(transformer, inputs), stock), 0)
 
 
 def _gate_anchored(name: str, model: WholeModel, device: torch.device) -> Iterator[Case]:
-    """Dense in our own kernel, anchor, reuse: each is stock dense where nothing is skipped, so that nothing is to be corrected."""
+    """Dense in our own kernel, anchor, reuse: each is stock dense where nothing is skipped, so that nothing is to be
+    corrected.
+    """
     transformer = random_transformer(model, device)
     inputs = forward_inputs(model, transformer, device)
     stock, exact = _outputs(transformer, inputs), _exact(transformer, inputs)
@@ -144,7 +173,9 @@ def _gate_anchored(name: str, model: WholeModel, device: torch.device) -> Iterat
         with enable(transformer, config, total_steps=len(TIMESTEPS)):
             share = _share_of_allowed(_outputs(transformer, inputs), stock, exact)
             report = summary(transformer)
-        yield verdict(f"{name}, {backend}: own dense, anchor and corrected reuse are stock dense", share, 1, of="what is allowed")
+        yield verdict(
+            f"{name}, {backend}: own dense, anchor and corrected reuse are stock dense", share, 1, of="what is allowed"
+        )
         layers = len(report.layers)
         wrong = sum(abs(report.calls.get(phase, 0) - layers) for phase in ("dense", "anchor", "reuse"))
         yield verdict(f"{name}, {backend}: phases with anchors", wrong, 0)
@@ -171,7 +202,9 @@ def _gate_compile(model: WholeModel, device: torch.device, compiler: str) -> Ite
     if compiler == "aot_eager":
         yield verdict(f"compiled, {compiler}: output", _apart(compiled, eager), 0)
     else:
-        yield verdict(f"compiled, {compiler}: output", _share_of_allowed(compiled, eager, exact), 1, of="what is allowed")
+        yield verdict(
+            f"compiled, {compiler}: output", _share_of_allowed(compiled, eager, exact), 1, of="what is allowed"
+        )
 
 
 def _gate_fused(name: str, model: WholeModel, device: torch.device) -> Iterator[Case]:
@@ -210,8 +243,15 @@ def _gate_pipeline(model: WholeModel, device: torch.device) -> Iterator[Case]:
         yield verdict("pipeline: a second run is equal", _apart([again], [latents]), 0)
         layers = len(report.layers)
         counts = {"dense": layers, "refresh": layers, "reuse": (STEPS - 2) * layers}
-        yield verdict("pipeline: phases", sum(abs(report.calls[phase] - count) for phase, count in counts.items()), 0, calls=report.calls)
-        yield verdict("pipeline: plans are released at the end", report.state_bytes, 0, peak_state_bytes=report.peak_state_bytes)
+        yield verdict(
+            "pipeline: phases",
+            sum(abs(report.calls[phase] - count) for phase, count in counts.items()),
+            0,
+            calls=report.calls,
+        )
+        yield verdict(
+            "pipeline: plans are released at the end", report.state_bytes, 0, peak_state_bytes=report.peak_state_bytes
+        )
         yield verdict("pipeline: finite", int((~latents.isfinite()).sum()), 0)
         generate(pipe, model, STEPS, guidance=5.0)
         both = summary(pipe).peak_state_bytes

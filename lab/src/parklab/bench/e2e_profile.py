@@ -3,7 +3,8 @@
     50 steps = anchor_cold_s + (anchors - 1) x anchor_warm_s + the rest x reuse_s
 
 against three ways to run all of them dense: stock diffusers, its blocks compiled, and our own kernel in blocks that
-enable fuses. The paper preset's refresh and reuse at the same density are timed in the same process: what corrections cost.
+enable fuses. The paper preset's refresh and reuse at the same density are timed in the same process: what corrections
+cost.
 """
 
 from __future__ import annotations
@@ -25,22 +26,21 @@ from parklab.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
     Prepared,
-    WholeModel,
     compile_blocks,
     compile_phases,
     composed,
-    first_blocks,
     largest,
     memory_record,
     paper_config,
     phases_of_run,
     prepare,
-    run_forward,
     timed_forward,
     timed_phases,
 )
 from parklab.bench.e2e_run import sparse_density, whole_run
 from parklab.bench.timing import free_memory
+from parklab.bench.whole_models import WholeModel, first_blocks, run_forward
+from parklab.research import ResearchConfig
 
 DENSITY = 0.10
 BASELINES = ("stock", "compiled", "own kernel")
@@ -56,10 +56,11 @@ Note = Callable[[dict[str, Any]], None]
 def profile_config(model: WholeModel, profile: str, top_k: float, **changes: Any) -> ParkConfig:
     """A profile at a fixed density; dense steps, if any, in our own kernel.
 
-    Blocks are chosen per row: with random weights all of them are worth the same, and a threshold would keep all or none.
+    Blocks are chosen per row: with random weights all of them are worth the same, and a threshold would keep all or
+    none.
     """
     fixed = {"top_p": None, "top_k": top_k, "budget": "row", "own_dense": True}
-    return ParkConfig.profile(profile, model=model.name, **{**model.settings, **fixed, **changes})
+    return ResearchConfig.profile(profile, model=model.name, **{**model.settings, **fixed, **changes})
 
 
 def timed_config(ready: Prepared, profile: str) -> ParkConfig:
@@ -71,7 +72,8 @@ def timed_config(ready: Prepared, profile: str) -> ParkConfig:
 def profiles_timed_alike(ready: Prepared, profile: str) -> list[str]:
     """The profile and those whose forwards are the same at a fixed density: they differ in how many are anchors."""
     wanted = timed_config(ready, profile)
-    others = [name for name in ParkConfig.PROFILES if name != profile and timed_config(ready, name) == wanted]
+    known = ParkConfig.long_run_profiles()
+    others = [name for name in known if name != profile and timed_config(ready, name) == wanted]
     return [profile, *others]
 
 
@@ -91,7 +93,9 @@ def prepare_profile(
     compiled: bool = False,
     done: Callable[[str], None] = lambda part: None,
 ) -> PreparedProfile:
-    """Also runs each kind of forward once, on the first blocks, which compiles its kernels. done(part): is told what is ready."""
+    """Also runs each kind of forward once, on the first blocks, which compiles its kernels. done(part): is told what is
+    ready.
+    """
     ready = prepare(model, device, compiled=compiled, density=density, done=done)
     compile_phases(ready, timed_config(ready, profile), PHASES_TIMED, done)
     calls: dict[torch.nn.Module, Any] = {}
@@ -242,9 +246,19 @@ def run_profile(
     began = time.monotonic()
 
     def done(part: str) -> None:
-        keep({"model": name, "profile": profile, "benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
+        keep(
+            {
+                "model": name,
+                "profile": profile,
+                "benchmark": "e2e preparation",
+                "part": part,
+                "seconds": time.monotonic() - began,
+            }
+        )
 
-    prepared = prepare_profile(model, device, profile, DENSITY if density is None else density, compiled=compiled, done=done)
+    prepared = prepare_profile(
+        model, device, profile, DENSITY if density is None else density, compiled=compiled, done=done
+    )
     given = turn()  # waits, so the clock is read after it
     ends = time.monotonic() + given
     found = measure_profile(prepared, lambda part: keep({"model": name, "profile": profile, **part}))

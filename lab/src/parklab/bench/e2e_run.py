@@ -1,7 +1,8 @@
-"""Every step of a 50-step video at real size, through the stock pipeline: dense, then PARK, then the autoencoder's decoder.
+"""Every step of a 50-step video at real size, through the stock pipeline: dense, then PARK, then the autoencoder's
+decoder.
 
-Prompt embeddings are random and given directly, and guidance is off (one forward per step): a text encoder would add weights and
-guidance a second, equal forward, neither of which says anything more about attention.
+Prompt embeddings are random and given directly, and guidance is off (one forward per step): a text encoder would add
+weights and guidance a second, equal forward, neither of which says anything more about attention.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from parkattn.engine.summary import PHASES
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.park import ParkConfig
-from parklab.bench.e2e import RUN_STEPS, Prepared, WholeModel, memory_record, phases_of_run
+from parklab.bench.e2e import RUN_STEPS, Prepared, memory_record, phases_of_run
 from parklab.bench.timing import free_memory, watched
+from parklab.bench.whole_models import WholeModel
 
 
 def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:
@@ -29,7 +31,9 @@ def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:
         tokenizer=None,
         text_encoder=None,
         vae=vae,
-        scheduler=diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+        ),
         transformer=transformer,
     ).to(device)
     pipe.set_progress_bar_config(disable=True)
@@ -47,8 +51,8 @@ def whole_run(
 ) -> Iterator[dict[str, Any]]:
     """A line for PARK, one for dense, one for the decoded video.
 
-    seconds: what there is for all of it; PARK comes first, and a dense run that has no time left stops at a step, and says so.
-    config: None is the model's preset at the density found.
+    seconds: what there is for all of it; PARK comes first, and a dense run that has no time left stops at a step, and
+    says so. config: None is the model's preset at the density found.
     """
     ends = time.monotonic() + seconds
     model, device = ready.model, ready.device
@@ -67,8 +71,17 @@ def whole_run(
     ]
     if problems:
         raise RuntimeError(f"e2e: {'; '.join(problems)}, so nothing was recorded.")
-    by_phase = {phase: statistics.median(park["each_s"][step] for step in took) for phase, took in report.steps.items() if took}
-    run = {"benchmark": benchmark, "video": model.video, "tokens": model.tokens, "steps": steps, "guidance_scale": 1.0, "layers": layers}
+    by_phase = {
+        phase: statistics.median(park["each_s"][step] for step in took) for phase, took in report.steps.items() if took
+    }
+    run = {
+        "benchmark": benchmark,
+        "video": model.video,
+        "tokens": model.tokens,
+        "steps": steps,
+        "guidance_scale": 1.0,
+        "layers": layers,
+    }
     yield {
         **run, "method": "park", "config": config.to_dict(), **park, "calls": report.calls, "expected_calls": expected,
         "steps_by_phase": report.steps, "dense_calls_because": len(report.dense_because), "density": report.density, "median_step_s": by_phase,
@@ -86,12 +99,22 @@ def whole_run(
 
 
 def generate(
-    pipe: Any, model: WholeModel, steps: int, *, guidance: float = 1.0, device: torch.device | None = None, ends: float = math.inf
+    pipe: Any,
+    model: WholeModel,
+    steps: int,
+    *,
+    guidance: float = 1.0,
+    device: torch.device | None = None,
+    ends: float = math.inf,
 ) -> dict[str, Any]:
-    """Latents, and the time of each step. device: where it runs, if its weights wait elsewhere; ends: no step begins after that."""
+    """Latents, and the time of each step. device: where it runs, if its weights wait elsewhere; ends: no step begins
+    after that.
+    """
     device = pipe.transformer.device if device is None else device
     generator = torch.Generator().manual_seed(2)
-    words, others = (torch.randn(1, model.text_tokens, pipe.transformer.config.text_dim, generator=generator) for _ in range(2))
+    words, others = (
+        torch.randn(1, model.text_tokens, pipe.transformer.config.text_dim, generator=generator) for _ in range(2)
+    )
     embeds = {"prompt_embeds": words.to(device, torch.bfloat16)}
     embeds |= {"negative_prompt_embeds": others.to(device, torch.bfloat16)} if guidance > 1 else {}
     frames, height, width = model.video
@@ -117,7 +140,13 @@ def generate(
 
     found = watched(run, device)
     each = [round(end - begin, 4) for begin, end in itertools.pairwise(clock)]
-    return {"denoise_s": clock[-1] - clock[0], "each_s": each, "peak_gb": found.peak_gb, "finite": found.finite, "latents": made[0]}
+    return {
+        "denoise_s": clock[-1] - clock[0],
+        "each_s": each,
+        "peak_gb": found.peak_gb,
+        "finite": found.finite,
+        "latents": made[0],
+    }
 
 
 def sparse_density(layers: list[dict[str, Any]]) -> float:
@@ -154,4 +183,10 @@ def decoded(latents: torch.Tensor, device: torch.device, *, rehearse: bool) -> d
     found = watched(run, device)
     if not found.finite:
         raise RuntimeError("e2e: the decoded video is not finite, so nothing was recorded.")
-    return {"benchmark": "e2e decode", "frames": list(frames[0].shape), "decode_s": found.seconds, "peak_gb": found.peak_gb, "finite": True}
+    return {
+        "benchmark": "e2e decode",
+        "frames": list(frames[0].shape),
+        "decode_s": found.seconds,
+        "peak_gb": found.peak_gb,
+        "finite": True,
+    }

@@ -1,4 +1,5 @@
-"""Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the GPU alone.
+"""Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the
+GPU alone.
 
     park bench e2e --record FILE [--full] [--budget SECONDS] [--only gate --only wan2.1-14b ...] [--profile fast] [--float8]
 
@@ -20,7 +21,8 @@ import torch
 
 from parkattn.checks import expect_choice, expect_fraction
 from parkattn.park import ParkConfig
-from parklab.bench.e2e import ROOM_FOR_ALL, SECTIONS, run_section
+from parkattn.settings import PRECISIONS
+from parklab.bench.e2e import MODELS, ROOM_FOR_ALL, SECTIONS, run_section
 from parklab.bench.e2e_profile import BASELINES
 from parklab.bench.timing import bench_device
 from parklab.record import read_records
@@ -38,21 +40,39 @@ def run_all(
     profile: str = "paper",
     density: float | None = None,
     float8: bool = False,
+    precision: str = "bf16",
     budget_s: float = 1200,
 ) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
     expect_choice("profile", profile, ParkConfig.PROFILES)
-    others = [name for name, chosen in {"--full": full, "--compiled": compiled, "--profile": profile != "paper"}.items() if chosen]
-    if float8 and others:
+    others = [
+        name
+        for name, chosen in {"--full": full, "--compiled": compiled, "--profile": profile != "paper"}.items()
+        if chosen
+    ]
+    expect_choice("precision", precision, PRECISIONS)
+    if precision != "bf16" and (compiled or profile == "paper"):
+        raise ValueError(
+            "precision: expected --profile fast or quality beside int8, without --compiled; add --profile fast."
+        )
+    if float8 and others and precision == "bf16":
         raise ValueError(f"float8: expected it alone, got {', '.join(others)} beside it; run them one after the other.")
     if density is not None:
         expect_fraction("density", density, zero=False)
     ends = time.monotonic() + budget_s
     names = only or list(SECTIONS)
     for name in names:
-        expect_choice("only", name, SECTIONS)
+        expect_choice("only", name, (*SECTIONS, *MODELS))
     together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
-    options = {"full": full, "compiled": compiled, "rehearse": rehearse, "profile": profile, "density": density, "float8": float8}
+    options = {
+        "full": full,
+        "compiled": compiled,
+        "rehearse": rehearse,
+        "profile": profile,
+        "density": density,
+        "float8": float8,
+        "precision": precision,
+    }
 
     def start(name: str) -> _Section:
         return _Section(name, [sys.executable, "-m", "parklab.bench.e2e_turns", name, str(record), json.dumps(options)])
@@ -86,6 +106,7 @@ def run_and_tabulate(record: Path | None, **options: Any) -> tuple[dict[str, str
         outcome = run_all(lines, **options)
         rows = table_rows if options.get("profile", "paper") == "paper" else profile_rows
         rows = float8_rows if options.get("float8") else rows
+        rows = rows if options.get("precision", "bf16") == "bf16" else bits_rows
         return outcome, rows(read_records(lines)[before:])
 
 
@@ -152,11 +173,16 @@ def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     for line in lines:
         if line.get("benchmark") == "e2e":
             run, memory = line["run"], line["memory"]
-            times = [f"{line[name]:.2f}" for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s", "reuse_unfused_s")]
+            times = [
+                f"{line[name]:.2f}"
+                for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s", "reuse_unfused_s")
+            ]
             peaks = [shown(memory[name], ".1f") for name in ("dense_peak_gb", "park_peak_gb")]
             saved = [f"{run['speedup']:.2f}x", f"{run['saved_s']:.1f}"]
             name = line["model"] + (", compiled" if line.get("compiled") else "")
-            rows.append([name, f"{line['density']:.3f}", *times, *saved, *peaks, f"{memory['state_with_guidance_gb']:.2f}"])
+            rows.append(
+                [name, f"{line['density']:.3f}", *times, *saved, *peaks, f"{memory['state_with_guidance_gb']:.2f}"]
+            )
     return rows
 
 
@@ -172,7 +198,32 @@ FLOAT8_COLUMNS = (
 )  # fmt: skip
 
 
-def columns_of(profile: str, float8: bool = False) -> tuple[str, ...]:
+BITS_COLUMNS = (
+    "model", "linears", "attention", "density", "stock s", "compiled", "own s", "cold s", "warm s", "reuse s",
+    "fast x stock", "x compiled", "quality x stock", "state GB", "peak GB",
+)  # fmt: skip
+
+
+def bits_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of BITS_COLUMNS per model, linears and precision."""
+    rows = []
+    for line in lines:
+        if line.get("benchmark") == "e2e bits":
+            names = ("own_dense_s", "anchor_cold_s", "anchor_warm_s", "reuse_s")
+            seconds = [line["baselines"]["stock"], line["baselines"]["compiled"], *(line[name] for name in names)]
+            fast, quality = (line["runs"][name]["speedup"] for name in ("fast", "quality"))
+            peak = line["memory"]["park_peak_gb"]
+            rows.append([
+                line["model"], line["linears"], line["precision"], f"{line['density']:.3f}", *(f"{s:.2f}" for s in seconds),
+                f"{fast['stock']:.2f}x", f"{fast['compiled']:.2f}x", f"{quality['stock']:.2f}x",
+                f"{line['memory']['state_with_guidance_gb']:.2f}", "" if peak is None else f"{peak:.1f}",
+            ])  # fmt: skip
+    return rows
+
+
+def columns_of(profile: str, float8: bool = False, precision: str = "bf16") -> tuple[str, ...]:
+    if precision != "bf16":
+        return BITS_COLUMNS
     if float8:
         return FLOAT8_COLUMNS
     return COLUMNS if profile == "paper" else PROFILE_COLUMNS
@@ -193,19 +244,36 @@ def profile_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
             memory, name = line["memory"], line["model"] + (", compiled" if line["compiled"] else "")
             for profile, run in sorted(line["runs"].items()):
                 anchored = "anchor" in run["steps"]
-                kinds = ("anchor_cold_s", "anchor_warm_s", "reuse_s") if anchored else ("refresh_cold_s", "refresh_warm_s", "plain_reuse_s")
+                kinds = (
+                    ("anchor_cold_s", "anchor_warm_s", "reuse_s")
+                    if anchored
+                    else ("refresh_cold_s", "refresh_warm_s", "plain_reuse_s")
+                )
                 won = each(run["speedup"], "x")
                 won[0] += f", bar {line['speed_bar']}" if won[0] and line["speed_bar"] and profile == "fast" else ""
                 state = f"{memory['state_with_guidance_gb' if anchored else 'plans_with_guidance_gb']:.2f}"
                 state += f" of {memory['state_bar_gb']:g}" if memory["state_bar_gb"] else ""
                 density = f"{line['density' if anchored else 'plain_density']:.3f}"
                 times = [f"{line[kind]:.2f}" for kind in kinds]
-                rows.append([name, profile, density, *each(line["baselines"]), *times, str(run["steps"].get("anchor", "")), *won, state])
+                rows.append(
+                    [
+                        name,
+                        profile,
+                        density,
+                        *each(line["baselines"]),
+                        *times,
+                        str(run["steps"].get("anchor", "")),
+                        *won,
+                        state,
+                    ]
+                )
     return rows
 
 
 def float8_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
-    """A row of FLOAT8_COLUMNS per model and kind of linears; attention, products and rest are parts of a reuse forward's kernels."""
+    """A row of FLOAT8_COLUMNS per model and kind of linears; attention, products and rest are parts of a reuse
+    forward's kernels.
+    """
     rows = []
     for line in lines:
         if line.get("benchmark") == "e2e float8":
@@ -213,7 +281,10 @@ def float8_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
             times = [f"{line[name]:.2f}" for name in ("dense_s", "dense_compiled_s", "refresh_warm_s", "reuse_s")]
             won = "" if ratio is None else f"{ratio['reuse_s']:.2f}, bar {line['bar']['reuse_s']}"
             parts = [f"{part[name]:.2f}" for name in ("attention_s", "linears_s", "rest_s")]
-            peaks = ["" if memory[name] is None else f"{memory[name]:.1f}" for name in ("weights_gb", "dense_peak_gb", "park_peak_gb")]
+            peaks = [
+                "" if memory[name] is None else f"{memory[name]:.1f}"
+                for name in ("weights_gb", "dense_peak_gb", "park_peak_gb")
+            ]
             rows.append([line["model"], line["linears"], f"{line['density']:.3f}", *times, won, *parts, *peaks])
     return rows
 

@@ -1,4 +1,6 @@
-"""FlashInfer's variable-block attention, the paper's choice: is it right behind our seam, and what do its plan and its kernel cost."""
+"""FlashInfer's variable-block attention, the paper's choice: is it right behind our seam, and what do its plan and its
+kernel cost.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def gate(device: torch.device, *, rehearse: bool = False, kernels: tuple[str, ..
         for dtype in (torch.bfloat16, torch.float16):
             backend = flashinfer_backend("asked for", device, dtype, shape.dim, kernel=kernel)
             q, k, v = rows(shape, device, dtype)
-            reference = partial(resolve("reference", device, dtype, shape.dim).attend, plan=plan, scale=None, compensate=False)
+            reference = partial(
+                resolve("reference", device, dtype, shape.dim).attend, plan=plan, scale=None, compensate=False
+            )
             exact, plain = reference(q.double(), k.double(), v.double()), reference(q, k, v).double()
             found = backend.attend(q, k, v, plan, scale=None, compensate=False)
             allowed = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
@@ -39,7 +43,12 @@ def gate(device: torch.device, *, rehearse: bool = False, kernels: tuple[str, ..
 
 
 def measure(
-    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False, kernels: tuple[str, ...] = KERNELS
+    device: torch.device,
+    peak: dict[str, float],
+    *,
+    repeats: int = 7,
+    rehearse: bool = False,
+    kernels: tuple[str, ...] = KERNELS,
 ) -> Iterator[dict[str, Any]]:
     shape, density = WAN_14B, 0.25
     plan = random_plan(shape, density, device)
@@ -51,7 +60,9 @@ def measure(
         wrapper = backend.planned(q, k, plan)
         calls[f"flashinfer {kernel}: its plan"] = partial(backend.planned, q, k, plan)
         calls[f"flashinfer {kernel}: attention alone"] = partial(wrapper.run, *in_order)
-        calls[f"flashinfer {kernel}: all of a reuse step"] = partial(backend.attend, q, k, v, plan, scale=None, compensate=False)
+        calls[f"flashinfer {kernel}: all of a reuse step"] = partial(
+            backend.attend, q, k, v, plan, scale=None, compensate=False
+        )
     times = steady_ms(calls, repeats)
     baseline = next(iter(times))
     flops = 4 * shape.heads * shape.tokens**2 * shape.dim * plan.density().mean().item()

@@ -3,8 +3,8 @@
     park bench gpu --out DIR                                  (or python -m parklab.bench.gpu --out DIR)
     TRITON_INTERPRET=1 park bench gpu --out DIR --rehearse    the same code at tiny sizes on the CPU, before a GPU is spent
 
-Every section is a process of its own with a time limit: a hang or a CUDA error costs that section alone. One JSON line per
-result goes to DIR/gpu.jsonl as soon as it is there. `park bench sanitize` looks for races and stray accesses.
+Every section is a process of its own with a time limit: a hang or a CUDA error costs that section alone. One JSON line
+per result goes to DIR/gpu.jsonl as soon as it is there. `park bench sanitize` looks for races and stray accesses.
 """
 
 from __future__ import annotations
@@ -49,13 +49,26 @@ SECTIONS = {  # seconds; the gates come first and include compilation
 GATES = {"gate-pama": pama.gate, "gate-kmeans": kmeans.gate, "gate-qrkc": qrkc.gate, "gate-attend": attend.gate}
 GATES |= {"gate-layer": layer.gate, "gate-large": attend.gate_large, "gate-large-retrieval": kmeans.gate_large}
 GATES |= {"gate-large-pama": pama.gate_large, "gate-flashinfer": flashinfer.gate}
-MEASURES = {"pama": pama.measure, "kmeans": kmeans.measure, "qrkc": qrkc.measure, "attend": attend.measure, "layer": layer.measure}
-MEASURES |= {"scaling": scaling.measure, "flashinfer": flashinfer.measure, "dense": dense.measure, "methods": methods.measure}
+MEASURES = {
+    "pama": pama.measure,
+    "kmeans": kmeans.measure,
+    "qrkc": qrkc.measure,
+    "attend": attend.measure,
+    "layer": layer.measure,
+}
+MEASURES |= {
+    "scaling": scaling.measure,
+    "flashinfer": flashinfer.measure,
+    "dense": dense.measure,
+    "methods": methods.measure,
+}
 MEASURES |= {"official": official.measure}
 GATES |= {"gate-dense": dense.gate, "gate-methods": methods.gate, "gate-official": official.gate}
 
 
-def run_all(out: Path, *, only: list[str] | None = None, budget_s: float = 570, rehearse: bool = False) -> dict[str, str]:
+def run_all(
+    out: Path, *, only: list[str] | None = None, budget_s: float = 570, rehearse: bool = False
+) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time"; the records are in out/gpu.jsonl."""
     has_flashinfer = flashinfer.installed(bench_device())
     sections = only or [name for name in SECTIONS if "flashinfer" not in name or has_flashinfer]
@@ -66,7 +79,16 @@ def run_all(out: Path, *, only: list[str] | None = None, budget_s: float = 570, 
         if left < 5:
             outcome[name] = "out of time"
             continue
-        command = [sys.executable, "-m", "parklab.bench.gpu", "--out", str(out), "--section", name, *(["--rehearse"] if rehearse else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "parklab.bench.gpu",
+            "--out",
+            str(out),
+            "--section",
+            name,
+            *(["--rehearse"] if rehearse else []),
+        ]
         try:
             limit = left if rehearse else min(SECTIONS[name], left)
             done = subprocess.run(command, timeout=limit, stderr=subprocess.PIPE, text=True)
@@ -78,7 +100,8 @@ def run_all(out: Path, *, only: list[str] | None = None, budget_s: float = 570, 
         sys.stdout.write(f"{name}: {outcome[name]} after {time.monotonic() - began:.0f} s in all\n")
         sys.stdout.flush()
     append_records(
-        out / "gpu.jsonl", [{"sections": outcome, "seconds": round(time.monotonic() - began, 1), "environment": gpu_environment()}]
+        out / "gpu.jsonl",
+        [{"sections": outcome, "seconds": round(time.monotonic() - began, 1), "environment": gpu_environment()}],
     )
     return outcome
 

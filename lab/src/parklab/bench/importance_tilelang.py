@@ -1,4 +1,5 @@
-"""PAMA in TileLang, both algorithms as the paper's Appendix D has them: an optional extra (parklab[tilelang]) to be measured beside the Triton kernels.
+"""PAMA in TileLang, both algorithms as the paper's Appendix D has them: an optional extra (parklab[tilelang]) to be
+measured beside the Triton kernels.
 
 One program per query block and head (per query tile where log-sum-exps are made), no list of work and no partial rows: what the
 Triton kernels add to the paper is not here.
@@ -30,7 +31,8 @@ def _tilelang():
 
 
 def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
-    """Full-K: every product once; a query tile's exponentials [BM, width] wait in shared memory, in fp16, for their row's sum.
+    """Full-K: every product once; a query tile's exponentials [BM, width] wait in shared memory, in fp16, for their
+    row's sum.
 
     The paper keeps them in registers, where on Hopper 64 rows (the least a warpgroup's GEMM takes) of 1,024 do not fit.
     """
@@ -90,9 +92,11 @@ def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
 
 
 def two_pass_program(T, dim, width, dtype, *, BM, BN, threads, stages):
-    """Two-pass: tiles [BM, BN]; first the log-sum-exp of every query, then the logits again and column sums in shared memory.
+    """Two-pass: tiles [BM, BN]; first the log-sum-exp of every query, then the logits again and column sums in shared
+    memory.
 
-    A launch for each pass: of two pipelined loops in one launch TileLang 0.1.15 gives only the first a loading warpgroup.
+    A launch for each pass: of two pipelined loops in one launch TileLang 0.1.15 gives only the first a loading
+    warpgroup.
     """
     heads, n, blocks, edges, keys = (T.dynamic(name) for name in ("heads", "n", "blocks", "edges", "keys"))
 
@@ -159,7 +163,8 @@ def two_pass_program(T, dim, width, dtype, *, BM, BN, threads, stages):
     return two_pass
 
 
-# one H200, (24, 115,200, 1,024), ms.  Full-K: 6.71; one stage 6.67, 64 keys 7.55.  Two-pass: 5.97; 3 stages 8.72, 64 keys 5.66, 256 keys 7.85.
+# one H200, (24, 115,200, 1,024), ms.  Full-K: 6.71; one stage 6.67, 64 keys 7.55.  Two-pass: 5.97; 3 stages 8.72, 64
+# keys 5.66, 256 keys 7.85.
 TILES = {
     "full-k": {"BM": 64, "BN": 128, "threads": 128, "stages": 2},
     "two-pass": {"BM": 64, "BN": 128, "threads": 128, "stages": 2},
@@ -189,7 +194,9 @@ def _run(kind, q, offsets, centroids, sizes, scale, tile):
 
 
 def pama_full_key(q, offsets, centroids, sizes, *, scale=None, tile=None) -> torch.Tensor:
-    """q [bh n d] in block order, offsets int32 [bh qb+1], centroids [bh kb d] in q's dtype, sizes int32 [bh kb] -> fp32 [bh qb kb]; kb <= 1024."""
+    """q [bh n d] in block order, offsets int32 [bh qb+1], centroids [bh kb d] in q's dtype, sizes int32 [bh kb] -> fp32
+    [bh qb kb]; kb <= 1024.
+    """
     if centroids.shape[1] > FULL_KEY_LIMIT:
         raise ValueError(f"centroids: Full-K holds at most {FULL_KEY_LIMIT} key blocks, got {centroids.shape[1]}; use pama_two_pass")
     return _run("full-k", q, offsets, centroids, sizes, scale, tile)

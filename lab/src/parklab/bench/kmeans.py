@@ -56,7 +56,11 @@ def _gate_borders(x: Tensor, labels: Tensor, centroids: Tensor) -> Iterator[Case
     multiple, count = 32 if x.shape[2] > 1000 else 4, centroids.shape[2]
     found = borders.round_borders(x, labels, centroids, segment_sizes(labels, count), multiple)
     _, ends = cluster.sort_labels(found, count)
-    yield verdict("round_borders: borders off the multiple", ((ends[..., :-1] % multiple > 0) & (ends[..., :-1] < x.shape[2])).sum(), 0)
+    yield verdict(
+        "round_borders: borders off the multiple",
+        ((ends[..., :-1] % multiple > 0) & (ends[..., :-1] < x.shape[2])).sum(),
+        0,
+    )
     yield verdict("round_borders: tokens lost", (ends[..., -1] != x.shape[2]).sum(), 0)
     # one token per border may stand on the other side of a near tie
     differing = (found != round_borders(x, labels, centroids, multiple)).sum()
@@ -75,10 +79,14 @@ def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case
     differing = sum(int((a[:, -1:] != b).sum()) for a, b in zip(whole, alone, strict=True))
     yield verdict("kmeans past 2^31 elements", differing, 0, elements=x.numel())
     order = whole[3]
-    yield verdict("gather past 2^31 elements", (permute.gather_rows(x, order)[-1] != x[0, -1, order[0, -1].long()]).sum(), 0)
+    yield verdict(
+        "gather past 2^31 elements", (permute.gather_rows(x, order)[-1] != x[0, -1, order[0, -1].long()]).sum(), 0
+    )
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     from parkattn.ops.cluster import triton as cluster
 
     shape = TINY if rehearse else WAN_14B
@@ -91,7 +99,9 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, r
         centre = old.mean(1)
         _, centred, half = cluster.segment_mean(x, order, ends, mu=centre)
 
-        def iteration(centred: Any = centred, half: Any = half, count: int = count, old: Any = old, centre: Any = centre) -> object:
+        def iteration(
+            centred: Any = centred, half: Any = half, count: int = count, old: Any = old, centre: Any = centre
+        ) -> object:
             labels = cluster.assign(x, centred, half)
             return cluster.segment_mean(x, *cluster.sort_labels(labels, count), old=old, mu=centre)
 

@@ -1,7 +1,9 @@
-"""What each method's plan and attention cost at the sizes of real videos, at its authors' settings, on Gaussian mixtures.
+"""What each method's plan and attention cost at the sizes of real videos, at its authors' settings, on Gaussian
+mixtures.
 
-Then each method through `enable` on the real transformers at the same sizes, cut to two blocks of random weights: a dense step
-and two sparse ones, where diffusers is installed. That says that a method runs where its users run it, and what its forwards take.
+Then each method through `enable` on the real transformers at the same sizes, cut to two blocks of random weights: a
+dense step and two sparse ones, where diffusers is installed. That says that a method runs where its users run it, and
+what its forwards take.
 """
 
 from __future__ import annotations
@@ -15,21 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.backend import attend_planned, resolve_for
+from parkattn.backend import resolve_for
 from parkattn.checks import first_line
 from parkattn.hosts.diffusers import enable
 from parkattn.methods import METHODS, make_method
 from parkattn.plan import Plan
 from parkattn.planned import PlannedMethod, make_plan
-from parkattn.settings import Clusters, PlannedConfig, When
+from parkattn.settings import PlannedConfig, Timetable
 from parkattn.site import AttentionMethod, CallSite
-from parklab.bench.e2e import MODELS, SMALL, WholeModel, forward_inputs, largest, random_transformer, run_forward
+from parklab.baselines.settings import KMeans
+from parklab.baselines.token_groups import TokenGroupsConfig
+from parklab.bench.e2e import largest
 from parklab.bench.problems import Case, Shape, mixture, verdict
 from parklab.bench.timing import Call, extra_mb, free_memory, median_ms, watched
+from parklab.bench.whole_models import MODELS, SMALL, WholeModel, forward_inputs, random_transformer, run_forward
+from parklab.research import studied_entry
 
 SIZES = {"wan-14b": (40, (21, 45, 80), 0), "hunyuan": (24, (32, 45, 80), 256)}  # heads, grid, text tokens
 TINY_SIZES = {"tiny": (1, (2, 4, 6), 0), "tiny, text": (1, (2, 4, 6), 12)}
-TWO_BLOCKS = {"wan2.1-14b": {"num_layers": 2}, "hunyuanvideo": {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}}
+TWO_BLOCKS = {
+    "wan2.1-14b": {"num_layers": 2},
+    "hunyuanvideo": {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
+}
 REHEARSED = ("dense", "sol", "sta")  # seconds in the interpreter; the others take minutes
 STEPS = 3  # of each model: one dense, two sparse
 PADDED = 100  # text tokens that are padding, where there is text
@@ -44,7 +53,9 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
         yield verdict(f"{name}: finite", (~out.isfinite()).sum(), 0)
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 3, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     """One record per method and size; a method that fails says why in its record, and the others go on."""
     for label, (heads, grid, words) in (TINY_SIZES if rehearse else SIZES).items():
         q, k, v, site = _problem(heads, grid, words, device, 64 if rehearse else 128)
@@ -64,13 +75,20 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 3, r
         yield from through_model((SMALL if rehearse else MODELS)[name], name, device, rehearse=rehearse)
 
 
-def through_model(model: WholeModel, label: str, device: torch.device, *, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def through_model(
+    model: WholeModel, label: str, device: torch.device, *, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     """One record per method: seconds of its forwards, what its calls were, and whether everything was finite."""
     model = dataclasses.replace(model, sizes={**model.sizes, **TWO_BLOCKS[label]})
     transformer = random_transformer(model, device)
     inputs = forward_inputs(model, transformer, device)
     for name in REHEARSED if rehearse else METHODS:
-        record: dict[str, Any] = {"benchmark": "methods through a model", "shape": label, "method": name, "tokens": model.tokens}
+        record: dict[str, Any] = {
+            "benchmark": "methods through a model",
+            "shape": label,
+            "method": name,
+            "tokens": model.tokens,
+        }
         try:
             record |= _forwards(name, transformer, inputs, device, rehearse)
         except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
@@ -79,12 +97,16 @@ def through_model(model: WholeModel, label: str, device: torch.device, *, rehear
         free_memory()
 
 
-def _forwards(name: str, transformer: Any, inputs: dict[str, Any], device: torch.device, rehearse: bool) -> dict[str, Any]:
+def _forwards(
+    name: str, transformer: Any, inputs: dict[str, Any], device: torch.device, rehearse: bool
+) -> dict[str, Any]:
     method = _method(name, rehearse)
     config = getattr(method, "config", None)
-    if isinstance(config, When):
-        # no prefix of a fifth of the steps; a layer that stays dense stays so
-        method = make_method(name, config.replace(dense_steps=1, dense_fraction=0.0, dense_last_steps=0))
+    if isinstance(config, Timetable):
+        # no prefix of a fifth of the steps; a layer that stays dense stays so, but for one of two, as a short call may
+        run = {"dense_steps": 1, "dense_fraction": 0.0, "dense_layers": config.dense_layers[:1]}
+        short = {"least_tokens": 1} if isinstance(config, TokenGroupsConfig) else {}
+        method = make_method(studied_entry(name), config.replace(**run, **short))
     with enable(transformer, method=method, total_steps=STEPS, fuse=False) as session:
         runs = [watched(lambda: run_forward(transformer, inputs, 999.0 - step), device) for step in range(STEPS)]  # noqa: B023
         report = session.summary()
@@ -99,11 +121,12 @@ def _forwards(name: str, transformer: Any, inputs: dict[str, Any], device: torch
 
 def _method(name: str, rehearse: bool) -> AttentionMethod:
     """At its defaults; a rehearsal runs the kernels in the interpreter, where "auto" would not, and few iterations."""
+    entry = studied_entry(name)
     if not rehearse:
-        return make_method(name)
-    config = METHODS[name].config
-    few = {"kmeans_iterations": 2, "warm_iterations": 1} if issubclass(config, Clusters) else {}
-    return make_method(name, few | ({"backend": "triton"} if issubclass(config, PlannedConfig) else {}))
+        return make_method(entry)
+    few = {"kmeans_iterations": 2, "warm_iterations": 1} if issubclass(entry.config, KMeans) else {}
+    has_kernels = issubclass(entry.config, PlannedConfig) and entry.config().backend == "auto"
+    return make_method(entry, few | ({"backend": "triton"} if has_kernels else {}))
 
 
 def _costs(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite, repeats: int) -> dict[str, float]:
@@ -113,12 +136,16 @@ def _costs(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSit
     return {"density": plan.density().mean().item(), **costs, **memory}
 
 
-def parts_of_call(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> tuple[Plan, dict[str, Call]]:
-    """A run's first plan, and what can be timed: making it, a later one that may start from it, attention over it, and its repair."""
+def parts_of_call(
+    method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite
+) -> tuple[Plan, dict[str, Call]]:
+    """A run's first plan, and what can be timed: making it, a later one that may start from it, attention over it, and
+    its repair.
+    """
     first = partial(make_plan, q, k, method.planner, site, None)
     plan, backend = first(), resolve_for(q, method.config.backend)
     later = partial(make_plan, q, k, method.planner, dataclasses.replace(site, step=site.step + 1), plan)
-    attend = partial(attend_planned, q, k, v, plan, backend, scale=site.scale, compensate=method.config.compensate)
+    attend = partial(method.attend, q, k, v, plan, site, backend)
     parts: dict[str, Call] = {"plan": first, "later_plan": later, "attend": attend}
     if method.repair is not None:
         parts["repair"] = partial(method.repair.repair, q, k, v, plan, attend(), site)

@@ -8,8 +8,8 @@
 | fastvideo-kernel | STA of 3 x 3 x 3 tiles, bf16    | STA: attention, plan         | sm_90, grids that its kernel knows  |
 
 Theirs get tokens in the order they want; ours in the model's, so that gathering is in our time and not in theirs.
-comfy-kitchen and fastvideo-kernel fall back to another kernel in silence where their compiled one does not load: `compiled`
-says which one was timed.
+comfy-kitchen and fastvideo-kernel fall back to another kernel in silence where their compiled one does not load:
+`compiled` says which one was timed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def with_comfy_kitchen(q: Tensor, k: Tensor, v: Tensor) -> Call:
     by_token = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     attend, plan = _planned("sol", {"topk": DENSITY}, q, k, v, CallSite(step=30, total_steps=50))
     compiled = package.sol_attn_is_available(q.device)
-    return Call(lambda: package.sol_attn(*by_token, topk_ratio=DENSITY).transpose(1, 2), attend, plan, compiled=compiled)
+    return Call(
+        lambda: package.sol_attn(*by_token, topk_ratio=DENSITY).transpose(1, 2), attend, plan, compiled=compiled
+    )
 
 
 def with_sageattention(q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -112,7 +114,9 @@ def _planned(
 
 
 PACKAGES = {
-    "flashinfer-python": Package("flashinfer", "any blocks", "pip install 'parkattn[flashinfer]'", with_flashinfer, BF16_ERROR),
+    "flashinfer-python": Package(
+        "flashinfer", "any blocks", "pip install 'parkattn[flashinfer]'", with_flashinfer, BF16_ERROR
+    ),
     "comfy-kitchen": Package("comfy_kitchen", "sol", "pip install comfy-kitchen", with_comfy_kitchen, INT8_ERROR),
     "sageattention": Package("sageattention", "dense", "pip install sageattention", with_sageattention, INT8_ERROR),
     "fastvideo-kernel": Package("fastvideo_kernel", "sta", FASTVIDEO, with_fastvideo, BF16_ERROR, STA_GRID),
@@ -120,7 +124,9 @@ PACKAGES = {
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    """Where both compute the same they agree: all but Sol-Attn, whose kernel weighs what it skips by a block's mean query."""
+    """Where both compute the same they agree: all but Sol-Attn, whose kernel weighs what it skips by a block's mean
+    query.
+    """
     for name, package in PACKAGES.items():
         if package.absence(device) is None and name != "comfy-kitchen":
             call = package.make(*_tensors(package, Shape(2, 4096, 16, 32), device))
@@ -131,10 +137,17 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
             yield verdict(f"official {name}: as ours", (theirs - ours).norm() / ours.norm(), package.error)
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     """One record per package; one that is absent, or fails, says so in its record."""
     for name, package in PACKAGES.items():
-        record: dict[str, Any] = {"benchmark": "official", "kernel": name, "method": package.method, "version": installed(name)}
+        record: dict[str, Any] = {
+            "benchmark": "official",
+            "kernel": name,
+            "method": package.method,
+            "version": installed(name),
+        }
         absent = package.absence(device)
         if absent is None:
             try:

@@ -23,7 +23,8 @@ PAPER = {
 }
 REHEARSAL = {"tiny": TINY}
 BF16, FP16 = torch.bfloat16, torch.float16
-# both dtypes at every head dim, one to eight chunks of the Hopper kernel, above Full-K's limit; the last one keeps every
+# both dtypes at every head dim, one to eight chunks of the Hopper kernel, above Full-K's limit; the last one keeps
+# every
 # multiprocessor busy for many tiles: copies that overtake reads show there first
 GATED = [
     *(
@@ -50,9 +51,15 @@ def pama_torch(q: Tensor, ends: Tensor, centroids: Tensor, sizes: Tensor, dtype:
 
 
 def gate(
-    device: torch.device, *, rehearse: bool = False, shapes: list[tuple[Shape, torch.dtype]] | None = None, only: str = ""
+    device: torch.device,
+    *,
+    rehearse: bool = False,
+    shapes: list[tuple[Shape, torch.dtype]] | None = None,
+    only: str = "",
 ) -> Iterator[Case]:
-    """Error at most twice that of same-dtype PyTorch, poisoned outputs, ten runs bit-equal; TileLang's kernels too where installed."""
+    """Error at most twice that of same-dtype PyTorch, poisoned outputs, ten runs bit-equal; TileLang's kernels too
+    where installed.
+    """
     # a small case on a GPU is for the sanitizer: it takes the Hopper kernel along, with several tiles per block
     small = [(Shape(2, 90, 5, 20, 64), BF16)] + ([(Shape(2, 600, 3, 300, 128), BF16)] if device.type == "cuda" else [])
     for shape, dtype in shapes or (small if rehearse else GATED):
@@ -61,7 +68,10 @@ def gate(
         exact = pama_torch(*case, dtype=torch.float64)
         allowed = 2 * (pama_torch(*case).double() - exact).abs().max() + torch.finfo(torch.float32).eps
         poison = torch.full_like(exact, torch.nan, dtype=torch.float32)
-        for label, kernel in {**_kernels(key_blocks), **({} if rehearse or dim > 128 else _tilelang_kernels(key_blocks, device))}.items():
+        for label, kernel in {
+            **_kernels(key_blocks),
+            **({} if rehearse or dim > 128 else _tilelang_kernels(key_blocks, device)),
+        }.items():
             if only not in label:
                 continue
             name = f"{label}, {shape.tokens} queries, {key_blocks} key blocks, d {dim}, {str(dtype)[6:]}"
@@ -92,14 +102,26 @@ def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case
         yield verdict(f"{name}: other bits than alone", (whole != kernel(*last)).sum(), 0)
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     for name, shape in (REHEARSAL if rehearse else PAPER).items():
         case = _case(shape, device, BF16)
         torch_ms, torch_mb = median_ms(partial(pama_torch, *case), 3), extra_mb(partial(pama_torch, *case))
         facts = {"benchmark": "pama", "shape": {"name": name, **shape._asdict()}}
-        yield {**facts, "kernel": "PyTorch", "ms": torch_ms, "extra_mb": torch_mb, "speedup": 1.0, "memory_reduction": 1.0}
+        yield {
+            **facts,
+            "kernel": "PyTorch",
+            "ms": torch_ms,
+            "extra_mb": torch_mb,
+            "speedup": 1.0,
+            "memory_reduction": 1.0,
+        }
         gemm_flops = 2 * shape.heads * shape.tokens * shape.key_blocks * shape.dim
-        for label, kernel in {**_kernels(shape.key_blocks), **({} if rehearse else _tilelang_kernels(shape.key_blocks, device))}.items():
+        for label, kernel in {
+            **_kernels(shape.key_blocks),
+            **({} if rehearse else _tilelang_kernels(shape.key_blocks, device)),
+        }.items():
             call = partial(kernel, *case)
             ms, mb = median_ms(call, repeats), extra_mb(call)
             yield {
@@ -120,7 +142,11 @@ def _kernels(key_blocks: int) -> dict[str, Callable[..., Tensor]]:
     from parkattn.ops.importance import triton as importance
 
     two_pass = {"Triton (two-pass)": importance.pama_two_pass}
-    return two_pass if key_blocks > importance.FULL_KEY_LIMIT else {**two_pass, "Triton (Full-K)": importance.pama_full_key}
+    return (
+        two_pass
+        if key_blocks > importance.FULL_KEY_LIMIT
+        else {**two_pass, "Triton (Full-K)": importance.pama_full_key}
+    )
 
 
 def _tilelang_kernels(key_blocks: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:

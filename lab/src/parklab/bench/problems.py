@@ -1,4 +1,6 @@
-"""What the GPU benchmarks run on: the paper's shapes, uneven blocks, clustered tokens, and the error rule of every gate."""
+"""What the GPU benchmarks run on: the paper's shapes, uneven blocks, clustered tokens, and the error rule of every
+gate.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,11 @@ def repeats_equal(call: Any, times: int) -> bool:
     return all(all(torch.equal(a, b) for a, b in zip(first, parts(call()), strict=True)) for _ in range(times - 1))
 
 
-def offsets(bh: int, tokens: int, blocks: int, device: torch.device, *, seed: int = 0, empty: bool = False, multiple: int = 1) -> Tensor:
-    """int32 [bh blocks+1]: sizes in proportion to gamma(2) draws; with `empty` every fourth block of the first half is empty.
+def offsets(
+    bh: int, tokens: int, blocks: int, device: torch.device, *, seed: int = 0, empty: bool = False, multiple: int = 1
+) -> Tensor:
+    """int32 [bh blocks+1]: sizes in proportion to gamma(2) draws; with `empty` every fourth block of the first half is
+    empty.
 
     multiple: borders are rounded to it, as `parkattn.ops.cluster.borders` does.
     """
@@ -69,13 +74,21 @@ def offsets(bh: int, tokens: int, blocks: int, device: torch.device, *, seed: in
     weight = torch._standard_gamma(torch.full((bh, blocks), 2.0), generator=g).double()
     if empty:
         weight[:, 1 : blocks // 2 : 4] = 0
-    ends = ((weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens) / multiple).round().mul(multiple).clamp(max=tokens)
+    ends = (
+        ((weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens) / multiple).round().mul(multiple).clamp(max=tokens)
+    )
     ends[:, -1] = tokens
     return torch.nn.functional.pad(ends, (1, 0)).int().to(device)
 
 
 def random_plan(
-    shape: Shape, density: float, device: torch.device, *, seed: int = 0, empty: bool = False, multiples: tuple[int, int] = (1, 1)
+    shape: Shape,
+    density: float,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    empty: bool = False,
+    multiples: tuple[int, int] = (1, 1),
 ) -> Plan:
     """A plan with uneven blocks, random orders and a random mask that leaves no query block without keys.
 
@@ -95,29 +108,40 @@ def random_plan(
     queries, keys = blocks(shape.query_blocks, 1), blocks(shape.key_blocks, 2)
     mask = torch.rand(1, h, shape.query_blocks, shape.key_blocks, generator=g) < density
     mask[..., -1] |= ~mask.any(-1)
-    return Plan(queries, keys, mask.to(device), shape.query_blocks, shape.key_blocks, False, torch.ones(1, h, device=device))
+    return Plan(
+        queries, keys, mask.to(device), shape.query_blocks, shape.key_blocks, False, torch.ones(1, h, device=device)
+    )
 
 
 def tiled_plan(plan: Plan, size: int, *, apart: bool) -> Plan:
-    """The plan with query blocks in tiles, which keep what their block keeps or, with `apart`, as many others, each its own."""
+    """The plan with query blocks in tiles, which keep what their block keeps or, with `apart`, as many others, each its
+    own.
+    """
     queries, block = cut_blocks(plan.queries, plan.query_clusters, size)
     tiles, kb = block.shape[-1], plan.mask.shape[-1]
     kept = plan.mask.gather(2, block.long().unsqueeze(-1).expand(-1, -1, -1, kb))
     if apart:
         # a stride that has no factor in common with the number of blocks, which is a power of two in the paper
-        turned = (torch.arange(kb, device=kept.device) + 37 * torch.arange(tiles, device=kept.device).unsqueeze(-1)) % kb
+        turned = (
+            torch.arange(kb, device=kept.device) + 37 * torch.arange(tiles, device=kept.device).unsqueeze(-1)
+        ) % kb
         kept = kept.gather(-1, turned.expand_as(kept))
     return dataclasses.replace(plan, queries=queries, mask=kept, query_clusters=tiles)
 
 
 def rows(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [1 h n d] as views of [1 n h d] memory, as models have them."""
-    q, k, v = (torch.randn(1, shape.tokens, shape.heads, shape.dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, shape.tokens, shape.heads, shape.dim, device=device, dtype=dtype).transpose(1, 2)
+        for _ in range(3)
+    )
     return q, k, v
 
 
 def mixture(shape: Shape, centres: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Tokens around uneven centres with a large offset common to a head, as keys have; [1 h n d] as a view of [1 n h d]."""
+    """Tokens around uneven centres with a large offset common to a head, as keys have; [1 h n d] as a view of [1 n h
+    d].
+    """
     h, n, d = shape.heads, shape.tokens, shape.dim
     centre = torch.randn(h, centres, d, device=device)
     which = torch.multinomial(torch.randn(h, centres, device=device).exp(), n, replacement=True)

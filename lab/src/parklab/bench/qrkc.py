@@ -1,4 +1,6 @@
-"""What QRKC adds to k-means: the metric of the queries, its Cholesky factor, the transform of the keys, means in key space."""
+"""What QRKC adds to k-means: the metric of the queries, its Cholesky factor, the transform of the keys, means in key
+space.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
     yield verdict("transform_keys", (cluster.transform_keys(x, root, sample).double() - want).abs().max(), allowed)
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     from parkattn.ops.cluster import triton as cluster
 
     shape = TINY if rehearse else WAN_14B
@@ -53,4 +57,10 @@ def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 7, r
     # the bytes each part must move: q once, k read and written, k once
     moved = 4 * q.numel() * q.element_size()
     at_roofline = moved / peak["gbytes_per_s"] / 1e6
-    yield {"benchmark": "qrkc", "shape": shape._asdict(), "ms": median_ms(together, repeats), **times, "bytes_ms_at_roofline": at_roofline}
+    yield {
+        "benchmark": "qrkc",
+        "shape": shape._asdict(),
+        "ms": median_ms(together, repeats),
+        **times,
+        "bytes_ms_at_roofline": at_roofline,
+    }

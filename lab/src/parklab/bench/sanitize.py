@@ -2,11 +2,11 @@
 
     pip install 'parklab[sanitize]' && park bench sanitize --record FILE
 
-compute-sanitizer watches all kernels: memcheck, synccheck, racecheck. racecheck sees what warps hand to each other through shared
-memory, not what TMA copies and asynchronous products do there (a missing wait for a copy goes unreported): the two kernels that
-use these are given to ConSan as well, Triton's own sanitizer, which knows them and mbarriers. ConSan in turn does not see the
-hardware barriers of `ops/barriers.py` and is given copies that use mbarriers there. That each sees a race where there is one is
-checked on copies of the PAMA kernel that lack a barrier, or a wait.
+compute-sanitizer watches all kernels: memcheck, synccheck, racecheck. racecheck sees what warps hand to each other
+through shared memory, not what TMA copies and asynchronous products do there (a missing wait for a copy goes
+unreported): the two kernels that use these are given to ConSan as well, Triton's own sanitizer, which knows them and
+mbarriers. ConSan in turn does not see the hardware barriers of `ops/barriers.py` and is given copies that use mbarriers
+there. That each sees a race where there is one is checked on copies of the PAMA kernel that lack a barrier, or a wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Changes = dict[str, tuple[str, int]]  # text -> what stands there instead, how o
 PAMA, ATTENTION = "parkattn.ops.importance.hopper", "parkattn.ops.attend.hopper"
 FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ("", 1)}
 FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ("", 1)}
-# what ConSan sees: mbarriers instead of hardware barriers; and its checks need more registers than the warp that copies is left with
+# what ConSan sees: mbarriers instead of hardware barriers; and its checks need more registers than the warp that copies
+# is left with
 FOR_CONSAN: dict[str, Changes] = {
     PAMA: {
         "[240, 24]": ("[168, 168]", 1),
@@ -133,25 +134,38 @@ def checks(section: str, device: torch.device) -> Iterator[Case]:
             # one head dim and dtype: ConSan takes minutes to compile a kernel
             stand_ins = section == "consan-compensated"
             dtype = torch.float16 if stand_ins else torch.bfloat16
-            yield from attend.gate(device, rehearse=True, kernels=["gluon"], compensated=(stand_ins,), dims=(64,), dtypes=(dtype,))
+            yield from attend.gate(
+                device, rehearse=True, kernels=["gluon"], compensated=(stand_ins,), dims=(64,), dtypes=(dtype,)
+            )
         else:
             # several tiles per block, and two chunks of keys: with more of them ConSan takes minutes to compile
-            yield from pama.gate(device, rehearse=True, shapes=[(Shape(2, 600, 3, 200, 128), torch.bfloat16)], only="Full-K")
+            yield from pama.gate(
+                device, rehearse=True, shapes=[(Shape(2, 600, 3, 200, 128), torch.bfloat16)], only="Full-K"
+            )
     sys.stdout.write(f"{ALL_RAN}\n")
 
 
 def compute_sanitizer() -> tuple[str, str]:
-    """The program and its version: of the installed package, which may be newer than the CUDA toolkit's, else on the PATH."""
+    """The program and its version: of the installed package, which may be newer than the CUDA toolkit's, else on the
+    PATH.
+    """
     package = importlib.util.find_spec("nvidia")
-    installed = (Path(folder, "cu13", "bin", "compute-sanitizer") for folder in (package and package.submodule_search_locations) or ())
-    program = next((str(path) for path in installed if os.access(path, os.X_OK)), None) or shutil.which("compute-sanitizer")
+    installed = (
+        Path(folder, "cu13", "bin", "compute-sanitizer")
+        for folder in (package and package.submodule_search_locations) or ()
+    )
+    program = next((str(path) for path in installed if os.access(path, os.X_OK)), None) or shutil.which(
+        "compute-sanitizer"
+    )
     advice = "pip install 'parklab[sanitize]'"
     if program is None:
         raise ValueError(f"park bench sanitize: expected compute-sanitizer, got none on the PATH; {advice}.")
     try:
         printed = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     except OSError as failure:
-        raise ValueError(f"park bench sanitize: expected compute-sanitizer to run, got {failure}; {advice}.") from failure
+        raise ValueError(
+            f"park bench sanitize: expected compute-sanitizer to run, got {failure}; {advice}."
+        ) from failure
     version = re.search(r"Version (\d+)\.(\d+)\S*", printed)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         # 2025.3 reports how Triton starts the partitions of any warp-specialised kernel
@@ -221,7 +235,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _prepare_for_consan(*, forget_a_wait: bool) -> None:
-    """Kernels of this process as ConSan can watch them. forget_a_wait: and PAMA reads centroids that may not have arrived."""
+    """Kernels of this process as ConSan can watch them. forget_a_wait: and PAMA reads centroids that may not have
+    arrived.
+    """
     importlib.import_module("parkattn.ops").keep_scratch_in_torch()
     exchange(PAMA, FOR_CONSAN[PAMA] | (FORGET_A_WAIT if forget_a_wait else {}))
     exchange(ATTENTION, FOR_CONSAN[ATTENTION])

@@ -1,4 +1,6 @@
-"""How cost grows: attention over density at one length, attention and plan over length at one density, with fitted exponents and a plot."""
+"""How cost grows: attention over density at one length, attention and plan over length at one density, with fitted
+exponents and a plot.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ AT_DENSITY = 0.25
 Records = list[dict[str, Any]]
 
 
-def measure(device: torch.device, peak: dict[str, float], *, repeats: int = 5, rehearse: bool = False) -> Iterator[dict[str, Any]]:
+def measure(
+    device: torch.device, peak: dict[str, float], *, repeats: int = 5, rehearse: bool = False
+) -> Iterator[dict[str, Any]]:
     """One record per point, then one per fitted curve."""
     found = []
     for record in _points(device, repeats, rehearse):
@@ -45,7 +49,13 @@ def fits(points: Records) -> Iterator[dict[str, Any]]:
             if len(x) < 2:
                 continue
             exponent, level = statistics.linear_regression([math.log(a) for a in x], [math.log(b) for b in y])
-            fit = {"benchmark": "scaling", "over": over, "part": f"{part}: fit", "exponent": exponent, "ms_at_1": math.exp(level)}
+            fit = {
+                "benchmark": "scaling",
+                "over": over,
+                "part": f"{part}: fit",
+                "exponent": exponent,
+                "ms_at_1": math.exp(level),
+            }
             if over == "density":
                 slope, fixed = statistics.linear_regression(x, y)
                 worst = max(abs(fixed + slope * a - b) / b for a, b in zip(x, y, strict=True))
@@ -64,10 +74,14 @@ def draw(record: Path, plot: Path) -> None:
     named = [p for p in points if isinstance(p.get("over"), str) and isinstance(p.get("part"), str)]
     numbers = (p.get(name) for p in named for name in (("exponent",) if "exponent" in p else (p["over"], "ms")))
     if not points or len(named) < len(points) or not all(isinstance(number, (int, float)) for number in numbers):
-        raise ValueError(f"record: expected {wanted} in {record}, got {'broken ones' if points else 'none'}; measure first.")
+        raise ValueError(
+            f"record: expected {wanted} in {record}, got {'broken ones' if points else 'none'}; measure first."
+        )
     figure, axes = pyplot("the plot").subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, over in zip(axes, ("density", "length"), strict=True):
-        exponents = {p["part"].removesuffix(": fit"): p["exponent"] for p in points if p["over"] == over and "exponent" in p}
+        exponents = {
+            p["part"].removesuffix(": fit"): p["exponent"] for p in points if p["over"] == over and "exponent" in p
+        }
         for part in exponents:
             x, y = zip(*((p[over], p["ms"]) for p in points if p["over"] == over and p["part"] == part), strict=True)
             axis.plot(x, y, marker="o", markersize=4, label=f"{part}: exponent {exponents[part]:.2f}")
@@ -120,5 +134,12 @@ def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict
 
 
 def _point(over: str, part: str, shape: Shape, density: float, call: Any, repeats: int) -> dict[str, Any]:
-    facts = {"benchmark": "scaling", "over": over, "part": part, "shape": shape._asdict(), "density": density, "length": shape.tokens}
+    facts = {
+        "benchmark": "scaling",
+        "over": over,
+        "part": part,
+        "shape": shape._asdict(),
+        "density": density,
+        "length": shape.tokens,
+    }
     return {**facts, "ms": median_ms(call, repeats)}

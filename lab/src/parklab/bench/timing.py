@@ -1,4 +1,6 @@
-"""How GPU figures are taken: medians of CUDA events, extra memory, the roofline of the same run, and the facts beside them."""
+"""How GPU figures are taken: medians of CUDA events, extra memory, the roofline of the same run, and the facts beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def bench_device() -> torch.device:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("park bench: expected a CUDA GPU, got none; use 'park bench cpu', or TRITON_INTERPRET=1 with --rehearse.")
+        raise ValueError(
+            "park bench: expected a CUDA GPU, got none; use 'park bench cpu', or TRITON_INTERPRET=1 with --rehearse."
+        )
     return torch.device("cuda")
 
 
@@ -39,8 +43,9 @@ def least_ms(call: Call, repeats: int = 5) -> float:
 
 
 def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
-    """Each call repeated by itself until the card has settled: at its power limit a call takes 10 % longer after a hot kernel
-    than after a light one, so calls that take turns would be charged for their neighbours."""
+    """Each call repeated by itself until the card has settled: at its power limit a call takes 10 % longer after a hot
+    kernel than after a light one, so calls that take turns would be charged for their neighbours.
+    """
     found = {}
     for name, call in calls.items():
         done, began = 0, time.monotonic()
@@ -77,7 +82,11 @@ def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[
 
 def gpu_environment() -> dict[str, Any]:
     peers = {name: installed(name) for name in ("tilelang", "flash-kmeans", "fa3-fwd", "flashinfer-python", "torchao")}
-    return environment() | {"triton": installed("triton"), "driver": _driver(), **{name: found for name, found in peers.items() if found}}
+    return environment() | {
+        "triton": installed("triton"),
+        "driver": _driver(),
+        **{name: found for name, found in peers.items() if found},
+    }
 
 
 def free_memory() -> None:
@@ -106,7 +115,10 @@ def _each_ms(call: Call, repeats: int) -> list[float]:
 def _driver() -> str | None:
     try:
         asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=True
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,8 +1,8 @@
 """Which half of PARK earns what: held-out prompts x seeds x methods at equal density, PSNR against dense attention.
 
-Every method gets the budget (top_k or top_p) at which its density on calibration calls is the asked one. Those calls are
-queries and keys of a dense run on a held-out prompt that is not in the table; the densities that really came out are in
-the table beside the PSNR. The floor is dense attention against itself: what PSNR says when nothing was changed.
+Every method gets the budget (top_k or top_p) at which its density on calibration calls is the asked one. Those calls
+are queries and keys of a dense run on a held-out prompt that is not in the table; the densities that really came out
+are in the table beside the PSNR. The floor is dense attention against itself: what PSNR says when nothing was changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parkattn.checks import expect_choice, expect_count
 from parkattn.methods import METHODS as ALL_METHODS
 from parkattn.methods import method_entry
 from parkattn.reuse import dense_prefix
-from parkattn.settings import When
+from parkattn.settings import Timetable
 from parklab.experiments.calibration import MATCHED, budget_field, find_budget
 from parklab.experiments.captures import Selection, capture_calls, spread_layers
 from parklab.experiments.evaluation import FLOOR, Evaluation
@@ -26,9 +26,10 @@ from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Table
 from parklab.experiments.tables import to_markdown as table_markdown
 from parklab.record import environment
+from parklab.research import studied_entry
 from parklab.sprites.grammar import held_out_scenes
 from parklab.store import Cell, Content, Making, Record, Say, Store
-from parklab.studio.generate import Request, config_for, expect_settings_used, fit_to_pipeline, for_method, named_files
+from parklab.studio.request import Request, config_for, expect_settings_used, fit_to_pipeline, for_method, named_files
 
 METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
 BUDGETS = ("top_k", "top_p")
@@ -39,7 +40,17 @@ COLUMNS = (
     Column("method"), Column("runs"), Column("PSNR dB", 2), Column("±", 2), Column("SSIM", 4), Column("density", 3), Column("recall", 3),
     Column("PARK ahead by dB", 2), Column("standard error", 2), Column("PARK ahead in"),
 )  # fmt: skip
-FIELDS = ("method", "runs", "psnr", "psnr_std", "ssim", "density", "recall", "park_ahead_by", "standard_error")  # of those columns
+FIELDS = (
+    "method",
+    "runs",
+    "psnr",
+    "psnr_std",
+    "ssim",
+    "density",
+    "recall",
+    "park_ahead_by",
+    "standard_error",
+)  # of those columns
 
 
 def ablation_of(prompts: int, **given: Any) -> Evaluation:
@@ -61,7 +72,9 @@ def budgeted_methods(asked: str | None) -> tuple[str, ...]:
 def run_ablation(
     evaluation: Evaluation, out: Path, *, budget: str = "top_p", overwrite: bool = False, say: Say = lambda line: None
 ) -> dict[str, Any]:
-    """settings.json with the budgets, a cell per run in cells/, and from them results.jsonl, table.json and table.md in `out`."""
+    """settings.json with the budgets, a cell per run in cells/, and from them results.jsonl, table.json and table.md in
+    `out`.
+    """
     e = evaluation
     expect_choice("budget", budget, BUDGETS)
     for name in e.methods:
@@ -71,7 +84,13 @@ def run_ablation(
     expect_settings_used(request, e.methods)
     for name in e.methods:
         _expect_sparse_steps(for_method(request, name))
-    asked = {"prompts": len(e.prompts), "seeds": e.seeds, "methods": e.methods, "density": e.densities[0], "budget": budget}
+    asked = {
+        "prompts": len(e.prompts),
+        "seeds": e.seeds,
+        "methods": e.methods,
+        "density": e.densities[0],
+        "budget": budget,
+    }
     facts = {"request": request.to_dict(), "settings": asked}
 
     def calibrated(making: Making) -> None:
@@ -79,10 +98,14 @@ def run_ablation(
         making.commit({"format": SETTINGS, "request": facts, "budgets": found, "environment": environment()})
 
     store = Store(out, say)
-    budgets = store.fill([Cell(name="settings", format=SETTINGS, request=facts)], calibrated, overwrite=overwrite)["settings"]["budgets"]
+    budgets = store.fill([Cell(name="settings", format=SETTINGS, request=facts)], calibrated, overwrite=overwrite)[
+        "settings"
+    ]["budgets"]
     cells = [
         lab.quality_cell(
-            each, name, **({} if name == FLOOR else method_entry(name).budget(budget_field(name, budget), budgets[name]["value"]))
+            each,
+            name,
+            **({} if name == FLOOR else method_entry(name).budget(budget_field(name, budget), budgets[name]["value"])),
         )
         for each in lab.requests()
         for name in [*([FLOOR] if each.seed == e.seeds[0] else []), *e.methods]
@@ -90,23 +113,33 @@ def run_ablation(
 
     def made(record: Record) -> None:
         row = _row(record)
-        say(f"{row['prompt']}, seed {row['seed']}, {row['method']}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}")
+        say(
+            f"{row['prompt']}, seed {row['seed']}, {row['method']}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}"
+        )
 
     records = list(lab.need(cells, overwrite=overwrite, made=made).values())
     # what each row was made with stays in its line: a resumed run may have seen two machines
-    lines = b"".join(json.dumps(_row(r) | {"environment": r["environment"]}, sort_keys=True).encode() + b"\n" for r in records)
-    table = tabulate([_row(r) for r in records], e.methods) | {"settings": facts, "budgets": budgets, "environment": environment()}
+    lines = b"".join(
+        json.dumps(_row(r) | {"environment": r["environment"]}, sort_keys=True).encode() + b"\n" for r in records
+    )
+    table = tabulate([_row(r) for r in records], e.methods) | {
+        "settings": facts,
+        "budgets": budgets,
+        "environment": environment(),
+    }
     contents: dict[str, Content] = {"results.jsonl": lines, "table.md": to_markdown(table).encode()}
     return store.put(Cell(name="table", format=TABLE, files=tuple(contents)), {"format": TABLE, **table}, contents)
 
 
 def _expect_sparse_steps(request: Request) -> None:
     """Without one every method is dense, and its density is no density."""
-    config = method_entry(request.method).config.for_model(None, **request.changes)
-    if isinstance(config, When) and request.steps is not None:
+    config = studied_entry(request.method).config.for_model(None, **request.changes)
+    if isinstance(config, Timetable) and request.steps is not None:
         dense = dense_prefix(config, request.steps) + config.dense_last_steps
         if dense >= request.steps:
-            raise ValueError(f"steps: expected more than the {dense} that are dense with these settings, got {request.steps}; raise it.")
+            raise ValueError(
+                f"steps: expected more than the {dense} that are dense with these settings, got {request.steps}; raise it."
+            )
 
 
 def calibrate(lab: Lab, request: Request, budget: str, say: Say) -> dict[str, dict[str, float]]:
@@ -114,16 +147,28 @@ def calibrate(lab: Lab, request: Request, budget: str, say: Say) -> dict[str, di
     request, density = fit_to_pipeline(request, lab.pipe), lab.evaluation.densities[0]
     assert request.steps
     park = config_for(for_method(request, "park"), lab.pipe)
-    assert isinstance(park, When)
+    assert isinstance(park, Timetable)
     begin = dense_prefix(park, request.steps)
-    steps = {round(begin + i * (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)) for i in range(CALIBRATION_STEPS)}
-    chosen = Selection(steps=tuple(sorted(steps)), layers=tuple(spread_layers(lab.pipe)), values=True, first_branch=True, thin_heads=True)
+    steps = {
+        round(begin + i * (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)) for i in range(CALIBRATION_STEPS)
+    }
+    chosen = Selection(
+        steps=tuple(sorted(steps)),
+        layers=tuple(spread_layers(lab.pipe)),
+        values=True,
+        first_branch=True,
+        thin_heads=True,
+    )
     calls = [call.to(request.device) for call in capture_calls(lab.pipe, for_method(request, "dense"), chosen)]
     found = {}
     for name in lab.evaluation.methods:
-        each = find_budget(name, config_for(for_method(request, name), lab.pipe), density, calls, budget_field(name, budget))
+        each = find_budget(
+            name, config_for(for_method(request, name), lab.pipe), density, calls, budget_field(name, budget)
+        )
         found[name] = {"value": each["value"], "density": each["density"]}
-        say(f"{name}: {each['field']} = {each['value']:.4f} gives density {each['density']:.3f} on the calibration calls")
+        say(
+            f"{name}: {each['field']} = {each['value']:.4f} gives density {each['density']:.3f} on the calibration calls"
+        )
         if abs(each["density"] - density) > MATCHED:
             say(f"{name}: no {each['field']} comes nearer to density {density}; read its row with its density.")
     return found
@@ -138,7 +183,11 @@ def tabulate(rows: list[dict[str, Any]], methods: tuple[str, ...]) -> dict[str, 
         if not runs:
             continue
         values = [r["psnr"] for r in runs.values()]
-        ahead = [park[key]["psnr"] - r["psnr"] for key, r in runs.items() if key in park] if name not in ("park", FLOOR) else []
+        ahead = (
+            [park[key]["psnr"] - r["psnr"] for key, r in runs.items() if key in park]
+            if name not in ("park", FLOOR)
+            else []
+        )
         lines.append({
             "method": name, "runs": len(values), "psnr": statistics.fmean(values),
             "psnr_std": statistics.stdev(values) if len(values) > 1 else None,
@@ -149,7 +198,12 @@ def tabulate(rows: list[dict[str, Any]], methods: tuple[str, ...]) -> dict[str, 
         })  # fmt: skip
     mean = {line["method"]: line["psnr"] for line in lines}
     claims = {}
-    for upper, lower in (("park", "park-no-pama"), ("park", "park-no-qrkc"), ("park-no-pama", "centroid"), ("park-no-qrkc", "centroid")):
+    for upper, lower in (
+        ("park", "park-no-pama"),
+        ("park", "park-no-qrkc"),
+        ("park-no-pama", "centroid"),
+        ("park-no-qrkc", "centroid"),
+    ):
         if upper in mean and lower in mean:
             claims[f"{upper} above {lower}"] = mean[upper] > mean[lower]
     return {"lines": lines, "claims": claims, "rows": rows}
@@ -159,7 +213,9 @@ def to_markdown(table: dict[str, Any]) -> str:
     asked, lines = table["settings"]["settings"], table["lines"]
     budget = f"{asked['budget']}, or a method's own budget where it has none, calibrated per method"
     counts = ["" if line["park_ahead_in"] is None else f"{line['park_ahead_in']} of {line['runs']}" for line in lines]
-    means = Table(COLUMNS, tuple((*(line[name] for name in FIELDS), count) for line, count in zip(lines, counts, strict=True)))
+    means = Table(
+        COLUMNS, tuple((*(line[name] for name in FIELDS), count) for line, count in zip(lines, counts, strict=True))
+    )
     psnr: dict[tuple[str, int], dict[str, float]] = {}
     for row in table["rows"]:
         psnr.setdefault((row["prompt"], row["seed"]), {})[row["method"]] = row["psnr"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.models import MODELS
-from parkattn.park import ParkConfig
 from parklab.experiments.captures import MODEL, read_about
+from parklab.research import ResearchConfig
 from parklab.studio.model_folder import judge_index
 
 COUNTS = {"query_clusters", "key_clusters"}
@@ -30,13 +30,19 @@ def preset_of_capture(path: Path, changes: Mapping[str, Any]) -> str | None:
     return named
 
 
-def blocks_for(preset: str | None, changes: Mapping[str, Any]) -> ParkConfig:
+def blocks_for(preset: str | None, changes: Mapping[str, Any]) -> ResearchConfig:
     """What measuring retrieval depends on, and no other setting of the preset: equal measurements have equal cells."""
-    known = {field.name for field in dataclasses.fields(ParkConfig)}
-    counts = ParkConfig.for_model(preset).long_video_blocks
-    return ParkConfig(long_video_blocks=counts).replace(**{name: value for name, value in changes.items() if name in known})
+    known = {field.name for field in dataclasses.fields(ResearchConfig)}
+    counts = ResearchConfig.for_model(preset).long_video_blocks
+    return ResearchConfig(long_video_blocks=counts).replace(
+        **{name: value for name, value in changes.items() if name in known}
+    )
 
 
-def settings_of_plans(config: ParkConfig) -> dict[str, Any]:
-    """What a cell about retrieval asks for: plans depend neither on the precision of attention nor on forecasts of forwards."""
-    return {name: value for name, value in config.to_dict().items() if name not in ("precision", "tolerance")}
+def settings_of_plans(config: ResearchConfig) -> dict[str, Any]:
+    """What a cell about retrieval asks for: a plan by itself depends neither on the precision of attention nor on what
+    the steps of a run do; anchors by error were a setting once.
+    """
+    left_out = ("precision", "tolerance", "refresh_falls", "sage_dense")
+    asked = {name: value for name, value in config.to_dict().items() if name not in left_out}
+    return {**asked, "anchor_error": None}

@@ -21,6 +21,7 @@ from parkattn.site import AttentionMethod
 from parklab.experiments.captures import Captured
 from parklab.experiments.evaluation import named_cell
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
+from parklab.research import studied_entry
 from parklab.store import Cell, Record
 from parklab.studio.model_folder import judge_folder
 
@@ -55,12 +56,14 @@ def captured_steps(which: str, steps: int | None) -> tuple[int, ...]:
     return (first,) if which == "first" else tuple(sorted({first, steps - 1}))
 
 
-def find_budget(method: str, config: MethodConfig, density: float, calls: Sequence[Captured], field: str | None = None) -> Record:
+def find_budget(
+    method: str, config: MethodConfig, density: float, calls: Sequence[Captured], field: str | None = None
+) -> Record:
     """The budget with which the calls that the method leaves sparse have the density on average."""
-    field = field or budget_field(method)
+    field, entry = field or budget_field(method), studied_entry(method)
 
     def reached(value: float) -> float:
-        budgeted = _planned(make_method(method, method_entry(method).with_budget(config, field, value)))
+        budgeted = _planned(make_method(entry, entry.with_budget(config, field, value)))
         return density_of_sparse_calls(budgeted, ((call.q, call.k, call.site) for call in calls))
 
     value, got = solve_budget(reached, density)
@@ -98,7 +101,9 @@ def dense_share(method: AttentionMethod, steps: int, layers: int) -> float:
 
     Noise levels move anchors and leave their number as it is, so none are needed.
     """
-    return sum(phases["dense"] + phases["anchor"] for phases in scheduled_phases(method, steps, layers)) / (layers * steps)
+    return sum(phases["dense"] + phases["anchor"] for phases in scheduled_phases(method, steps, layers)) / (
+        layers * steps
+    )
 
 
 def scheduled_phases(method: AttentionMethod, steps: int, layers: int) -> list[Counter[str]]:

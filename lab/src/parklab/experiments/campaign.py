@@ -20,10 +20,14 @@ FORMAT = "parkattn.reproduce."  # what the formats of all cells begin with
 class CampaignStore(Store):
     """A folder of cells, and cells of campaign files beside it, which count as finished; new ones go to the folder."""
 
-    def __init__(self, folder: Path, say: Say = lambda line: None, below: str = "", records: Iterable[Path] = ()) -> None:
+    def __init__(
+        self, folder: Path, say: Say = lambda line: None, below: str = "", records: Iterable[Path] = ()
+    ) -> None:
         """records: files of JSON lines, some of them campaign files."""
         super().__init__(folder, say, below)
-        self.packed = {key: record for path in records if is_campaign(path) for key, record in read_campaign(path).items()}
+        self.packed = {
+            key: record for path in records if is_campaign(path) for key, record in read_campaign(path).items()
+        }
 
     def read(self, cell: Cell) -> Record | None:
         return super().read(cell) or self.packed.get(key_of(cell.format, cell.request))
@@ -40,7 +44,9 @@ class CampaignStore(Store):
         found = self.records()
         alone = {key: record for key, record in found.items() if not record["files"]}
         if not alone:
-            raise ValueError(f"out: expected finished cells in {self.folder}, got none that are records alone; run some first.")
+            raise ValueError(
+                f"out: expected finished cells in {self.folder}, got none that are records alone; run some first."
+            )
         lines = (json.dumps(record, separators=(",", ":"), ensure_ascii=False) for _, record in sorted(alone.items()))
         write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
         return len(alone), len(found) - len(alone)
@@ -52,7 +58,9 @@ def read_campaign(path: Path) -> dict[str, Record]:
     for number, line in enumerate((read_regular(path) or b"").splitlines(), 1):
         record = record_in(line)
         if record is None or not _is_cell(record):
-            raise ValueError(f"records: expected a sealed cell in line {number} of {path}, got another line; restore the file.")
+            raise ValueError(
+                f"records: expected a sealed cell in line {number} of {path}, got another line; restore the file."
+            )
         found[key_of(record["format"], record["request"])] = record
     if not found:
         raise ValueError(f"records: expected cells of park reproduce --pack in {path}, got none; check the path.")
@@ -70,7 +78,11 @@ def is_campaign(path: Path) -> bool:
 
 def key_of(cell_format: str, asked: Mapping[str, Any]) -> str:
     """Kind, method or profile, density, hash of all that was asked: as in the names of cells."""
-    kind, label, density = cell_format.split(".")[-2], asked.get("profile") or asked.get("method") or "", asked.get("density")
+    kind, label, density = (
+        cell_format.split(".")[-2],
+        asked.get("profile") or asked.get("method") or "",
+        asked.get("density"),
+    )
     at = "" if density is None else f"-at-{density:g}"
     return f"{kind}-{label.replace(' ', '-')}{at}-{content_hash([cell_format, asked])[:16]}"
 

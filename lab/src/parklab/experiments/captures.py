@@ -1,8 +1,9 @@
-"""Captures: q, k and, where asked for, v of chosen attention calls of any pipeline, in one safetensors file of bounded size.
+"""Captures: q, k and, where asked for, v of chosen attention calls of any pipeline, in one safetensors file of bounded
+size.
 
-Tensors are named CALL.q, CALL.k, CALL.v and CALL.key_valid with CALL = TRANSFORMER/LAYER/STEP/BRANCH, followed by /VIDEO from the
-second video of a batch on where a model attends to one after the other. The metadata hold what else a method may know about
-each call, under one name: safetensors writes several in no fixed order.
+Tensors are named CALL.q, CALL.k, CALL.v and CALL.key_valid with CALL = TRANSFORMER/LAYER/STEP/BRANCH, followed by
+/VIDEO from the second video of a batch on where a model attends to one after the other. The metadata hold what else a
+method may know about each call, under one name: safetensors writes several in no fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from parkattn.hosts.diffusers.session import transformers_of
 from parkattn.models import row_for
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionOutput, CallSite
-from parklab.studio.generate import Request, generate_frames
+from parklab.studio.generate import generate_frames
+from parklab.studio.request import Request
 
 FORMAT = "parkattn.capture.2"
 ABOUT = "parkattn"  # the one name of the metadata
@@ -55,7 +57,9 @@ class Selection:
     first_branch: bool = False  # of each step only: guidance adds no layer and no head
     values: bool = False
     limit: int = LIMIT
-    thin_heads: bool = False  # where the limit would be passed: as many heads as fit, evenly spread, instead of an error
+    thin_heads: bool = (
+        False  # where the limit would be passed: as many heads as fit, evenly spread, instead of an error
+    )
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "steps"):
@@ -88,14 +92,18 @@ class Captured:
         return Captured(self.q.to(device), self.k.to(device), site)
 
     def video_tokens(self) -> tuple[Tensor, Tensor]:
-        """q and k without text and padding, which no method clusters; padding may differ along the batch, so b must be 1 then."""
+        """q and k without text and padding, which no method clusters; padding may differ along the batch, so b must be
+        1 then.
+        """
         q, k, site = self.q, self.k, self.site
         keep = torch.ones(k.shape[2], dtype=torch.bool, device=k.device)
         if site.text is not None:
             keep[site.text] = False
         if site.key_valid is not None:
             if site.key_valid.shape[0] != 1:
-                raise ValueError("capture: expected a batch of 1 beside padding, got more; capture one prompt at a time.")
+                raise ValueError(
+                    "capture: expected a batch of 1 beside padding, got more; capture one prompt at a time."
+                )
             keep &= site.key_valid[0]
         return (q[:, :, keep] if q.shape[2] == k.shape[2] else q), k[:, :, keep]
 
@@ -115,12 +123,16 @@ class Capture(Dense):
         first = self._first.setdefault((site.transformer, site.step), site.branch)
         if self.selection.takes(site) and (site.branch == first or not self.selection.first_branch):
             heads = self._choose_heads(q, k, v)
-            parts = [x[:, heads].detach().to("cpu", copy=True) for x in (q, k, *((v,) if self.selection.values else ()))]
+            parts = [
+                x[:, heads].detach().to("cpu", copy=True) for x in (q, k, *((v,) if self.selection.values else ()))
+            ]
             self.bytes += sum(x.nbytes for x in parts)
             if self.bytes > self.selection.limit:
                 self._refuse(self.bytes)
             valid = None if site.key_valid is None else site.key_valid.detach().to("cpu", copy=True)
-            plain = dataclasses.replace(site, dense=None, key_valid=valid, values=parts[2] if self.selection.values else None)
+            plain = dataclasses.replace(
+                site, dense=None, key_valid=valid, values=parts[2] if self.selection.values else None
+            )
             found = Captured(parts[0], parts[1], plain)
             self.kept[found.name] = found
         return super().__call__(q, k, v, site)
@@ -191,7 +203,9 @@ def pack_captures(calls: Sequence[Captured], about: dict[str, Any]) -> bytes:
             "noise_levels": site.noise_levels,
         }  # fmt: skip
     if not sites:
-        raise ValueError("captures: expected at least one call, got none; choose layers, steps and branches that the run has.")
+        raise ValueError(
+            "captures: expected at least one call, got none; choose layers, steps and branches that the run has."
+        )
     return save(tensors, metadata={ABOUT: json.dumps({"format": FORMAT, "sites": sites, "about": about})})
 
 
@@ -256,7 +270,9 @@ def _call(path: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tenso
         if not all(isinstance(level, (int, float)) for level in site.noise_levels or ()):
             raise TypeError("noise_levels: expected numbers, got others; capture again.")
         if site.scale is not None and not 0 < site.scale <= LARGEST_SCALE:
-            raise ValueError(f"scale: expected a positive number up to {LARGEST_SCALE}, got {site.scale}; capture again.")
+            raise ValueError(
+                f"scale: expected a positive number up to {LARGEST_SCALE}, got {site.scale}; capture again."
+            )
     except (TypeError, ValueError) as error:
         raise ValueError(f"captures: expected whole calls in {path}, got {shown(name)} with {error}") from None
     return call

@@ -20,14 +20,24 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 Model = Annotated[str, typer.Option(help="tiny (the shipped model), a diffusers folder or a hub id.")]
-EverySetting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")]
-Scales = Annotated[list[str] | None, typer.Option(help="Guidance scales, separated by commas or repeated; the model's own when not given.")]
+EverySetting = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of every method that has it.")
+]
+Scales = Annotated[
+    list[str] | None,
+    typer.Option(help="Guidance scales, separated by commas or repeated; the model's own when not given."),
+]
 Densities = Annotated[
     list[str] | None,
-    typer.Option("--densities", "--density", help="Of matched_densities and matched_costs, separated by commas; 0.5 when not given."),
+    typer.Option(
+        "--densities",
+        "--density",
+        help="Of matched_densities and matched_costs, separated by commas; 0.5 when not given.",
+    ),
 ]
 Measures = Annotated[
-    str | None, typer.Option(help="Of quality, separated by commas, or all (park metrics); what is installed when not given.")
+    str | None,
+    typer.Option(help="Of quality, separated by commas, or all (park metrics); what is installed when not given."),
 ]
 Records = Annotated[
     list[Path] | None,
@@ -35,15 +45,26 @@ Records = Annotated[
         help="JSON lines of park bench pama, qrkc, scaling, parklab.bench.frontier or --pack to draw instead of measuring; repeatable."
     ),
 ]
-Fuse = Annotated[bool, typer.Option("--fuse", help="Compile the blocks around attention: pays where many videos are made on a GPU.")]
+Fuse = Annotated[
+    bool, typer.Option("--fuse", help="Compile the blocks around attention: pays where many videos are made on a GPU.")
+]
 UNTIMED = "No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several processes on one GPU."
 Draw = Annotated[
-    bool, typer.Option("--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device.")
+    bool,
+    typer.Option(
+        "--draw", help="Make nothing: the report of the cells that are there, also another machine's with its --device."
+    ),
 ]
 Pack = Annotated[
-    Path | None, typer.Option(help="Make nothing: all cells of --out (and of --records) into one file of JSON lines, for --records.")
+    Path | None,
+    typer.Option(
+        help="Make nothing: all cells of --out (and of --records) into one file of JSON lines, for --records."
+    ),
 ]
-Keep = Annotated[str, typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed.")]
+Keep = Annotated[
+    str,
+    typer.Option(help="all, or records: dense frames and captures are held in memory only and made again when needed."),
+]
 
 
 @app.command()
@@ -52,7 +73,10 @@ def ablation(
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the shipped model.")] = 8,
     seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
     methods: Annotated[
-        str | None, typer.Option(help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given.")
+        str | None,
+        typer.Option(
+            help="Names separated by commas, or all whose density can be set; PARK and its ablations when not given."
+        ),
     ] = None,
     density: Annotated[float, typer.Option(help="Density of the sparse steps, the same for every method.")] = 0.5,
     budget: Annotated[str, typer.Option(help="What is calibrated to reach it: top_p or top_k.")] = "top_p",
@@ -80,35 +104,53 @@ def ablation(
 
 @app.command()
 def reproduce(
-    names: Annotated[list[str] | None, typer.Argument(help="Labels of the paper (park reproduce --list), or all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Labels of the paper (park reproduce --list), or all.")
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print what there is, and what is not built and why.")] = False,
     model: Model = "tiny",
     prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 2 when not given.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")] = None,
-    seeds: Annotated[list[str] | None, typer.Option(help="Seeds, separated by commas or repeated; 0 when not given.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")
+    ] = None,
+    seeds: Annotated[
+        list[str] | None, typer.Option(help="Seeds, separated by commas or repeated; 0 when not given.")
+    ] = None,
     guidance: Scales = None,
-    methods: Annotated[str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")
+    ] = None,
     densities: Densities = None,
-    size: Annotated[str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")
+    ] = None,
     steps: Annotated[int | None, typer.Option()] = None,
     frames: Annotated[int | None, typer.Option()] = None,
     height: Annotated[int | None, typer.Option()] = None,
     width: Annotated[int | None, typer.Option()] = None,
     settings: EverySetting = None,
     measures: Measures = None,
-    weights: Annotated[Path | None, typer.Option(help="Folder with the backbones of VBench's dimensions (docs/metrics.md).")] = None,
-    capture_file: Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Folder with the backbones of VBench's dimensions (docs/metrics.md).")
+    ] = None,
+    capture_file: Annotated[
+        list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")
+    ] = None,
     records: Records = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
     fuse: Fuse = False,
     untimed: Annotated[bool, typer.Option("--untimed", help=UNTIMED)] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")
+    ] = False,
     draw: Draw = False,
     pack: Pack = None,
     keep: Keep = "all",
-    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
     """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
@@ -120,7 +162,10 @@ def reproduce(
         return
     if pack is not None:
         packed, left = CampaignStore(out, say, "cells", records or ()).pack(pack)
-        say(f"wrote {pack}: {packed} cells" + (f"; {left} with files of their own stay in {out / 'cells'}" if left else ""))
+        say(
+            f"wrote {pack}: {packed} cells"
+            + (f"; {left} with files of their own stay in {out / 'cells'}" if left else "")
+        )
         return
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
@@ -144,7 +189,14 @@ def reproduce(
 @contextlib.contextmanager
 def _cells_bar() -> Iterator[Callable[[int, int], None]]:
     """Calling it with what is done, and of how many, moves the bar."""
-    parts = TextColumn("cells"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    parts = (
+        TextColumn("cells"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*parts, console=console) as progress:
         task = progress.add_task("cells", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
@@ -153,7 +205,9 @@ def _cells_bar() -> Iterator[Callable[[int, int], None]]:
 def _list_experiments() -> None:
     from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
 
-    table = Table(Column("name", no_wrap=True), "what it is", "runs here")  # a name that is cut or broken could not be asked for
+    table = Table(
+        Column("name", no_wrap=True), "what it is", "runs here"
+    )  # a name that is cut or broken could not be asked for
     for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
         if label in NOT_BUILT:
             table.add_row(label, NOT_BUILT[label].title, f"no: {NOT_BUILT[label].reason}")
@@ -186,7 +240,9 @@ def capture(
     layers: Annotated[str | None, typer.Option(help="Layers from 0, separated by commas; all when not given.")] = None,
     heads: Annotated[str | None, typer.Option(help="Heads from 0; all when not given.")] = None,
     capture_steps: Annotated[str | None, typer.Option(help="Denoising steps from 0; all when not given.")] = None,
-    branches: Annotated[str | None, typer.Option(help="Names of guidance branches; the first of each step when not given.")] = None,
+    branches: Annotated[
+        str | None, typer.Option(help="Names of guidance branches; the first of each step when not given.")
+    ] = None,
     values: Annotated[bool, typer.Option("--values", help="v beside q and k.")] = False,
     limit_mib: Annotated[int, typer.Option(min=1, help="More than this is refused.")] = 2048,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -203,7 +259,7 @@ def capture(
     """Queries and keys of chosen attention calls of a dense run, in one safetensors file of bounded size."""
     from parklab.experiments.captures import Selection
     from parklab.experiments.reproduce import capture_file, known_model
-    from parklab.studio.generate import Request
+    from parklab.studio.request import Request
 
     chosen: dict[str, Any] = {
         name: None if text is None else _numbers(name, [text], int)
@@ -224,4 +280,6 @@ def _numbers(name: str, texts: list[str], kind: Any) -> tuple[Any, ...]:
     try:
         return tuple(dict.fromkeys(kind(part) for text in texts for part in text.split(",")))
     except ValueError:
-        raise ValueError(f"{name}: expected numbers separated by commas, got {','.join(texts)!r}; write 0,1,2.") from None
+        raise ValueError(
+            f"{name}: expected numbers separated by commas, got {','.join(texts)!r}; write 0,1,2."
+        ) from None

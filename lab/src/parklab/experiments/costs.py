@@ -43,7 +43,7 @@ def cost_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[
     costs = _distinct([lab.cost(each) for each in asked])
     rows: list[tuple[str, float | None, str | None]] = [(floor, None, None) for floor in floors]
     rows += [(name, density, None) for density in densities for name in names]
-    for profile in filter(_is_profile, ParkConfig.PROFILES):
+    for profile in filter(_is_profile, ParkConfig.long_run_profiles()):
         share = lab.dense_share({"method": "park", "changes": changes, **named_profile(profile)})
         rows += [("park", density_at(cost, share), profile) for cost in costs]
     return [
@@ -60,7 +60,9 @@ class Compared(NamedTuple):
     finding: Finding
 
 
-def compare_at_costs(gathered: Gathered, asked: Mapping[tuple[str, float | None], float] | None = None) -> Iterator[Compared]:
+def compare_at_costs(
+    gathered: Gathered, asked: Mapping[tuple[str, float | None], float] | None = None
+) -> Iterator[Compared]:
     """Every profile at every cost with every method. asked: costs by setting and density."""
     asked = _asked_costs(gathered) if asked is None else asked
     methods = list(dict.fromkeys(setting for setting, _ in asked if not _is_profile(setting)))
@@ -71,7 +73,9 @@ def compare_at_costs(gathered: Gathered, asked: Mapping[tuple[str, float | None]
             place = f", guidance {scale:g}" if len(scales) > 1 else ""
             chosen = _is(profile, at[profile], scale), _is(method, None, scale)
             statement = f"{profile} above {method} at cost {cost:.3g}{place}"
-            yield Compared(profile, method, cost, scale, results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL))
+            yield Compared(
+                profile, method, cost, scale, results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL)
+            )
 
 
 def cost_result(gathered: Gathered) -> Result:

@@ -14,9 +14,18 @@ from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
 from parklab.experiments.quality import named_measures
 from parklab.store import Cell, Record, content_hash
-from parklab.studio.generate import expect_guidance
+from parklab.studio.request import expect_guidance
 
-VERSIONS = {"reference": 1, "capture": 2, "retrieval": 1, "quality": 2, "frames": 1, "budget": 1, "times": 1, "bench": 1}
+VERSIONS = {
+    "reference": 1,
+    "capture": 2,
+    "retrieval": 1,
+    "quality": 2,
+    "frames": 1,
+    "budget": 1,
+    "times": 1,
+    "bench": 1,
+}
 FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
 FLOOR = "dense again"
 OWN_FLOOR = "dense by our kernel"  # of PARK's backend, on a GPU: as exact, and rounded otherwise
@@ -44,16 +53,24 @@ class Evaluation:
     device: str = "auto"
     dtype: str = "auto"
     offload: str = "none"
-    fuse: bool | None = None  # True: the blocks around attention run compiled, which pays in many runs that are each too small for it
+    fuse: bool | None = (
+        None  # True: the blocks around attention run compiled, which pays in many runs that are each too small for it
+    )
     said: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the changes, those that hold for captures too
     measures: str | None = None  # of quality: names separated by commas, or all
     weights: Path | None = None  # of VBench's backbones
     captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
     records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
     quick: bool = False  # of a series of settings only those that its findings compare
-    draw: bool = False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
-    timed: bool = True  # False: no seconds, no warm-up, and runs of one prompt share the dense steps that they begin with
-    keep: str = "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
+    draw: bool = (
+        False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
+    )
+    timed: bool = (
+        True  # False: no seconds, no warm-up, and runs of one prompt share the dense steps that they begin with
+    )
+    keep: str = (
+        "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
+    )
 
     def __post_init__(self) -> None:
         expect_choice("keep", self.keep, KEEPS)
@@ -88,15 +105,21 @@ class Filled(NamedTuple):
     left_out: dict[str, str]  # why there is nothing to make
 
 
-def named_cell(kind: str, label: str, asked: dict[str, Any], *, ending: str | None = None, group: str | None = None) -> Cell:
+def named_cell(
+    kind: str, label: str, asked: dict[str, Any], *, ending: str | None = None, group: str | None = None
+) -> Cell:
     """Its name holds its hash: cells of other settings in the same folder are other files."""
     name = f"{kind}-{label}-{content_hash([FORMATS[kind], asked])[:16]}"
-    return Cell(name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group)
+    return Cell(
+        name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group
+    )
 
 
 @functools.cache
 def file_hash(path: Path) -> str:
     found = sha256_of(path)
     if found is None:
-        raise ValueError(f"captures: expected a file written by park capture, got {path}, which cannot be read; check the path.")
+        raise ValueError(
+            f"captures: expected a file written by park capture, got {path}, which cannot be read; check the path."
+        )
     return found

@@ -6,7 +6,7 @@ import importlib.util
 import io
 from typing import Any
 
-from parklab.experiments.results import Bars, Figure, Plot, Sheet
+from parklab.experiments.results import Dots, Figure, Plot, Sheet
 
 DPI = 110
 WIDEST = 13.0  # inches
@@ -23,20 +23,27 @@ def draw(figure: Figure) -> bytes | None:
 
     if isinstance(figure, Sheet):
         return _as_png(_sheet(canvases.Figure, figure))
-    rows, columns = (1, len(figure.panels)) if isinstance(figure, Bars) else (len(figure.rows), max(map(len, figure.rows)))
+    rows, columns = (
+        (1, len(figure.panels)) if isinstance(figure, Dots) else (len(figure.rows), max(map(len, figure.rows)))
+    )
     width = min(3.4 * columns, WIDEST)
-    names = [] if isinstance(figure, Bars) else _names(figure)
+    names = [] if isinstance(figure, Dots) else _names(figure)
     # inches of the widest name with its sign, and of a line of names
     in_a_line = max(1, min(len(names), int(width / (0.075 * max(map(len, names), default=0) + 0.6))))
     legend = 0.2 + 0.18 * -(-len(names) // in_a_line) if len(names) > 1 else 0.0
     canvas: Any = canvases.Figure(figsize=(width, 2.8 * rows + legend), dpi=DPI, layout="constrained")
     axes = canvas.subplots(rows, columns, squeeze=False)
-    if isinstance(figure, Bars):
+    if isinstance(figure, Dots):
         for axis, (title, kinds, values) in zip(axes[0], figure.panels, strict=True):
-            bars = axis.bar(kinds, values, color=["#9aa5b1", "#2f6f9f"] if len(kinds) == 2 else "#2f6f9f", width=0.6)
-            axis.bar_label(bars, fmt="%.4g", fontsize=8)
+            # points, for bars begin at zero, and beside 90 nobody sees the difference of 90.66 and 90.88
+            axis.plot(kinds, values, "o", markersize=7, color="#2f6f9f")
+            for place, value in enumerate(values):
+                axis.annotate(
+                    f"{value:.4g}", (place, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8
+                )
+            axis.grid(axis="y", color="#d5dce3", linewidth=0.6)
             axis.set_title(title, fontsize=9)
-            axis.margins(y=0.15)
+            axis.margins(x=0.5 / len(kinds), y=0.3)
             if len(kinds) > 2:
                 axis.tick_params(axis="x", labelrotation=20)
     else:
@@ -72,7 +79,9 @@ def _plot(canvas: Any, axes: Any, figure: Plot, in_a_line: int) -> None:
             if panel.logarithmic:
                 axis.set(xscale="log", yscale="log")
     if len(names) > 1:
-        canvas.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=in_a_line, fontsize=8, frameon=False)
+        canvas.legend(
+            drawn.values(), drawn.keys(), loc="outside lower center", ncols=in_a_line, fontsize=8, frameon=False
+        )
 
 
 def _sheet(make: Any, figure: Sheet) -> Any:

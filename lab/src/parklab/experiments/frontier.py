@@ -36,8 +36,12 @@ def frontier_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> l
     """None where lines of earlier runs are given. Without a profile PARK's settings are the paper's."""
     if any(line.get("format") == LINE for line in lab.lines):
         return []
-    profiles = [{"profile": name} for name in ParkConfig.PROFILES if name != PAPER]
-    rows: list[tuple[str, dict[str, Any]]] = [*((floor, {}) for floor in floors), ("park", {}), *(("park", each) for each in profiles)]
+    profiles = [{"profile": name} for name in ParkConfig.long_run_profiles() if name != PAPER]
+    rows: list[tuple[str, dict[str, Any]]] = [
+        *((floor, {}) for floor in floors),
+        ("park", {}),
+        *(("park", each) for each in profiles),
+    ]
     rows += [(name, {}) for name in methods if name != "park"]
     return [lab.quality_cell(request, method, **more) for request in lab.requests() for method, more in rows]
 
@@ -66,7 +70,9 @@ def frontier_result(gathered: Gathered) -> Result:
 
 
 def tabulate(lines: Sequence[Row], baseline: str = PAPER) -> list[dict[str, Any]]:
-    """Lines of each setting and place as one row: means over prompts and seeds; the gain is on the baseline's own prompts."""
+    """Lines of each setting and place as one row: means over prompts and seeds; the gain is on the baseline's own
+    prompts.
+    """
     groups: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for line in lines:
         place = tuple(line[name] for name in ("frames", "height", "width", "steps", "guidance", "setting"))
@@ -141,7 +147,7 @@ def _findings(runs: Runs, places: Sequence[Place]) -> list[Finding]:
     for place in places:
         at = f", guidance {place[0]}" if len({scale for scale, _ in places}) > 1 else ""
         at += f", {place[1]}" if len({video for _, video in places}) > 1 else ""
-        for profile in (name for name in ParkConfig.PROFILES if name != PAPER):
+        for profile in (name for name in ParkConfig.long_run_profiles() if name != PAPER):
             dearer, better = _ahead(runs, place, profile, PAPER, "cost"), _ahead(runs, place, profile, PAPER)
             for statement, values, factor, unit in (
                 (f"{profile} computes less attention than {PAPER}", dearer, -100.0, "% of all-dense"),
@@ -158,7 +164,8 @@ def _undominated(runs: Runs, place: Place, profile: str, at: str) -> Finding:
     """Against the strongest of the other methods that compute no more attention."""
     here = {name: list(found.values()) for (where, name), found in runs.items() if where == place}
     cost = {name: statistics.fmean(row["cost"] for row in found) for name, found in here.items()}
-    others = [name for name in cost if name not in (*ParkConfig.PROFILES, *FLOORS) and cost[name] <= cost[profile]]
+    ours = (*ParkConfig.PROFILES, "park", DENSE)  # with settings of their own too, such as forecasts
+    others = [name for name in cost if name.split()[0] not in ours and cost[name] <= cost[profile]]
     rivals = {name: ahead for name in others if (ahead := _ahead(runs, place, profile, name))}
     statement = f"no other method with as little attention as {profile} has its PSNR{at}"
     if not rivals:

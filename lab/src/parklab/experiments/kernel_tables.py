@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parklab.experiments.results import NOT_RUN, Bars, Gathered, Panel, Plot, Result, Series
+from parklab.experiments.results import NOT_RUN, Dots, Gathered, Panel, Plot, Result, Series
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Finding, Table
 from parklab.store import Cell
 
-PARTS = {"metric_ms": "metric", "cholesky_ms": "Cholesky factor", "transform_ms": "transform of keys", "means_ms": "means in key space"}
+PARTS = {
+    "metric_ms": "metric",
+    "cholesky_ms": "Cholesky factor",
+    "transform_ms": "transform of keys",
+    "means_ms": "means in key space",
+}
 PAPER_QRKC_MS = 2.0  # "remains below 2 ms"
 Line = Mapping[str, Any]
 
@@ -26,16 +31,31 @@ def pama_result(gathered: Gathered) -> Result:
     if not lines:
         return _without(gathered, "pama")
     rows = [
-        (line["shape"]["name"], line["kernel"], *(line.get(name) for name in ("ms", "speedup", "extra_mb", "memory_reduction")))
+        (
+            line["shape"]["name"],
+            line["kernel"],
+            *(line.get(name) for name in ("ms", "speedup", "extra_mb", "memory_reduction")),
+        )
         for line in lines
     ]
-    columns = (Column("Shape"), Column("Implementation"), Column("ms", 2), Column("Speedup", 2), Column("MB", 2), Column("Reduction", 1))
+    columns = (
+        Column("Shape"),
+        Column("Implementation"),
+        Column("ms", 2),
+        Column("Speedup", 2),
+        Column("MB", 2),
+        Column("Reduction", 1),
+    )
     fused = [line for line in lines if line["kernel"] != "PyTorch"]
     slowest = min(fused, key=lambda line: line["speedup"], default=None)
     nearest = "" if slowest is None else f"; nearest {slowest['kernel']}"
     statement = f"every fused kernel of PAMA is faster than PyTorch{nearest}"
     margin = None if slowest is None else slowest["speedup"] - 1
-    return Result(Table(columns, tuple(rows)), (Finding(statement, margin, "times", reason="no fused kernel"),), note=_machine(lines))
+    return Result(
+        Table(columns, tuple(rows)),
+        (Finding(statement, margin, "times", reason="no fused kernel"),),
+        note=_machine(lines),
+    )
 
 
 def qrkc_result(gathered: Gathered) -> Result:
@@ -49,11 +69,15 @@ def qrkc_result(gathered: Gathered) -> Result:
     panels = [(f"{row[0]}, ms", names, row[1:-1]) for row in rows]
     longest = max(line["ms"] for line in lines)
     finding = Finding(f"QRKC adds less than {PAPER_QRKC_MS:g} ms", PAPER_QRKC_MS - longest, "ms")
-    return Result(Table(columns, tuple(rows)), (finding,), Bars(tuple(panels)), _machine(lines))
+    return Result(Table(columns, tuple(rows)), (finding,), Dots(tuple(panels)), _machine(lines))
 
 
 def scaling_result(gathered: Gathered) -> Result:
-    lines = _lines(gathered, "scaling", lambda line: (line["over"], line["part"], line.get("length"), round(line.get("density", 0), 2)))
+    lines = _lines(
+        gathered,
+        "scaling",
+        lambda line: (line["over"], line["part"], line.get("length"), round(line.get("density", 0), 2)),
+    )
     points = [line for line in lines if "ms" in line]
     if not points:
         return _without(gathered, "scaling")

@@ -1,7 +1,7 @@
 """What compressing queries and keys costs block retrieval, measured on one captured call: plain numbers, one per head.
 
-Partitions: "Clustered" is Euclidean k-means of queries and of keys; "Original" is as many contiguous tiles in token order.
-Text and padding take no part.
+Partitions: "Clustered" is Euclidean k-means of queries and of keys; "Original" is as many contiguous tiles in token
+order. Text and padding take no part.
 
 recall        share of the exact attention in the blocks that top-p (0.9) or top-k (0.1) keeps of an estimated importance
 tv            total variation between estimated and exact block importance (eq. appendix_mismatch_tv), Euclidean partitions
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k, select_top_p
-from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, arrange, tiles
 from parklab.experiments.captures import Captured
 from parklab.metrics import retrieval as measures
+from parklab.research import ResearchConfig
 
 TOP_P, TOP_K = 0.9, 0.1
 LOG_MASS_QUERIES = 4096
@@ -31,7 +31,7 @@ REPRESENTATIONS = {
 }  # fmt: skip
 
 
-def measure_call(call: Captured, config: ParkConfig, device: str = "cpu") -> dict[str, Any]:
+def measure_call(call: Captured, config: ResearchConfig, device: str = "cpu") -> dict[str, Any]:
     """config: the numbers of blocks, k-means iterations and the metric of QRKC."""
     q, k = call.to(device).video_tokens()
     scale, counts = call.site.scale, config.counts(q.shape[2], k.shape[2])
@@ -46,7 +46,10 @@ def measure_call(call: Captured, config: ParkConfig, device: str = "cpu") -> dic
     keys = {metric: arrange(side.labels, side.clusters) for metric, side in found.items()}
     original = [tiles(x, -(-x.shape[2] // count)) for x, count in ((q, counts.queries), (k, counts.keys))]
 
-    reference = {metric: exact(q, k, queries.labels, queries.count, side.labels, side.count, scale=scale) for metric, side in keys.items()}
+    reference = {
+        metric: exact(q, k, queries.labels, queries.count, side.labels, side.count, scale=scale)
+        for metric, side in keys.items()
+    }
     clustered, tv = _recalls(q, k, queries, keys["euclidean"], scale, reference["euclidean"])
     in_order = exact(q, k, original[0].labels, original[0].count, original[1].labels, original[1].count, scale=scale)
     return {
@@ -55,7 +58,9 @@ def measure_call(call: Captured, config: ParkConfig, device: str = "cpu") -> dic
         "blocks": [queries.count, keys["euclidean"].count],
         "recall": {"Clustered": clustered, "Original": _recalls(q, k, original[0], original[1], scale, in_order)[0]},
         "tv": tv,
-        "keys": {metric: _key_errors(q, k, queries, blocks, scale, reference[metric]) for metric, blocks in keys.items()},
+        "keys": {
+            metric: _key_errors(q, k, queries, blocks, scale, reference[metric]) for metric, blocks in keys.items()
+        },
     }
 
 
@@ -69,13 +74,18 @@ def _recalls(
     for name in REPRESENTATIONS:
         estimate = reference if name == "exact" else ESTIMATORS[name](q, k, *sides, scale=scale)
         tv[name] = _listed(measures.weight_tv(estimate, reference, queries.sizes))
-        masks = {"top_p": select_top_p(estimate, TOP_P, sizes=keys.sizes), "top_k": select_top_k(estimate, TOP_K, sizes=keys.sizes)}
+        masks = {
+            "top_p": select_top_p(estimate, TOP_P, sizes=keys.sizes),
+            "top_k": select_top_k(estimate, TOP_K, sizes=keys.sizes),
+        }
         for kind, mask in masks.items():
             recall[kind][name] = _listed(kept_mass(reference, mask, queries.sizes))
     return recall, tv
 
 
-def _key_errors(q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None, reference: Tensor) -> dict[str, list[float]]:
+def _key_errors(
+    q: Tensor, k: Tensor, queries: Blocks, keys: Blocks, scale: float | None, reference: Tensor
+) -> dict[str, list[float]]:
     # head by head: the exact log-mass holds a row of scores for each of many queries
     rows = torch.linspace(0, q.shape[2] - 1, min(q.shape[2], LOG_MASS_QUERIES), device=q.device).round().long()
     heads = [(q[:, h : h + 1, rows], k[:, h : h + 1], keys.labels[:, h : h + 1]) for h in range(q.shape[1])]

@@ -1,7 +1,8 @@
 """The dense steps that runs of one prompt begin with, computed once.
 
-Until its first sparse call a run has the inputs of the all-dense run of the same prompt, seed and guidance, so its dense
-calls have the same outputs, bit by bit. `DenseOpening` keeps them from the one, `Resumed` hands them to the others.
+Until its first sparse call a run has the inputs of the all-dense run of the same prompt, seed and guidance, so its
+dense calls have the same outputs, bit by bit. `DenseOpening` keeps them from the one, `Resumed` hands them to the
+others.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Openings:
         return None if self._last is None else self._last[1]
 
     def resumed(self, reference: str, make: Callable[[], AttentionMethod]) -> Resumed | None:
-        """The method for a run that is compared with this reference; None, and nothing made, where its opening is not there."""
+        """The method for a run that is compared with this reference; None, and nothing made, where its opening is not
+        there.
+        """
         return Resumed(make(), self._last[1]) if self._last is not None and self._last[0] == reference else None
 
 

@@ -1,4 +1,5 @@
-"""The numbers that the paper prints, as it prints them, by label. A record of what was claimed elsewhere: nothing computes with it.
+"""The numbers that the paper prints, as it prints them, by label. A record of what was claimed elsewhere: nothing
+computes with it.
 
 Group names that a table prints once stand in every row of the group.
 """

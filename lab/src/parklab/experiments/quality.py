@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parklab.bench.frontier import whole_run_cost
 from parklab.metrics.measures import MEASURES, REFERENCE, Setting, choose_measures
 from parklab.studio.video import Frames
 
@@ -51,7 +52,9 @@ def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, sett
     for name in names:
         measure = MEASURES[name]
         try:
-            value: Mapping[str, Any] = measure.value(setting, *((frames, reference) if measure.kind == REFERENCE else (frames,)))
+            value: Mapping[str, Any] = measure.value(
+                setting, *((frames, reference) if measure.kind == REFERENCE else (frames,))
+            )
         except ValueError as error:
             found.reasons[name], value = str(error), {"mean": None}
         found.video[name] = value["mean"]
@@ -61,10 +64,16 @@ def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, sett
     return found
 
 
-def video_row(quality: Measured, made: Mapping[str, Any], dense_seconds: Mapping[str, float | None]) -> dict[str, float | None]:
+def video_row(
+    quality: Measured, made: Mapping[str, Any], dense_seconds: Mapping[str, float | None]
+) -> dict[str, float | None]:
     """What tables show of one video: how close it is to the dense one, what it computed, and what both took."""
     seconds, sparse = made["seconds"], made["density_sparse_steps"]
-    return quality.video | whole_run_cost(made) | {
+    summary = made["summary"]
+    cost = whole_run_cost(summary["calls"], float(made["density"]), summary.get("forwards", {}))
+    return quality.video | {
+        "cost": cost["cost"],
+        "cost_two_passes": cost["cost_two_passes"],
         "density": 1.0 if sparse is None else sparse,
         "density_all_steps": made["density"],
         "recall": made["recall"]["mean"] if made["recall"] else None,
@@ -85,14 +94,3 @@ def relative_error(frames: Frames, reference: Frames) -> float:
         apart += float(np.sum((frame - exact) ** 2))
         whole += float(np.sum(exact**2))
     return math.sqrt(apart / whole) if whole else math.sqrt(apart)
-
-
-def whole_run_cost(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Attention over the whole run as a share of all-dense: dense calls and anchors count 1, a sparse call its density.
-
-    An anchor whose dense and sparse outputs come out of two passes costs its plan's density more (cost_two_passes).
-    """
-    calls, cost = measured["summary"]["calls"], float(measured["density"])
-    whole, anchors = sum(calls.values()), calls.get("anchor", 0)
-    sparse = measured["density_sparse_steps"] or 0.0
-    return {"cost": cost, "cost_two_passes": cost + (anchors / whole * sparse if anchors else 0.0)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +16,25 @@ from parklab.experiments.paper_numbers import LABELS, PAPER
 from parklab.experiments.results import Result
 from parklab.record import environment
 from parklab.store import Cell, Content, Record, Store
+from parklab.studio.page import STYLE as PAGE_STYLE
+from parklab.studio.page import THEME, page_part
 
 FORMAT = "parkattn.reproduce.report.1"
 NOT_ASKED = "not asked for in this run; run park reproduce {}"
 NO_NUMBERS = "the paper prints no numbers of this figure"
 HALF_A_SCREEN = 64  # letters
+FEW_STATEMENTS = 12  # more are folded
+UNSURE = "of both, less than their interval"
+# beside the comparison page's own: a held statement is no success of ours, so neither colour is red or green
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; color: #1c2733; background: #fff; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; border-top: 1px solid #d5dce3; padding-top: 1rem; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .55rem; text-align: left; border-bottom: 1px solid #e4e9ee; } th { background: #f3f6f8; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; align-items: start; }
-.pair > div { min-width: 0; } h3 { font-size: .9rem; margin: .6rem 0 .2rem; color: #51606e; font-weight: 600; }
-.held { color: #17693a; } .not-held { color: #a3271f; } .not-run { color: #6b7680; } img { max-width: 100%; height: auto; }
-@media (max-width: 48rem) {
-  thead { display: none; } tr { display: block; border-bottom: 1px solid #d5dce3; padding: .3rem 0; }
-  td { display: inline-block; border: 0; padding: 0 .7rem 0 0; overflow-wrap: anywhere; } td:empty { display: none; }
-  td::before { content: attr(data-name) " "; color: #6b7680; }
-}
-p, li { overflow-wrap: anywhere; } code { font-size: .85em; } nav a { margin-right: .8rem; font-size: .85rem; }
+th.text, td.text, td.long { text-align: left; } td.long { white-space: normal; min-width: 14em; }
+.sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 14px; align-items: start; }
+.sides > div, .stack > div { min-width: 0; } .picture { padding: 12px; margin-bottom: 12px; background: #fff; }
+.picture img { display: block; max-width: 100%; height: auto; } a { color: var(--accent); }
+main ul { list-style: none; padding: 0; margin: 0; } main li { padding: 6px 0; overflow-wrap: anywhere; }
+.chip { border: 1px solid var(--edge); border-radius: 7px; padding: 1px 8px; font-size: .8rem; margin-right: 6px; white-space: nowrap; }
+.held .chip { border-color: var(--accent); color: var(--accent); } .not-held .chip { border-color: var(--warn); color: var(--warn); }
+@media (max-width: 720px) { .picture { overflow-x: auto; } .picture img { max-width: none; width: 640px; } }
 """
 
 
@@ -48,6 +49,17 @@ class Section:
     def file(self) -> str:
         return self.label.replace(":", "-")
 
+    @property
+    def findings(self) -> tuple[tables.Finding, ...]:
+        return () if self.result is None else self.result.findings
+
+    @property
+    def why_empty(self) -> str | None:
+        """Why it has no records; None where it has some."""
+        if self.result is None:
+            return self.reason
+        return None if self.result.table is not None else self.result.note.removeprefix("not run: ")
+
 
 def sections_of(results: Mapping[str, Result]) -> list[Section]:
     """Every experiment there is, run or not, in the paper's order."""
@@ -61,8 +73,8 @@ def sections_of(results: Mapping[str, Result]) -> list[Section]:
     return found
 
 
-def write_report(store: Store, sections: Sequence[Section], about: Mapping[str, Any]) -> Record:
-    """index.html, report.md and findings.csv, and for every table that was run its .csv and .tex in tables/."""
+def write_report(store: Store, sections: Sequence[Section], about: Mapping[str, Any], judged: bool = True) -> Record:
+    """judged: whether the runs can carry a verdict. index.html, report.md and findings.csv, and for every table that was run its .csv and .tex in tables/."""
     contents: dict[str, Content] = {}
     figures: dict[str, bytes] = {}
     for section in sections:
@@ -73,13 +85,19 @@ def write_report(store: Store, sections: Sequence[Section], about: Mapping[str, 
         if section.result.table is not None:
             contents[f"tables/{section.file}.csv"] = tables.to_csv(section.result.table).encode()
             caption = f"{section.title}. {section.result.note}".strip()
-            contents[f"tables/{section.file}.tex"] = tables.to_latex(section.result.table, caption, section.label).encode()
+            contents[f"tables/{section.file}.tex"] = tables.to_latex(
+                section.result.table, caption, section.label
+            ).encode()
     contents["findings.csv"] = tables.to_csv(finding_table(sections)).encode()
     contents["report.md"] = to_markdown(sections, about).encode()
-    contents["index.html"] = to_page(sections, about, figures).encode()
+    contents["index.html"] = to_page(sections, about, figures, judged).encode()
     cell = Cell(name="report", format=FORMAT, files=tuple(contents))
-    found = {section.label: [finding.line() for finding in section.result.findings] for section in sections if section.result}
-    return store.put(cell, {"format": FORMAT, "about": dict(about), "findings": found, "environment": environment()}, contents)
+    found = {
+        section.label: [finding.line() for finding in section.result.findings] for section in sections if section.result
+    }
+    return store.put(
+        cell, {"format": FORMAT, "about": dict(about), "findings": found, "environment": environment()}, contents
+    )
 
 
 def finding_table(sections: Sequence[Section]) -> tables.Table:
@@ -109,7 +127,7 @@ def to_markdown(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
         text += [f"## {section.label}", "", f"{section.title}.", ""]
         result = section.result
         if result is None or result.table is None:
-            text += [f"**not run**: {section.reason if result is None else result.note.removeprefix('not run: ')}", ""]
+            text += [f"**not run**: {section.why_empty}", ""]
         else:
             text += [*([result.note, ""] if result.note else []), tables.to_markdown(result.table)]
             if result.figure is not None:
@@ -126,34 +144,104 @@ def to_markdown(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def to_page(sections: Sequence[Section], about: Mapping[str, Any], figures: Mapping[str, bytes]) -> str:
-    """One file with everything inside."""
-    facts = "".join(f"<li>{html.escape(str(name))}: {html.escape(str(value))}</li>" for name, value in about.items())
-    links = "".join(f'<a href="#{section.file}">{html.escape(section.label)}</a> ' for section in sections)
-    found = "".join(
-        f'<li class="{each.verdict.replace(" ", "-")}"><b>{each.verdict}</b>{html.escape(each.line().removeprefix(each.verdict))} '
-        f'<a href="#{section.file}">{html.escape(section.label)}</a></li>'
-        for section in sections if section.result is not None for each in section.result.findings
-    )  # fmt: skip
-    parts = [
+def to_page(
+    sections: Sequence[Section], about: Mapping[str, Any], figures: Mapping[str, bytes], judged: bool = True
+) -> str:
+    """One file with everything inside, in the comparison page's design. Its one script, the theme, runs by its hash."""
+    script = page_part(THEME)
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; img-src data:"
+    facts = "".join(
+        f"<dt>{html.escape(str(name))}</dt><dd>{html.escape(str(value))}</dd>" for name, value in about.items()
+    )
+    filled = [section for section in sections if section.why_empty is None]
+    folded = "".join(_folded(section) for section in sections if section.why_empty is not None)
+    return "\n".join([
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">""",
-        f"<title>PARK, measured again</title><style>{STYLE}</style></head><body>",
-        f"<h1>The paper's tables and figures, measured again</h1><ul>{facts}</ul><nav>{links}</nav>",
-        f"<h2>Findings</h2><ul>{found or '<li>none: nothing was run</li>'}</ul>",
-    ]
-    for section in sections:
-        parts.append(f'<h2 id="{section.file}">{html.escape(section.label)}</h2><p>{html.escape(section.title)}.</p>')
-        side = "pair" if _fit_side_by_side(section) else "stack"
-        parts.append(f'<div class="{side}"><div><h3>measured</h3>{_measured(section, figures.get(section.label))}</div>')
-        if section.label in PAPER:
-            printed = PAPER[section.label]
-            table = tables.to_html(tables.text_table(printed.columns, printed.rows))
-            parts.append(f"<div><h3>printed in the paper: {html.escape(printed.caption)}</h3>{table}</div>")
-        elif section.label in LABELS:
-            parts.append(f"<div><h3>{NO_NUMBERS}</h3></div>")
-        parts.append("</div>")
-    return "\n".join([*parts, "</body></html>", ""])
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f"<title>PARK, measured again</title><style>{page_part(PAGE_STYLE)}{STYLE}</style></head><body>",
+        "<header><h1>The paper's tables and figures, measured again</h1>",
+        '<button id="theme" class="small" aria-pressed="false">Dark</button></header><main>',
+        _tally(filled, about, judged),
+        f'<details class="card"><summary>How it was measured</summary><dl>{facts}</dl></details>',
+        *(_shown(section, figures.get(section.label), judged) for section in filled),
+        f"<h2>Without records</h2>{folded}" if folded else "",
+        f"</main><script>{script}</script></body></html>", "",
+    ])  # fmt: skip
+
+
+def _counts(findings: Sequence[tables.Finding], judged: bool) -> dict[str, int]:
+    measured = [each for each in findings if each.margin is not None]
+    held = sum(bool(each.held) for each in measured)
+    verdicts = {"held": held, "not held": len(measured) - held, UNSURE: sum(each.unsure for each in measured)}
+    return (verdicts if judged else {"computed": len(measured)}) | {"not measured": len(findings) - len(measured)}
+
+
+def _tally(filled: Sequence[Section], about: Mapping[str, Any], judged: bool) -> str:
+    """How many statements held, what that rests on, and in which table or figure."""
+    sums = _counts([each for section in filled for each in section.findings], judged)
+    first = "A test that everything works: no statement is judged by it."
+    if judged:
+        first = f"{sums['held']} of {sums['held'] + sums['not held']} measured statements held."
+    cards = "".join(f'<div class="card"><b>{count}</b><small>{name}</small></div>' for name, count in sums.items())
+    rests = ", ".join(html.escape(str(about[name])) for name in ("model", "video", "runs", "device") if name in about)
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("table or figure", *sums))
+    rows = "".join(
+        f'<tr><th scope="row"><a href="#{section.file}">{html.escape(section.title)}</a></th>'
+        + "".join(f"<td>{count or ''}</td>" for count in _counts(section.findings, judged).values())
+        + "</tr>"
+        for section in filled
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return (
+        f'<p id="verdict">{first}</p><p class="soft">It rests on: {rests or "nothing"}.</p>'
+        f'<section class="figures" aria-label="Tally">{cards}</section><h2>Tables and figures</h2>'
+        f'<div class="card scroll" tabindex="0" role="region" aria-label="Statements by table">{table if rows else "none: nothing was run"}</div>'
+    )
+
+
+def _statements(findings: Sequence[tables.Finding], judged: bool) -> str:
+    """Folded where they are many."""
+    if not findings:
+        return ""
+    listed = ""
+    for found in findings:
+        verdict = found.verdict if judged or found.margin is None else ""
+        chip = f'<span class="chip">{verdict}</span>' if verdict else ""
+        told = f'{html.escape(found.statement)} <span class="soft">{html.escape(found.told)}</span>'
+        listed += f'<li class="{verdict.replace(" ", "-")}">{chip}{told}</li>\n'
+    counts = ", ".join(f"{count} {name}" for name, count in _counts(findings, judged).items() if count)
+    start = " open" if len(findings) <= FEW_STATEMENTS else ""
+    return f'<details class="card"{start}><summary>Statements: {counts}</summary><ul>{listed}</ul></details>'
+
+
+def _shown(section: Section, figure: bytes | None, judged: bool) -> str:
+    assert section.result is not None and section.result.table is not None
+    picture = ""
+    if figure is not None:
+        data = base64.b64encode(figure).decode()
+        picture = f'<div class="card picture"><img alt="{html.escape(section.title)}" src="data:image/png;base64,{data}"></div>'
+    note = f'<p class="soft">{html.escape(section.result.note)}</p>' if section.result.note else ""
+    side = "sides" if _fit_side_by_side(section) else "stack"
+    return (
+        f'<section id="{section.file}"><h2>{html.escape(section.title)}</h2><p class="soft"><code>{html.escape(section.label)}</code></p>{picture}'
+        f'<div class="{side}"><div><h3>measured</h3>{tables.to_html(section.result.table)}{note}</div>{_printed(section)}</div>'
+        f"{_statements(section.findings, judged)}</section>"
+    )
+
+
+def _folded(section: Section) -> str:
+    why = f'<p class="not-run"><b>not run</b>: {html.escape(section.why_empty or "")}</p>'
+    named = f"{html.escape(section.title)} <code class='soft'>{html.escape(section.label)}</code>"
+    return f'<details class="card" id="{section.file}"><summary>{named}</summary>{why}{_printed(section)}</details>\n'
+
+
+def _printed(section: Section) -> str:
+    if section.label in PAPER:
+        printed = PAPER[section.label]
+        table = tables.to_html(tables.text_table(printed.columns, printed.rows))
+        return f"<div><h3>printed in the paper: {html.escape(printed.caption)}</h3>{table}</div>"
+    return f"<div><h3>{NO_NUMBERS}</h3></div>" if section.label in LABELS else ""
 
 
 def _fit_side_by_side(section: Section) -> bool:
@@ -167,14 +255,3 @@ def _letters(table: tables.Table) -> int:
     """About how wide a table is: its longest values and words of its heads, and two more per column."""
     heads = [max(map(len, column.name.split() or [""])) for column in table.columns]
     return sum(max([head, *(len(row[i]) for row in table.shown())]) + 2 for i, head in enumerate(heads))
-
-
-def _measured(section: Section, figure: bytes | None) -> str:
-    result = section.result
-    if result is None or result.table is None:
-        reason = section.reason if result is None else result.note.removeprefix("not run: ")
-        return f'<p class="not-run"><b>not run</b>: {html.escape(reason)}</p>'
-    image = ""
-    if figure is not None:
-        image = f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{base64.b64encode(figure).decode()}">'
-    return f"{image}{tables.to_html(result.table)}<p>{html.escape(result.note)}</p>"

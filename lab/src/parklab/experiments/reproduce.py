@@ -11,16 +11,18 @@ from typing import Any
 
 from parklab.experiments.blocks import preset_in
 from parklab.experiments.captures import MODEL, Selection, capture_calls, pack_captures
-from parklab.experiments.catalogue import choose_experiments, times_cells
+from parklab.experiments.catalogue import choose_experiments
 from parklab.experiments.evaluation import Evaluation, Filled
+from parklab.experiments.methods_compared import times_cells
 from parklab.experiments.report import Section, sections_of, write_report
 from parklab.experiments.results import Gathered
 from parklab.experiments.runner import Lab
 from parklab.sprites.grammar import held_out_scenes
 from parklab.store import Cell, Record, Say, Store
 from parklab.studio import checkpoints
-from parklab.studio.generate import Request, fit_to_pipeline, pipeline_for, prepare
+from parklab.studio.generate import pipeline_for
 from parklab.studio.prompts import Shard, read_prompts, shard_from_environment, take_device
+from parklab.studio.request import Request, fit_to_pipeline, prepare
 
 TINY = "tiny"
 # at 1,920 tokens; blocks of the paper's size would be 3 and 13
@@ -47,7 +49,9 @@ def known_model(model: str) -> str | None:
     return None if model == TINY else model
 
 
-def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None, quick: bool, **given: Any) -> Evaluation:
+def evaluation_for(
+    *, model: str, prompts: int | None, prompt_file: Path | None, quick: bool, **given: Any
+) -> Evaluation:
     """The prompts, sizes and blocks that were not said, for the shipped model and for others."""
     count = prompts or (1 if quick else PROMPTS)
     sizes: dict[str, Any] = QUICK_SIZE if quick else {}
@@ -59,7 +63,9 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
             )
         chosen, spare = found[:count], found[count]
     elif known_model(model) is not None and not checkpoints.is_shipped(checkpoints.find_model(model)):
-        raise ValueError("prompt_file: expected one for a model other than the shipped one, got none; pass --prompt-file FILE.")
+        raise ValueError(
+            "prompt_file: expected one for a model other than the shipped one, got none; pass --prompt-file FILE."
+        )
     else:
         chosen, spare = held_out_prompts(count)
     given["said"] = given.get("changes", {})
@@ -75,9 +81,13 @@ def evaluation_for(*, model: str, prompts: int | None, prompt_file: Path | None,
 
 
 def held_out_prompts(count: int) -> tuple[list[str], str]:
-    """Sentences of both kinds by turns, and one to calibrate on. Fewer of up to POOL are the first of more: their cells are shared."""
+    """Sentences of both kinds by turns, and one to calibrate on. Fewer of up to POOL are the first of more: their cells
+    are shared.
+    """
     pool = held_out_scenes(max(POOL, count))
-    by_kind = [[scene for scene in pool if scene.held_out == kind] for kind in dict.fromkeys(scene.held_out for scene in pool)]
+    by_kind = [
+        [scene for scene in pool if scene.held_out == kind] for kind in dict.fromkeys(scene.held_out for scene in pool)
+    ]
     turns = [scene for turn in itertools.zip_longest(*by_kind) for scene in turn if scene is not None]
     spare = next(scene for scene in held_out_scenes(2 * len(pool), seed=1) if scene not in pool)
     return [scene.sentence for scene in turns[:count]], spare.sentence
@@ -139,10 +149,17 @@ def run_experiments(
     rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
     found = filled.records | lab.finished(rest)
     reasons = lab.unreachable([cell for cell in rest if cell.name not in found]) | reasons
-    given = found, reasons, lab.load_frames, lab.lines, lab.cost, list((found | lab.finished(times_cells(lab))).values())
+    given = (
+        found,
+        reasons,
+        lab.load_frames,
+        lab.lines,
+        lab.cost,
+        list((found | lab.finished(times_cells(lab))).values()),
+    )
     results = {each.label: each.result(Gathered(asked[each.label], *given)) for each in chosen}
     sections = sections_of(results)
-    write_report(Store(out, say), sections, _about(lab, list(found.values())))
+    write_report(Store(out, say), sections, _about(lab, list(found.values())), judged=not evaluation.quick)
     made = len(set(lab.made) & set(filled.records))
     kept = len(found if evaluation.draw else filled.records) - made
     return Outcome(sections, made, kept, filled.failures, len(reasons) - len(filled.failures))
@@ -159,14 +176,16 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
         if untimed
         else "text, denoising and decoding of one video; what measuring recall takes is left out"
     )
-    told = {"quick": "a test that everything works, of one short video: it says nothing about methods"} if e.quick else {}
+    told = (
+        {"quick": "a test that everything works, of one short video: it says nothing about methods"} if e.quick else {}
+    )
     changed = ", ".join(f"{name}={value}" for name, value in e.said.items())
     told |= {"settings": f"{changed} of every method that has them; otherwise each method's own"} if changed else {}
     return told | {
         "model": "the shipped model" if e.model is None else Path(e.model).name,
         "weights": base.weights[:16],
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
-        "runs": f"prompts: {len(e.prompts)}; seeds: {', '.join(map(str, e.seeds))}",
+        "runs": f"{len(e.prompts)} prompt{'s' * (len(e.prompts) != 1)}, seed{'s' * (len(e.seeds) != 1)} {', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
         "device": ", ".join([base.device, base.dtype, *machines]),
         "quality": "of raw frames against dense attention; 'dense again' is dense attention once more, 'by our kernel' by PARK's backend",
@@ -193,7 +212,9 @@ def capture_file(
     def make(making: Any) -> None:
         pipe = pipeline_for(request, folder)
         calls = capture_calls(pipe, fit_to_pipeline(request, pipe), selection)
-        about = {name: value for name, value in request.to_dict().items() if name != "model"} | {MODEL: preset_in(folder)}
+        about = {name: value for name, value in request.to_dict().items() if name != "model"} | {
+            MODEL: preset_in(folder)
+        }
         making.write(out.name, pack_captures(calls, about))
         making.commit({"format": CAPTURE, "request": dict(making.cell.request), "calls": [call.name for call in calls]})
 

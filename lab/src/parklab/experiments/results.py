@@ -19,8 +19,8 @@ Label = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Bars:
-    """A figure of bars: panels of (title, lower or higher is better), each with names and values."""
+class Dots:
+    """A figure of single values: panels of (title, lower or higher is better), each with names and values."""
 
     panels: tuple[tuple[str, tuple[str, ...], tuple[float, ...]], ...]
 
@@ -56,7 +56,7 @@ class Sheet:
     rows: tuple[tuple[str, Frames], ...]
 
 
-Figure = Bars | Plot | Sheet
+Figure = Dots | Plot | Sheet
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ class Gathered:
         """Of the method, density and settings of a quality cell's request; empty where they were not taken."""
         wanted = {"method": "dense" if request["method"] == FLOOR else request["method"], "density": request["density"]}
         wanted["changes"] = request["changes"]
-        found = (r["times"] for r in self.timed if "times" in r and all(r["request"][name] == value for name, value in wanted.items()))
+        found = (
+            r["times"]
+            for r in self.timed
+            if "times" in r and all(r["request"][name] == value for name, value in wanted.items())
+        )
         return next(found, {}) if "profile" not in request else {}
 
     def why_not(self, cells: Iterable[Cell]) -> str:
@@ -102,7 +106,10 @@ def frame_sheet(gathered: Gathered, needs: str = "") -> Result:
     found = [(record["request"], record["shown"], gathered.load(record)) for record in gathered.of(gathered.cells)]
     if not found:
         return nothing_run(gathered)
-    rows = tuple((asked["method"], ", ".join(map(str, shown)), f"{asked['prompt']}, seed {asked['seed']}") for asked, shown, _ in found)
+    rows = tuple(
+        (asked["method"], ", ".join(map(str, shown)), f"{asked['prompt']}, seed {asked['seed']}")
+        for asked, shown, _ in found
+    )
     table = Table((Column("method"), Column("frames"), Column("video")), rows)
     return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
 
@@ -150,9 +157,14 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
 Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
 
 
-def psnr_findings(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> list[Finding]:
+def psnr_findings(
+    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False
+) -> list[Finding]:
     """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
-    return [psnr_finding(gathered, told, up, low, tie=tie) for told, up, low in _at_scales(gathered, statement, upper, lower)]
+    return [
+        psnr_finding(gathered, told, up, low, tie=tie)
+        for told, up, low in _at_scales(gathered, statement, upper, lower)
+    ]
 
 
 def _at_scales(gathered: Gathered, statement: str, *sides: Chosen) -> Iterator[tuple[Any, ...]]:
@@ -184,19 +196,25 @@ def psnr_finding_at_cost(gathered: Gathered, statement: str, upper: Chosen, lowe
     return _psnr_above_line(gathered, statement, upper, lower, "cost", near)
 
 
-def psnr_findings_at_density(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float) -> list[Finding]:
-    """The same at the density that the lower one has there, whatever was asked for, at every guidance; all runs of the upper one are given."""
+def psnr_findings_at_density(
+    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float
+) -> list[Finding]:
+    """The same at the density that the lower one has there, whatever was asked for, at every guidance; all runs of the
+    upper one are given.
+    """
     findings = [
-        _psnr_above_line(gathered, told, low, up, "density", near) for told, up, low in _at_scales(gathered, statement, upper, lower)
+        _psnr_above_line(gathered, told, low, up, "density", near)
+        for told, up, low in _at_scales(gathered, statement, upper, lower)
     ]
     return [found if found.margin is None else replace(found, margin=-found.margin) for found in findings]
 
 
 def _psnr_above_line(gathered: Gathered, statement: str, ones: Chosen, line: Chosen, by: str, near: float) -> Finding:
-    """How far runs lie above the line through the runs of another method, at the cost or density (`by`) that each of the former has.
+    """How far runs lie above the line through the runs of another method, at the cost or density (`by`) that each of
+    the former has.
 
-    Between two runs next to that place a method has what lies on the straight line, beyond its first or last one what that
-    has if it is no further away than `near`. Fewer than half of the prompts say nothing.
+    Between two runs next to that place a method has what lies on the straight line, beyond its first or last one what
+    that has if it is no further away than `near`. Fewer than half of the prompts say nothing.
     """
     cells = [[cell for cell in gathered.cells if chosen(cell.request)] for chosen in (ones, line)]
     sides = [gathered.of(each) for each in cells]
@@ -246,7 +264,16 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
                 if any(row[axis] is None for found in here.values() for row in found):
                     continue
                 series = [
-                    Series(name, tuple(sorted(_point(found, axis, measure, label) for (_, of, label), found in here.items() if of == name)))
+                    Series(
+                        name,
+                        tuple(
+                            sorted(
+                                _point(found, axis, measure, label)
+                                for (_, of, label), found in here.items()
+                                if of == name
+                            )
+                        ),
+                    )
                     for name in dict.fromkeys(of for _, of, _ in here)
                 ]
                 panels.append(Panel(title, TRADED[measure], tuple(series), f"guidance {scale}" if scale else ""))
@@ -259,10 +286,14 @@ def runs_by(gathered: Gathered, label: Callable[[Mapping[str, Any]], Label]) -> 
     """Rows of what was run, without the floors, which have no place on a trade-off."""
     cells = [cell for cell in gathered.cells if cell.request["method"] not in FLOORS]
     names = dict.fromkeys(label(cell.request) for cell in cells)
-    return {name: [record["row"] for record in gathered.of(c for c in cells if label(c.request) == name)] for name in names}
+    return {
+        name: [record["row"] for record in gathered.of(c for c in cells if label(c.request) == name)] for name in names
+    }
 
 
-def _point(found: Sequence[Mapping[str, Any]], axis: str, measure: str, label: str) -> tuple[float, float, float | None, str]:
+def _point(
+    found: Sequence[Mapping[str, Any]], axis: str, measure: str, label: str
+) -> tuple[float, float, float | None, str]:
     values = [row[measure] for row in found]
     return statistics.fmean(row[axis] for row in found), statistics.fmean(values), interval(values), label
 

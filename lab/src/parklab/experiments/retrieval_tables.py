@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parklab.experiments.mismatches import REPRESENTATIONS
-from parklab.experiments.results import Bars, Gathered, Result, nothing_run
+from parklab.experiments.results import Dots, Gathered, Result, nothing_run
 from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
 from parklab.metrics.retrieval import recall_summary
 
@@ -37,7 +37,9 @@ def recall_table(gathered: Gathered, kind: str) -> Result:
             pick = _picker("recall", order, kind, estimator)
             found = _percent(_all(videos, pick))
             means[estimator] = _means(videos, pick)
-            rows.append((order, query, key, found["mean"], _spread(means[estimator], 100), found["p05"], found["worst"]))
+            rows.append(
+                (order, query, key, found["mean"], _spread(means[estimator], 100), found["p05"], found["worst"])
+            )
         rival = max(("query-centroid", "full-key"), key=lambda name: statistics.fmean(means[name]))
         statement = f"{order.lower()} order, {kind.replace('_', '-')}: Full x Centroid has the best mean recall of the compressed pairs"
         findings.append(_difference(statement, means["pama"], means[rival], POINTS, 100))
@@ -52,7 +54,9 @@ def representation_table(gathered: Gathered) -> Result:
     tv = {name: _means(videos, _picker("tv", name)) for name in REPRESENTATIONS}
     rows = tuple((*pair, statistics.fmean(tv[name]), _spread(tv[name])) for name, pair in REPRESENTATIONS.items())
     findings = (
-        _difference("per-query TV is below centroid TV, both over key centroids", tv["query-centroid"], tv["pama"], "TV"),
+        _difference(
+            "per-query TV is below centroid TV, both over key centroids", tv["query-centroid"], tv["pama"], "TV"
+        ),
         _difference("Full x Centroid has lower TV than Centroid x Full", tv["full-key"], tv["pama"], "TV"),
     )
     columns = (Column("Query"), Column("Key"), Column("TV", 4), Column("±", 4))
@@ -74,7 +78,9 @@ def key_error_table(gathered: Gathered) -> Result:
         change = 100 * (qrkc / euclidean - 1) if euclidean else None
         changes = [100 * (after / before - 1) for before, after in zip(*sides, strict=True) if before]
         rows.append((shown, euclidean, qrkc, "" if change is None else f"{change:+.1f}%", _spread(changes)))
-        findings.append(Finding(statement, None if change is None else sign * change, "%", _spread(changes), reason=NO_ERROR))
+        findings.append(
+            Finding(statement, None if change is None else sign * change, "%", _spread(changes), reason=NO_ERROR)
+        )
     columns = (Column("Metric"), Column("Euclidean", 3), Column("QRKC", 3), Column("Change"), Column("±", 1))
     return Result(without_empty(Table(columns, tuple(rows))), tuple(findings), note=_what_was_measured(videos))
 
@@ -82,14 +88,21 @@ def key_error_table(gathered: Gathered) -> Result:
 def mismatch_panel(gathered: Gathered) -> Result:
     """Panel c of fig:retrieval_mismatches; what it finds is said where the figure of the appendix is."""
     found = mismatch_figure(gathered)
-    return found if found.table is None else replace(found, findings=(), note=f"Panel c; a and b are drawings. {found.note}")
+    return (
+        found
+        if found.table is None
+        else replace(found, findings=(), note=f"Panel c; a and b are drawings. {found.note}")
+    )
 
 
 def mismatch_figure(gathered: Gathered) -> Result:
     videos = _videos(gathered)
     if not videos:
         return nothing_run(gathered)
-    tv = {shown: _means(videos, _picker("tv", name)) for name, shown in (("query-centroid", "query centroid"), ("pama", "per query"))}
+    tv = {
+        shown: _means(videos, _picker("tv", name))
+        for name, shown in (("query-centroid", "query centroid"), ("pama", "per query"))
+    }
     mass = {shown: _means(videos, _picker("keys", metric, "log_mass")) for metric, shown in METRICS.items()}
     rows, panels = [], []
     for title, sides in (("attention-weight TV", tv), ("log-mass RMSE", mass)):
@@ -97,7 +110,7 @@ def mismatch_figure(gathered: Gathered) -> Result:
         panels.append((title, tuple(sides), tuple(map(statistics.fmean, sides.values()))))
     findings = (_difference("QRKC lowers the centred log-mass RMSE", mass["Euclidean"], mass["QRKC"]),)
     columns = (Column("Metric"), Column("Estimate"), Column("Error", 4), Column("±", 4))
-    return Result(without_empty(Table(columns, tuple(rows))), findings, Bars(tuple(panels)), _what_was_measured(videos))
+    return Result(without_empty(Table(columns, tuple(rows))), findings, Dots(tuple(panels)), _what_was_measured(videos))
 
 
 def qrkc_figure(gathered: Gathered) -> Result:
@@ -107,8 +120,13 @@ def qrkc_figure(gathered: Gathered) -> Result:
     picks = {metric: _picker("keys", metric, "pama_recall") for metric in METRICS}
     found = {metric: _percent(_all(videos, pick)) for metric, pick in picks.items()}
     spread = {metric: _spread(_means(videos, pick), 100) for metric, pick in picks.items()}
-    rows = tuple((METRICS[metric], each["mean"], spread[metric], each["p05"], each["worst"]) for metric, each in found.items())
-    panels = tuple((f"{part} recall, %", tuple(METRICS.values()), tuple(each[part] for each in found.values())) for part in ("mean", "p05"))
+    rows = tuple(
+        (METRICS[metric], each["mean"], spread[metric], each["p05"], each["worst"]) for metric, each in found.items()
+    )
+    panels = tuple(
+        (f"{part} recall, %", tuple(METRICS.values()), tuple(each[part] for each in found.values()))
+        for part in ("mean", "p05")
+    )
     findings = []
     for part in ("mean", "p05"):
         margin = found["query-response"][part] - found["euclidean"][part]
@@ -116,7 +134,7 @@ def qrkc_figure(gathered: Gathered) -> Result:
         apart = [qrkc - euclidean for euclidean, qrkc in zip(*by_video, strict=True)]
         findings.append(Finding(f"QRKC raises {part} recall of PAMA", margin, POINTS, _spread(apart)))
     columns = (Column("Keys"), *(Column(name, 2) for name in ("Mean", "±", "P05", "Worst")))
-    return Result(without_empty(Table(columns, rows)), tuple(findings), Bars(panels), _what_was_measured(videos))
+    return Result(without_empty(Table(columns, rows)), tuple(findings), Dots(panels), _what_was_measured(videos))
 
 
 def _videos(gathered: Gathered) -> list[Video]:
@@ -151,7 +169,9 @@ def _spread(values: Sequence[float], factor: float = 1.0) -> float | None:
     return None if found is None else factor * found
 
 
-def _difference(statement: str, upper: Sequence[float], lower: Sequence[float], unit: str = "", factor: float = 1.0) -> Finding:
+def _difference(
+    statement: str, upper: Sequence[float], lower: Sequence[float], unit: str = "", factor: float = 1.0
+) -> Finding:
     apart = [factor * (one - other) for one, other in zip(upper, lower, strict=True)]
     return Finding(statement, statistics.fmean(apart), unit, interval(apart))
 

@@ -9,47 +9,46 @@ times      a method and a density: what a plan and a call of attention take, on 
 bench      lines of park bench, of kernels alone
 
 A density that is asked for is reached by a budget, found once per method on the capture of a prompt that is in no table
-(`budget`). What a cell needs is made when the cell is: a finished cell needs nothing. With keep="records" references and
-captures, which are large, are held in memory while cells need them, and never written.
+(`budget`). What a cell needs is made when the cell is: a finished cell needs nothing. With keep="records" references
+and captures, which are large, are held in memory while cells need them, and never written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from parkattn.checks import first_line
-from parkattn.methods import configured_method, make_method, method_entry
-from parkattn.park import ParkConfig
+from parkattn.methods import make_method
 from parkattn.settings import MethodConfig
-from parklab.experiments.bench_lines import measure_benchmark, read_lines
-from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture, settings_of_plans
+from parklab.experiments.bench_lines import measure_benchmark
+from parklab.experiments.blocks import preset_in
 from parklab.experiments.calibration import (
     budget_cell,
     budget_field,
     captured_steps,
-    cost_at,
     cost_refusal,
-    dense_share,
     density_refusal,
     find_budget,
-    layers_in,
-    named_profile,
 )
-from parklab.experiments.campaign import CampaignStore, is_campaign
-from parklab.experiments.captures import MODEL, Captured, Selection, capture_calls, pack_captures, read_captures, spread_layers
+from parklab.experiments.captures import (
+    MODEL,
+    Captured,
+    Selection,
+    capture_calls,
+    pack_captures,
+    read_captures,
+    spread_layers,
+)
+from parklab.experiments.cells import Cells
 from parklab.experiments.evaluation import (
-    ALL_DENSE,
-    FLOOR,
     FLOORS,
     FORMATS,
-    OWN_FLOOR,
     CellError,
     Evaluation,
     Filled,
@@ -59,109 +58,31 @@ from parklab.experiments.evaluation import (
 )  # fmt: skip
 from parklab.experiments.mismatches import measure_call
 from parklab.experiments.opening import Openings
-from parklab.experiments.quality import measure_frames, named_measures, takeable_measures, video_row
+from parklab.experiments.quality import measure_frames, takeable_measures, video_row
 from parklab.experiments.times import time_method
 from parklab.metrics.measures import MEASURES, Setting
 from parklab.record import environment
-from parklab.store import FINISHED, OTHER, Cell, Making, Record, Say, content_hash
-from parklab.studio import checkpoints, generate
+from parklab.research import ResearchConfig, studied_entry
+from parklab.store import OTHER, Cell, Making, Record, Say, content_hash
 from parklab.studio.compare import warm_up
-from parklab.studio.generate import Request, config_for, fit_to_pipeline, for_method, generate_frames, prepare, understood
-from parklab.studio.video import Frames, from_npy, to_npy
+from parklab.studio.generate import generate_frames
+from parklab.studio.request import Request, config_for, fit_to_pipeline
+from parklab.studio.video import Frames, to_npy
 
-SHOWN = 5  # frames of a video
-QUICK_CALLS = 2  # that are timed, of the last layers: some methods leave the first dense
 UNTIMED = dict.fromkeys(("total", "denoise", "attention"))
 
 
-class Lab:
-    """Cells of one evaluation in one folder; the pipeline is loaded when the first cell needs it."""
+class Lab(Cells):
+    """Makes cells of one evaluation in one folder."""
 
     def __init__(self, evaluation: Evaluation, out: Path, say: Say = lambda line: None) -> None:
-        self.evaluation, self.say = evaluation, say
-        self.store = CampaignStore(out, say, "cells", records=evaluation.records)
-        wanted = ("steps", "frames", "height", "width", "model", "device", "dtype", "offload")
-        base = Request(prompt=evaluation.prompts[0], method="dense", **{name: getattr(evaluation, name) for name in wanted})
-        # records of another machine's device can be drawn on any
-        self.base, self.folder = prepare(dataclasses.replace(base, device="cpu") if evaluation.draw else base)
-        if evaluation.draw and base.device != "auto":
-            self.base = dataclasses.replace(self.base, device=base.device, dtype=checkpoints.choose_dtype(base.dtype, base.device))
+        super().__init__(evaluation, out, say)
         self.made: list[str] = []
-        self.lines = read_lines(path for path in evaluation.records if not is_campaign(path))
         self._held: dict[str, tuple[str, Any]] = {}  # kind: the cell and the content of the last one
         self._warm: set[str] = set()
         self._openings = Openings(timed=evaluation.timed)
         if evaluation.measures is not None and not evaluation.draw:
             _ = self.measures  # one that is asked for and cannot be taken ends the run before it begins
-
-    # what can be asked for
-
-    def quality_cell(
-        self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
-    ) -> Cell:
-        """density: of the sparse steps, reached by the budget of the method or profile; None: by its own settings."""
-        asked = self._asked(request, self.evaluation.changes | changes) | {"method": method, "density": density}
-        asked |= named_profile(profile)
-        if self.evaluation.measures is not None:
-            asked["measures"] = named_measures(self.evaluation.measures)
-        label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")
-        # a group shares its reference
-        return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
-
-    def frames_cell(self, request: Request, method: str) -> Cell:
-        asked = self._asked(request, self.evaluation.changes) | {"method": method, "shown": SHOWN}
-        return named_cell("frames", method, asked, ending=".npy")
-
-    def times_cell(self, method: str, density: float | None = None) -> Cell:
-        """On calls of the prompt that budgets are found on."""
-        asked = self._asked(self.spare(), self.evaluation.changes) | {"method": method, "density": density}
-        asked |= {"calls": QUICK_CALLS} if self.evaluation.quick else {}
-        return named_cell("times", method + ("" if density is None else f"-at-{density:g}"), asked)
-
-    def bench_cells(self, benchmark: str) -> list[Cell]:
-        """Of this machine's GPU; where nothing is made, of every GPU that is there."""
-        if self.evaluation.draw:
-            asked = [record["request"] for record in self.store.records("bench").values()]
-            return [named_cell("bench", benchmark, each) for each in asked if each["benchmark"] == benchmark]
-        return [named_cell("bench", benchmark, {"benchmark": benchmark, "gpu": torch.cuda.get_device_name()})]
-
-    def load_frames(self, record: Record) -> Frames:
-        return from_npy(self.store.load(record, next(iter(record["files"]))))
-
-    def retrieval_cells(self) -> list[Cell]:
-        e = self.evaluation
-        if e.captures:
-            given = None if e.model is None else preset_in(self.folder)
-            blocks = {path: blocks_for(given or preset_of_capture(path, e.said), e.said) for path in e.captures}
-            asked = {path: {"config": settings_of_plans(config), "file": file_hash(path)} for path, config in blocks.items()}
-            return [named_cell("retrieval", path.stem, each) for path, each in asked.items()]
-        own = {"config": settings_of_plans(blocks_for(preset_in(self.folder), e.changes))}
-        return [named_cell("retrieval", "captured", self._asked(request) | own) for request in self.requests()]
-
-    def requests(self) -> list[Request]:
-        """Every prompt, guidance and seed."""
-        e = self.evaluation
-        guidances = [self.base.guidance if guidance is None else guidance for guidance in e.guidances]
-        return [
-            dataclasses.replace(self.base, prompt=understood(prompt, self.folder), seed=seed, guidance=guidance)
-            for prompt in e.prompts for guidance in guidances for seed in e.seeds
-        ]  # fmt: skip
-
-    def cost(self, asked: Mapping[str, Any]) -> float:
-        """Attention of the whole run as a share of all-dense, by the density that a quality cell asks for."""
-        return cost_at(asked["density"], self.dense_share(asked))
-
-    def dense_share(self, asked: Mapping[str, Any]) -> float:
-        """Of the calls of a quality cell's run, by its method's schedule."""
-        request = self._set_for(self.base, asked)
-        method = configured_method(request.method, request.preset, model=preset_in(self.folder), **request.changes)
-        return dense_share(method, self.base.steps or fit_to_pipeline(self.base, self.pipe).steps or 0, self._layers)
-
-    @functools.cached_property
-    def _layers(self) -> int:
-        return layers_in(self.folder)
-
-    # how it is made
 
     def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> Filled:
         """One that fails leaves the others alone."""
@@ -188,7 +109,9 @@ class Lab:
             try:
                 self._make(making)
             except (ValueError, NotImplementedError, RuntimeError, ImportError) as error:
-                raise CellError(making.cell, first_line(error), unreachable=isinstance(error, UnreachableDensityError)) from error
+                raise CellError(
+                    making.cell, first_line(error), unreachable=isinstance(error, UnreachableDensityError)
+                ) from error
             finished(making.cell)
 
         known = self.unreachable(rest)
@@ -197,17 +120,15 @@ class Lab:
                 give_up(cell, known[cell.name], unreachable=True)
             elif (found := self.store.look(cell)).state == OTHER:
                 path = self.store.folder / f"{cell.name}.json"
-                give_up(cell, f"out: expected {path} to answer its name, got one {found.reason}; remove it, or pass another --out.")
+                give_up(
+                    cell,
+                    f"out: expected {path} to answer its name, got one {found.reason}; remove it, or pass another --out.",
+                )
         while True:
             try:
                 return Filled(self.store.fill(rest, make, kept=finished), failures, left_out)
             except CellError as failure:
                 give_up(failure.cell, failure.reason, unreachable=failure.unreachable)
-
-    def finished(self, cells: Sequence[Cell]) -> dict[str, Record]:
-        """What is there already, by cell name."""
-        found = {cell.name: self.store.look(cell) for cell in cells}
-        return {name: each.record for name, each in found.items() if each.state == FINISHED and each.record is not None}
 
     def unreachable(self, cells: Sequence[Cell]) -> dict[str, str]:
         """Why cells were left out, as far as budgets that are there tell."""
@@ -230,10 +151,6 @@ class Lab:
 
     def _setting(self) -> Setting:
         return Setting(device=self.base.device, weights=self.evaluation.weights)
-
-    @functools.cached_property
-    def pipe(self) -> Any:
-        return generate.pipeline_for(self.base, self.folder)
 
     def _make(self, making: Making) -> Record:
         makers = {
@@ -258,7 +175,9 @@ class Lab:
         request = self._fitted(cell)
         self._warm_up(request, MethodConfig())
         opening = self._openings.begin(cell.name, request.steps or 0)
-        made = generate_frames(self.pipe, request, MethodConfig(), method=opening, recall_rows=0, fuse=self.evaluation.fuse)
+        made = generate_frames(
+            self.pipe, request, MethodConfig(), method=opening, recall_rows=0, fuse=self.evaluation.fuse
+        )
         return made.frames, {"seconds": made.measured["seconds"] if self.evaluation.timed else UNTIMED}
 
     def _warm_up(self, request: Request, config: MethodConfig) -> None:
@@ -270,26 +189,38 @@ class Lab:
 
     def _make_times(self, making: Making) -> Record:
         request, config, budget = self._within_budget(making.cell)
-        calls = [call.to(self.base.device) for call in self._captured(making.cell)[-making.cell.request.get("calls", 0) :]]
-        method = make_method(making.cell.request["method"], config)
+        calls = [
+            call.to(self.base.device) for call in self._captured(making.cell)[-making.cell.request.get("calls", 0) :]
+        ]
+        method = make_method(studied_entry(making.cell.request["method"]), config)
         times = time_method(method, calls, request.steps or 0, self._layers)
         return {"times": times, "budget": budget, "config": config.to_dict(), "shape": list(calls[0].q.shape[1:3])}
 
     def _make_frames(self, making: Making) -> Record:
         asked = making.cell.request
         request = self._set_for(self._fitted(making.cell), asked)
-        made = generate_frames(self.pipe, request, config_for(request, self.pipe), recall_rows=0, fuse=self.evaluation.fuse)
+        made = generate_frames(
+            self.pipe, request, config_for(request, self.pipe), recall_rows=0, fuse=self.evaluation.fuse
+        )
         shown = np.linspace(0, len(made.frames) - 1, min(asked["shown"], len(made.frames))).round().astype(int)
         making.write(making.cell.files[0], to_npy(made.frames[shown]))
         return {"shown": shown.tolist()}
 
     def _make_quality(self, making: Making) -> Record:
         name = making.cell.request["method"]
-        request, config, budget = self._within_budget(making.cell)  # first, so that a density that cannot be reached costs nothing
+        request, config, budget = self._within_budget(
+            making.cell
+        )  # first, so that a density that cannot be reached costs nothing
         reference, dense = self._reference(making.cell)
         self._warm_up(request, config)
         # a floor computes its own dense steps
-        resumed = None if name in FLOORS else self._openings.resumed(self._held[FORMATS["reference"]][0], lambda: make_method(name, config))
+        resumed = (
+            None
+            if name in FLOORS
+            else self._openings.resumed(
+                self._held[FORMATS["reference"]][0], lambda: make_method(studied_entry(name), config)
+            )
+        )
         made = generate_frames(self.pipe, request, config, method=resumed, fuse=self.evaluation.fuse)
         found = made.measured if self.evaluation.timed else made.measured | {"seconds": UNTIMED}
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
@@ -305,7 +236,9 @@ class Lab:
 
     def _make_capture(self, making: Making) -> Record:
         calls = self._capture(making.cell)
-        about = {name: value for name, value in making.cell.request.items() if name != "capture"} | {MODEL: preset_in(self.folder)}
+        about = {name: value for name, value in making.cell.request.items() if name != "capture"} | {
+            MODEL: preset_in(self.folder)
+        }
         making.write(making.cell.files[0], pack_captures(calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
 
@@ -315,7 +248,7 @@ class Lab:
         return capture_calls(self.pipe, request, Selection(**rest, steps=captured_steps(asked["steps"], request.steps)))
 
     def _make_retrieval(self, making: Making) -> Record:
-        config = ParkConfig.from_dict(making.cell.request["config"])
+        config = ResearchConfig.from_dict(making.cell.request["config"])
         calls = self._captured(making.cell)
         return {"calls": [measure_call(call, config, self.base.device) for call in calls]}
 
@@ -329,9 +262,13 @@ class Lab:
     # what cells need of each other
 
     def _reference(self, cell: Cell) -> tuple[Frames, Record]:
-        asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {"method": "dense"}
+        asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {
+            "method": "dense"
+        }
         wanted = named_cell("reference", "dense", asked, ending=".npy")
-        found: tuple[Frames, Record] = self._hold(wanted, self._dense_video, lambda record: (self.load_frames(record), record))
+        found: tuple[Frames, Record] = self._hold(
+            wanted, self._dense_video, lambda record: (self.load_frames(record), record)
+        )
         return found
 
     def _captured(self, cell: Cell) -> list[Captured]:
@@ -354,7 +291,9 @@ class Lab:
         return found
 
     def _hold(self, cell: Cell, make: Callable[[Cell], Any], read: Callable[[Record], Any]) -> Any:
-        """The content of a large cell: what was last asked of its format, from the store, or made, and kept there if things are."""
+        """The content of a large cell: what was last asked of its format, from the store, or made, and kept there if
+        things are.
+        """
         if self._held.get(cell.format, ("", None))[0] != cell.name:
             self._held.pop(cell.format, None)
             record = self.store.find(cell) if self.evaluation.keep == "records" else self.need([cell])[cell.name]
@@ -377,7 +316,7 @@ class Lab:
         request = self._set_for(self._fitted(cell), cell.request)
         config = config_for(request, self.pipe)
         if budget is not None:
-            config = method_entry(cell.request["method"]).with_budget(config, budget["field"], budget["value"])
+            config = studied_entry(cell.request["method"]).with_budget(config, budget["field"], budget["value"])
         return request, config, budget
 
     def _matched_budget(self, cell: Cell) -> dict[str, Any]:
@@ -390,25 +329,7 @@ class Lab:
     def _budget_cell(self, cell: Cell) -> Cell:
         return budget_cell(self._asked(self.spare()), cell.request)
 
-    def spare(self) -> Request:
-        """What is in no table."""
-        return dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
-
-    def _asked(self, request: Request, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Without where the weights lie: their fingerprint tells models apart, and records can move."""
-        left_out = ("model", "changes", "preset", "fps")
-        asked = {name: value for name, value in request.to_dict().items() if name not in left_out}
-        hashes = generate.named_files(changes or {})
-        asked |= ({} if changes is None else {"changes": changes}) | ({"file_hashes": hashes} if hashes else {})
-        return asked if self.evaluation.fuse is None else asked | {"fuse": self.evaluation.fuse}
-
     def _fitted(self, cell: Cell) -> Request:
         fields = {field.name for field in dataclasses.fields(Request)} - {"changes", "method"}
         asked = {name: value for name, value in cell.request.items() if name in fields}
         return fit_to_pipeline(Request(**asked, method="dense", model=self.base.model), self.pipe)
-
-    def _set_for(self, request: Request, asked: Mapping[str, Any]) -> Request:
-        """With the method, profile and settings of what a cell asks."""
-        changes = ALL_DENSE if asked["method"] == OWN_FLOOR else dict(asked["changes"])
-        method = {FLOOR: "dense", OWN_FLOOR: "park"}.get(asked["method"], asked["method"])
-        return for_method(dataclasses.replace(request, changes=changes, preset=asked.get("profile")), method)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from parklab.studio.scores import plain_cell
 
 Value = str | float | int | None
+LONG = 32  # letters; a longer value goes over several lines
 # two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
@@ -63,7 +64,9 @@ def interval(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement of the paper, and what was measured: it holds where the margin is above 0, or 0 where a tie is enough."""
+    """A statement of the paper, and what was measured: it holds where the margin is above 0, or 0 where a tie is
+    enough.
+    """
 
     statement: str
     margin: float | None  # None: not measured
@@ -75,7 +78,9 @@ class Finding:
     def __post_init__(self) -> None:
         if not all(value is None or math.isfinite(value) for value in (self.margin, self.spread)):
             got = f"{self.margin} ± {self.spread}"
-            raise ValueError(f"finding: expected a finite margin of {self.statement!r}, got {got}; look for NaN in what was measured.")
+            raise ValueError(
+                f"finding: expected a finite margin of {self.statement!r}, got {got}; look for NaN in what was measured."
+            )
 
     @property
     def held(self) -> bool | None:
@@ -85,12 +90,21 @@ class Finding:
     def verdict(self) -> str:
         return {True: "held", False: "not held", None: "not run"}[self.held]
 
-    def line(self) -> str:
+    @property
+    def unsure(self) -> bool:
+        return self.margin is not None and self.spread is not None and self.spread >= abs(self.margin)
+
+    @property
+    def told(self) -> str:
+        """The margin, or why there is none."""
         if self.margin is None:
-            return f"{self.verdict}: {self.statement} ({self.reason})"
+            return self.reason
         spread = "" if self.spread is None else f" ± {self.spread:.4g}"
-        unsure = ", less than its interval" if self.spread is not None and self.spread >= abs(self.margin) else ""
-        return f"{self.verdict}: {self.statement} (margin {self.margin:+.4g}{spread}{' ' + self.unit if self.unit else ''}{unsure})"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"margin {self.margin:+.4g}{spread}{unit}{', less than its interval' if self.unsure else ''}"
+
+    def line(self) -> str:
+        return f"{self.verdict}: {self.statement} ({self.told})"
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -132,15 +146,21 @@ def to_latex(table: Table, caption: str, label: str) -> str:
 
 
 def to_html(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(column.name)}</th>" for column in table.columns)
-    # the name stands in each cell too: on a phone a row is a paragraph of name and value
-    names = [html.escape(column.name) for column in table.columns]
-    rows = [
-        "".join(f'<td data-name="{name}">{html.escape(value)}</td>' for name, value in zip(names, row, strict=True))
-        for row in table.shown()
-    ]
-    body = "".join(f"<tr>{row}</tr>\n" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+    """In a box that scrolls, as the comparison page has them."""
+    kinds = ["text" if column.digits is None else "" for column in table.columns]
+    head = "".join(
+        f'<th scope="col" class="{kind}">{html.escape(column.name)}</th>'
+        for kind, column in zip(kinds, table.columns, strict=True)
+    )
+    body = ""
+    for first, *rest in table.shown():
+        cells = "".join(
+            f'<td class="{"long" if len(value) > LONG else kind}">{html.escape(value)}</td>'
+            for kind, value in zip(kinds[1:], rest, strict=True)
+        )
+        body += f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>\n'
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+    return f'<div class="card scroll" tabindex="0" role="region" aria-label="table">{inner}</div>'
 
 
 def _tex(text: str) -> str:

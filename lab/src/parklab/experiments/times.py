@@ -1,4 +1,5 @@
-"""What a plan and a call of attention take, in milliseconds of one layer: means over calls of a dense run that are in no table.
+"""What a plan and a call of attention take, in milliseconds of one layer: means over calls of a dense run that are in
+no table.
 
 plan_ms        a run's first plan
 later_plan_ms  one after it, which may start from it
@@ -42,14 +43,20 @@ def plans_in_run(method: PlannedMethod, steps: int, layers: int) -> dict[str, fl
     """How many plans a run makes, how many of them are a layer's first, and how many calls share them."""
     by_layer = scheduled_phases(method, steps, layers)
     plans, reused = (sum(phases[name] for phases in by_layer) for name in ("refresh", "reuse"))
-    return {"plans": plans, "first_plans": sum(phases["refresh"] > 0 for phases in by_layer), "sparse_calls": plans + reused}
+    return {
+        "plans": plans,
+        "first_plans": sum(phases["refresh"] > 0 for phases in by_layer),
+        "sparse_calls": plans + reused,
+    }
 
 
 def sparse_call_ms(times: Mapping[str, float]) -> float:
     """Attention, and each plan shared among the sparse calls between it and the next."""
     if "plans" not in times:
         return times["attention_ms"]
-    planning = times["first_plans"] * times["plan_ms"] + (times["plans"] - times["first_plans"]) * times["later_plan_ms"]
+    planning = (
+        times["first_plans"] * times["plan_ms"] + (times["plans"] - times["first_plans"]) * times["later_plan_ms"]
+    )
     return times["attention_ms"] + planning / times["sparse_calls"]
 
 
@@ -81,12 +88,19 @@ def _timed(part: Call, on: Captured) -> float:
 
 def times_result(gathered: Gathered) -> Result:
     if not gathered.cells:
-        return Result(None, note=f"{NOT_RUN}: --untimed takes no times; run without it, on a machine that does nothing else")
+        return Result(
+            None, note=f"{NOT_RUN}: --untimed takes no times; run without it, on a machine that does nothing else"
+        )
     records = {cell.name: gathered.records.get(cell.name) for cell in gathered.cells}
     if not any(records.values()):
         return nothing_run(gathered)
     dense = next(
-        (record["times"]["attention_ms"] for record in records.values() if record and record["request"]["method"] == "dense"), None
+        (
+            record["times"]["attention_ms"]
+            for record in records.values()
+            if record and record["request"]["method"] == "dense"
+        ),
+        None,
     )
     rows = []
     for cell in gathered.cells:
@@ -100,12 +114,16 @@ def times_result(gathered: Gathered) -> Result:
         shared = times["plans"] / times["sparse_calls"] if "plans" in times else None
         whole = sparse_call_ms(times)
         rows.append((*head, *parts, shared, whole, whole / dense if dense else None, ""))
-    return Result(without_empty(Table(COLUMNS, tuple(rows)), 2), note=_measured_on(next(filter(None, records.values()))))
+    return Result(
+        without_empty(Table(COLUMNS, tuple(rows)), 2), note=_measured_on(next(filter(None, records.values())))
+    )
 
 
 def _measured_on(record: Record) -> str:
     calls, (heads, tokens) = record["times"]["calls"], record["shape"]
     repeats = (
-        f"medians of {GPU_REPEATS} repeats" if record["request"]["device"].startswith("cuda") else f"the least of {CPU_REPEATS} repeats"
+        f"medians of {GPU_REPEATS} repeats"
+        if record["request"]["device"].startswith("cuda")
+        else f"the least of {CPU_REPEATS} repeats"
     )
     return f"Means over up to {calls} calls of {heads} heads and {tokens:,} tokens, one layer each; {repeats}."

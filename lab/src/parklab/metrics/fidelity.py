@@ -88,7 +88,10 @@ def _ssim(x: Tensor, y: Tensor) -> float:
         # the Gaussian is separable; weighted shifts are several times faster than conv2d in double precision
         for axis in (-2, -1):
             length = z.shape[axis] - WINDOW + 1
-            z = sum((w * z.narrow(axis, i, length) for i, w in enumerate(window[1:], 1)), window[0] * z.narrow(axis, 0, length))
+            z = sum(
+                (w * z.narrow(axis, i, length) for i, w in enumerate(window[1:], 1)),
+                window[0] * z.narrow(axis, 0, length),
+            )
         return z
 
     c1, c2 = (K1 * 255) ** 2, (K2 * 255) ** 2

@@ -56,7 +56,9 @@ def find_pairs(
     places = [place for place in (video, reference) if place is not None]
     for place in places:
         if not _is_there(place):
-            raise ValueError(f"video: expected a file or a folder, got {shown(str(place))}, which does not exist; check the path.")
+            raise ValueError(
+                f"video: expected a file or a folder, got {shown(str(place))}, which does not exist; check the path."
+            )
     if len({place.is_dir() for place in places}) == 2:
         got = f"{shown(str(video))} and {shown(str(reference))}"
         raise ValueError(f"reference: expected two files or two folders, got {got}; pass two of a kind.")

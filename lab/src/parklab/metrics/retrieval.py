@@ -49,12 +49,18 @@ def weight_tv(estimate: Tensor, reference: Tensor, query_sizes: Tensor) -> Tenso
     return (distance * rows).sum(-1) / rows.sum(-1)
 
 
-def centered_log_mass_rmse(q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, scale: float | None = None) -> Tensor:
-    """RMSE over non-empty key blocks of the log-mass error, less its mean, averaged over queries (eq. appendix_mismatch_centered_rmse)."""
+def centered_log_mass_rmse(
+    q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, scale: float | None = None
+) -> Tensor:
+    """RMSE over non-empty key blocks of the log-mass error, less its mean, averaged over queries (eq.
+    appendix_mismatch_centered_rmse).
+    """
     centroids, sizes = segment_mean(k, key_labels, key_count)
     parts = []
     for rows in q.split(QUERIES_AT_ONCE, dim=2):
-        error = exact_log_mass(rows, k, key_labels, key_count, scale=scale) - centroid_log_mass(rows, centroids, sizes, scale=scale)
+        error = exact_log_mass(rows, k, key_labels, key_count, scale=scale) - centroid_log_mass(
+            rows, centroids, sizes, scale=scale
+        )
         occupied = (sizes > 0).unsqueeze(-2).expand_as(error)
         blocks = occupied.sum(-1)
         # -inf - -inf in empty blocks

@@ -108,7 +108,8 @@ def load_musiq(folder: Path, device: str = "cpu") -> Network:
         module = package("pyiqa.archs.musiq_arch", "imaging_quality")
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            f"{missing.name}: expected for imaging_quality, got no such package; install it with: {PYIQA}", name=missing.name
+            f"{missing.name}: expected for imaging_quality, got no such package; install it with: {PYIQA}",
+            name=missing.name,
         ) from None
     model = module.MUSIQ(pretrained=False)
     model.load_state_dict(state)
@@ -137,7 +138,12 @@ def _pretrained(kind: str, folder: Path, device: str, **arguments: Any) -> Any:
     transformers = package("transformers", "VBench's dimensions")
     try:
         model = getattr(transformers, kind).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, torch_dtype=torch.float32, **arguments
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            torch_dtype=torch.float32,
+            **arguments,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]

@@ -28,7 +28,9 @@ def loss_plot(path: Path, histories: dict[str, list[list[float]]]) -> None:
 def _panel(
     name: str, history: list[list[float]], base: int, width: int = 720, height: int = 240, left: int = 64, top: int = 34
 ) -> list[str]:
-    parts = [f'<text x="{left}" y="{base + 20}" font-weight="bold">{name}: mean loss of each report against step</text>']
+    parts = [
+        f'<text x="{left}" y="{base + 20}" font-weight="bold">{name}: mean loss of each report against step</text>'
+    ]
     if len(history) < 2:
         return parts
     steps, logs = [h[0] for h in history], [math.log10(max(h[1], 1e-12)) for h in history]
@@ -76,7 +78,10 @@ def _percent(share: float) -> str:
 def card_text(training: dict, following: dict, size_bytes: int) -> str:
     """The model card; every figure comes from the two records."""
     model, config, stages = training["model"], training["training"], training["stages"]
-    count, final = training["parameters"], {name: stage["history"][-1][1] for name, stage in stages.items() if stage["history"]}
+    count, final = (
+        training["parameters"],
+        {name: stage["history"][-1][1] for name, stage in stages.items() if stage["history"]},
+    )
     rows, kinds, verdict, guided, checked, limit = _followed(following)
     notes = "".join(f"\n\n{note}" for note in training.get("notes", []))
     sizes = ", ".join(f"{f} x {h} x {w}" for f, h, w, *_ in training["sizes"])
@@ -166,7 +171,9 @@ def write_card(folder: Path) -> Path:
     """FOLDER/MODEL_CARD.md from FOLDER/training.json and FOLDER/following.json."""
     for name in ("training.json", "following.json"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"folder: {folder / name} is missing; run python -m parklab.sprites.train or .following first")
+            raise FileNotFoundError(
+                f"folder: {folder / name} is missing; run python -m parklab.sprites.train or .following first"
+            )
     training, following = (json.loads((folder / name).read_text()) for name in ("training.json", "following.json"))
     weights = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != "MODEL_CARD.md")
     write_atomically(folder / "MODEL_CARD.md", card_text(training, following, weights).encode())

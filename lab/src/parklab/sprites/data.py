@@ -1,7 +1,7 @@
 """Procedural clips: a sprite moves over a panning texture, for any sentence of the grammar, on any device.
 
-Everything random is drawn on the CPU from a seed, so a clip is the same on every device up to rounding. The per-pixel work
-is two table look-ups (a signed-distance table for the sprite, a periodic tile for the texture), so an H200 renders
+Everything random is drawn on the CPU from a seed, so a clip is the same on every device up to rounding. The per-pixel
+work is two table look-ups (a signed-distance table for the sprite, a periodic tile for the texture), so an H200 renders
 thousands of clips a second. Backgrounds stay below a brightness of 0.66 and sprites above 0.8 (largest of red, green,
 blue): that gap is what the prompt-following check relies on.
 """
@@ -28,7 +28,14 @@ SPRITE_RGB = (
     (0.72, 0.12, 0.95),
     (1.00, 1.00, 1.00),
 )
-GROUND_RGB = ((0.25, 0.45, 1.00), (0.25, 0.90, 0.35), (1.00, 0.28, 0.25), (0.68, 0.30, 1.00), (0.80, 0.52, 0.28), (0.75, 0.75, 0.75))
+GROUND_RGB = (
+    (0.25, 0.45, 1.00),
+    (0.25, 0.90, 0.35),
+    (1.00, 0.28, 0.25),
+    (0.68, 0.30, 1.00),
+    (0.80, 0.52, 0.28),
+    (0.75, 0.75, 0.75),
+)
 TILE = 192  # pixels of the periodic texture tile; the tile is magnified 0.8x to 1.4x
 TABLE = 160  # pixels of a signed-distance table, which spans [-1.6, 1.6] sprite radii
 
@@ -120,7 +127,8 @@ def _texture_tiles(texture: Tensor, draw: Tensor, cells: Tensor, modes: Tensor) 
     kinds = {
         "waves": 0.5 + 0.5 * (turn * (m * y + (0.12 + 0.2 * warp) * (turn * (n - 1) * x).sin())).sin(),
         "stripes": soft((turn * ((n + 1) * x + lean * m * y)).sin()),
-        "checks": soft(2 * (turn * 2 * x).sin() * (turn * 2 * y).sin()) * (0.55 + 0.45 * at_cell((y * 4).floor(), (x * 4).floor())),
+        "checks": soft(2 * (turn * 2 * x).sin() * (turn * 2 * y).sin())
+        * (0.55 + 0.45 * at_cell((y * 4).floor(), (x * 4).floor())),
         "dots": torch.sigmoid((0.16 + 0.2 * at_cell(row, column) - dot) * 30) * (0.5 + 0.5 * at_cell(column, row)),
         "clouds": clouds,
         "bricks": torch.sigmoid((mortar - 0.09) * 40) * (0.35 + 0.65 * at_cell(brick_row, brick_x.floor() * 2)),
@@ -136,7 +144,12 @@ def _sprite_centres(motion: Tensor, draw: Tensor, radius: Tensor, size: ClipSize
     progress = (time / max(size.frames - 1, 1))[None]
     extent = torch.tensor([size.width, size.height], dtype=torch.float32)
     room = (extent - 2.4 * radius[:, None]).clamp(min=0) / 2  # how far a centre may be from the middle, each way
-    sign, place, reach, swing = (draw[:, :1] < 0.5).float() * 2 - 1, 2 * draw[:, 1:2] - 1, 0.75 + 0.25 * draw[:, 2:3], draw[:, 3:4]
+    sign, place, reach, swing = (
+        (draw[:, :1] < 0.5).float() * 2 - 1,
+        2 * draw[:, 1:2] - 1,
+        0.75 + 0.25 * draw[:, 2:3],
+        draw[:, 3:4],
+    )
     sweep = (2 * progress - 1) * reach
     rest = place.expand_as(sweep)
     turn = 2 * math.pi * (time[None] / (28 + 12 * swing) + place)
@@ -163,11 +176,15 @@ def render(scenes: list[Scene] | Tensor, size: ClipSize, seed: int, device: torc
     radius = min(size.height, size.width) * (0.16 + 0.07 * uniform(count))
     centres = _sprite_centres(motion, uniform(count, 4), radius, size)
     heading, speed = 2 * math.pi * uniform(count), 0.5 + 1.5 * uniform(count)
-    waves = torch.stack([(uniform(count, 24) * 9).floor() - 4, (uniform(count, 24) * 9).floor() - 4, uniform(count, 24)], -1)
+    waves = torch.stack(
+        [(uniform(count, 24) * 9).floor() - 4, (uniform(count, 24) * 9).floor() - 4, uniform(count, 24)], -1
+    )
     strength = torch.randn(count, 24, generator=drawn) / (1 + waves[..., :2].norm(dim=-1))
     modes = torch.cat([waves, strength[..., None]], -1)
     corner, magnify = uniform(count, 2), 0.8 + 0.6 * uniform(count)
-    tiles = _texture_tiles(texture.to(device), uniform(count, 4).to(device), uniform(count, 8, 8).to(device), modes.to(device))
+    tiles = _texture_tiles(
+        texture.to(device), uniform(count, 4).to(device), uniform(count, 8, 8).to(device), modes.to(device)
+    )
     shade_angle = 2 * math.pi * uniform(count)
 
     to = lambda v: v.to(device, non_blocking=True)  # noqa: E731
@@ -181,21 +198,30 @@ def render(scenes: list[Scene] | Tensor, size: ClipSize, seed: int, device: torc
     wrapped = F.pad(tiles[:, None], (0, 1, 0, 1), mode="circular")
     across = ((x + shift[..., :1]) / span % 1) * 2 - 1
     down = ((y + shift[..., 1:]) / span % 1) * 2 - 1
-    where = torch.stack([across[:, :, None, :].expand(-1, -1, len(y), -1), down[..., None].expand(-1, -1, -1, len(x))], -1)
-    grey = F.grid_sample(wrapped, where.flatten(1, 2), align_corners=True, mode="bilinear").view(count, 1, size.frames, len(y), len(x))
+    where = torch.stack(
+        [across[:, :, None, :].expand(-1, -1, len(y), -1), down[..., None].expand(-1, -1, -1, len(x))], -1
+    )
+    grey = F.grid_sample(wrapped, where.flatten(1, 2), align_corners=True, mode="bilinear").view(
+        count, 1, size.frames, len(y), len(x)
+    )
     base = to(torch.tensor(GROUND_RGB)[ground])[:, :, None, None, None]
     clip = base * (0.20 + 0.45 * grey)
 
     centre, half = to(centres), to(radius)[:, None, None]
     right = (x - centre[..., :1]) / half
     below = (y - centre[..., 1:]) / half
-    where = torch.stack([right[:, :, None, :].expand(-1, -1, len(y), -1), below[..., None].expand(-1, -1, -1, len(x))], -1) / 1.6
+    where = (
+        torch.stack([right[:, :, None, :].expand(-1, -1, len(y), -1), below[..., None].expand(-1, -1, -1, len(x))], -1)
+        / 1.6
+    )
     tables = to(shape_tables())[to(shape)][:, None]
     distance = F.grid_sample(tables, where.flatten(1, 2), align_corners=True, padding_mode="border").view_as(grey)
     pixels = distance * half[..., None, None]
     cover = (0.5 - pixels / 1.5).clamp(0, 1)
     shadow = 1 - 0.45 * torch.exp(-((pixels.clamp(min=0) / (0.12 * half[..., None, None])) ** 2))
     light = to(torch.stack([shade_angle.cos(), shade_angle.sin()], 1))[:, None]
-    lit = 0.94 + 0.05 * (right[:, :, None, :] * light[..., :1, None] + below[..., None] * light[..., 1:, None]).clamp(-1.2, 1.2)
+    lit = 0.94 + 0.05 * (right[:, :, None, :] * light[..., :1, None] + below[..., None] * light[..., 1:, None]).clamp(
+        -1.2, 1.2
+    )
     paint = to(torch.tensor(SPRITE_RGB)[colour])[:, :, None, None, None] * lit[:, None]
     return torch.lerp(clip * shadow, paint, cover) * 2 - 1

@@ -34,19 +34,24 @@ def reconstructed(pipeline: Any, scenes: list[Scene], size: ClipSize, device: to
     """The rule on true renders that went through the autoencoder: the best any transformer could reach with it."""
     seen, errors = [], []
     for start in range(0, len(scenes), 10):
-        clips = torch.cat([render([s], size, 50_000 + start + i, device) for i, s in enumerate(scenes[start : start + 10])])
+        clips = torch.cat(
+            [render([s], size, 50_000 + start + i, device) for i, s in enumerate(scenes[start : start + 10])]
+        )
         with torch.no_grad(), autocast(device):
             decoded = pipeline.vae.decode(pipeline.vae.encode(clips).latent_dist.mode()).sample.float()
         errors += (-10 * ((decoded - clips) / 2).square().flatten(1).mean(1).log10()).tolist()
         seen += [look(clip) for clip in decoded / 2 + 0.5]
     rates = score(scenes, seen)
-    return {name: rates[name] for name in ("colour", "shape", "colour_and_shape", "motion")} | {"psnr_db": sum(errors) / len(errors)}
+    return {name: rates[name] for name in ("colour", "shape", "colour_and_shape", "motion")} | {
+        "psnr_db": sum(errors) / len(errors)
+    }
 
 
 def evaluate(folder: Path, sheet: Path, config: TrainConfig, device: torch.device) -> None:
     """following.json in the checkpoint folder, written after each measurement, and the sample sheet.
 
-    What the file already holds is kept, and after `config.evaluation_seconds` nothing new begins: run it again for the rest.
+    What the file already holds is kept, and after `config.evaluation_seconds` nothing new begins: run it again for the
+    rest.
     """
     from diffusers import WanPipeline
 
@@ -64,9 +69,18 @@ def evaluate(folder: Path, sheet: Path, config: TrainConfig, device: torch.devic
         if any((r["size"], r["guidance"]) == ([size.frames, size.height, size.width], guidance) for r in found[name]):
             return
         with autocast(device):
-            clips = list(generate(pipeline, scenes, size, steps=steps, guidance=guidance, batch=max(2, TOKENS_AT_ONCE // size.tokens)))
+            clips = list(
+                generate(
+                    pipeline, scenes, size, steps=steps, guidance=guidance, batch=max(2, TOKENS_AT_ONCE // size.tokens)
+                )
+            )
         result = score(scenes, [look(clip) for clip in clips])
-        result |= {"size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": steps, "guidance": guidance}
+        result |= {
+            "size": [size.frames, size.height, size.width],
+            "tokens": size.tokens,
+            "steps": steps,
+            "guidance": guidance,
+        }
         rates = {k: v for k, v in result.items() if k != "rows"}
         found[name].append(result if guidance == 1 else rates)
         say(json.dumps(rates))
@@ -94,7 +108,9 @@ def evaluate(folder: Path, sheet: Path, config: TrainConfig, device: torch.devic
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("folder", type=Path, help="checkpoint folder")
-    reader.add_argument("--sheet", type=Path, required=True, help="PNG for the sample sheet, written with the first measurement")
+    reader.add_argument(
+        "--sheet", type=Path, required=True, help="PNG for the sample sheet, written with the first measurement"
+    )
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     reader.add_argument("--seconds", type=float, default=1e9)
     asked = reader.parse_args()

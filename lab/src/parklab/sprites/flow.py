@@ -39,18 +39,31 @@ class Flow:
     """Text encoder and transformer with their stage, their moving average and their data."""
 
     def __init__(
-        self, model: SpriteModelConfig, config: TrainConfig, device: torch.device, scenes: Tensor, tokenizer: Any, encode: Encode
+        self,
+        model: SpriteModelConfig,
+        config: TrainConfig,
+        device: torch.device,
+        scenes: Tensor,
+        tokenizer: Any,
+        encode: Encode,
     ) -> None:
         self.model, self.config, self.device, self.scenes, self.encode = model, config, device, scenes, encode
         self.transformer, self.text = build_transformer(model).to(device), build_text_encoder(model).to(device)
         modules = {"transformer": self.transformer, "text": self.text}
         self.parameters = {f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters()}
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
-        # not the text encoder: UMT5 does not scale its scores, Muon's steps saturate them, and sentences become bags of words
-        inside = {name for name, p in self.parameters.items() if config.muon and name.startswith("transformer.blocks.") and p.ndim == 2}
+        # not the text encoder: UMT5 does not scale its scores, Muon's steps saturate them, and sentences become bags of
+        # words
+        inside = {
+            name
+            for name, p in self.parameters.items()
+            if config.muon and name.startswith("transformer.blocks.") and p.ndim == 2
+        }
         self.descent = Descent(self.parameters, inside)
         self.stage = Stage("transformer", config.steps, config.seconds, 2 if config.small else 50)
-        sentences = tokenizer([s.sentence for s in every_scene()] + [""], padding="max_length", max_length=12, return_tensors="pt")
+        sentences = tokenizer(
+            [s.sentence for s in every_scene()] + [""], padding="max_length", max_length=12, return_tensors="pt"
+        )
         self.token_table, self.mask_table = sentences.input_ids.to(device), sentences.attention_mask.to(device)
         self.pools: dict[ClipSize, Pool] = {}
 
@@ -63,7 +76,9 @@ class Flow:
             shape = (room, self.model.latent_channels, *size.grid)
             rows = torch.zeros(room, dtype=torch.long, device=self.device)
             # a quarter at the start, so that no clip is seen too often
-            self.pools[size] = Pool(torch.empty(shape, dtype=torch.bfloat16, device=self.device), rows, owed=max(count, room // 4))
+            self.pools[size] = Pool(
+                torch.empty(shape, dtype=torch.bfloat16, device=self.device), rows, owed=max(count, room // 4)
+            )
         pool = self.pools[size]
         pool.owed += self.config.fresh * count
         while pool.owed >= at_once or pool.made < count:
@@ -101,7 +116,9 @@ class Flow:
         noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1))
         with autocast(self.device, cache=not self.config.graphs):
             states = self.text_states(rows, length)
-            predicted = self.transformer(hidden_states=noisy, timestep=sigma * 1000, encoder_hidden_states=states, return_dict=False)[0]
+            predicted = self.transformer(
+                hidden_states=noisy, timestep=sigma * 1000, encoder_hidden_states=states, return_dict=False
+            )[0]
         error = (predicted.float() - (noise - clean)).square().mean()
         return error, error.detach()
 
@@ -122,7 +139,9 @@ class Flow:
         stage.end()
 
     def _step(self, size: ClipSize, length: int, batch: tuple[Tensor, ...]) -> None:
-        error = self.descent.gradients(partial(self.loss, length=length), batch, (size, length) if self.config.graphs else None)
+        error = self.descent.gradients(
+            partial(self.loss, length=length), batch, (size, length) if self.config.graphs else None
+        )
         self.descent.step(self.stage.rate(self.config.rate, self.config.warmup))
         # an average whose width grows with the steps: it forgets the start without a horizon to be chosen
         keep = (1 - 1 / (self.stage.step + 1)) ** (1 / self.config.average)

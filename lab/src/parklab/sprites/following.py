@@ -103,7 +103,9 @@ def _motion(masks: Tensor) -> str | None:
 def look(clip: Tensor) -> Seen:
     """clip [3, frames, h, w] in [0, 1]."""
     if clip.ndim != 4 or clip.shape[0] != 3:
-        raise ValueError(f"clip: expected [3, frames, height, width], got {tuple(clip.shape)}; permute the frames first")
+        raise ValueError(
+            f"clip: expected [3, frames, height, width], got {tuple(clip.shape)}; permute the frames first"
+        )
     clip = clip.float().cpu()
     all_masks = _sprite_masks(clip)
     chosen = torch.linspace(0, clip.shape[1] - 1, 5).round().long()
@@ -149,11 +151,22 @@ def check_the_rule(scenes: list[Scene], size: ClipSize, seed: int = 0) -> dict:
     shuffled = scenes[len(scenes) // 2 :] + scenes[: len(scenes) // 2]
     names = ("colour", "shape", "colour_and_shape", "motion")
     true, chance = score(scenes, seen), score(shuffled, seen)
-    return {"true_renders": {n: true[n] for n in names}, "shuffled_prompts": {n: chance[n] for n in names}, "prompts": len(scenes)}
+    return {
+        "true_renders": {n: true[n] for n in names},
+        "shuffled_prompts": {n: chance[n] for n in names},
+        "prompts": len(scenes),
+    }
 
 
 def generate(
-    pipeline: Any, scenes: list[Scene], size: ClipSize, *, steps: int = 16, seed: int = 0, guidance: float = 1.0, batch: int = 1
+    pipeline: Any,
+    scenes: list[Scene],
+    size: ClipSize,
+    *,
+    steps: int = 16,
+    seed: int = 0,
+    guidance: float = 1.0,
+    batch: int = 1,
 ) -> Iterator[Tensor]:
     """Clips [3, frames, h, w] in [0, 1], one at a time; the noise of prompt i depends on seed and i alone."""
     for start in range(0, len(scenes), batch):

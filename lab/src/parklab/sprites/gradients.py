@@ -1,4 +1,6 @@
-"""One optimisation step: mixed precision, Muon and AdamW, clipping, and replay of a forward and backward pass as a CUDA graph."""
+"""One optimisation step: mixed precision, Muon and AdamW, clipping, and replay of a forward and backward pass as a CUDA
+graph.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def autocast(device: torch.device, cache: bool = True) -> torch.autocast:
 
 
 def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """About U Vᵀ of each matrix U S Vᵀ in [n, rows, columns]: Newton-Schulz with Muon's quintic, singular values near 1."""
+    """About U Vᵀ of each matrix U S Vᵀ in [n, rows, columns]: Newton-Schulz with Muon's quintic, singular values near
+    1.
+    """
     x = matrices / (matrices.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -27,7 +31,8 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised; matrices of one shape go together, which `torch.optim.Muon` does not do (hundreds of launches).
+    """Momentum, orthogonalised; matrices of one shape go together, which `torch.optim.Muon` does not do (hundreds of
+    launches).
 
     A convolution is a matrix [out, everything else]. Updates are scaled to the size of AdamW's, so both share one rate.
     """
@@ -79,7 +84,9 @@ class Descent:
             p.grad = None
 
     def gradients(self, compute: Compute, batch: tuple[Tensor, ...], graph: Hashable | None) -> Tensor:
-        """Of compute's loss, left in the parameters; returns its report. graph: what passes are replayed under, None where they are not."""
+        """Of compute's loss, left in the parameters; returns its report. graph: what passes are replayed under, None
+        where they are not.
+        """
         if graph is not None:
             if graph not in self.graphs:
                 self.graphs[graph] = GraphedGradients(compute, batch, self.parameters)
@@ -103,12 +110,17 @@ class Descent:
         return {f"{name}/{part}": value for name, p in self.parameters.items() for part, value in self.state(p).items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        owner = {p: optimizer for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        owner = {
+            p: optimizer for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        }
         for name, p in self.parameters.items():
-            parts = {key.removeprefix(name + "/"): value for key, value in tensors.items() if key.startswith(name + "/")}
+            parts = {
+                key.removeprefix(name + "/"): value for key, value in tensors.items() if key.startswith(name + "/")
+            }
             # fused AdamW wants the moments in the memory layout of the parameter
             owner[p].state[p] = {
-                part: torch.empty_like(p).copy_(value) if value.shape == p.shape else value.to(p.device) for part, value in parts.items()
+                part: torch.empty_like(p).copy_(value) if value.shape == p.shape else value.to(p.device)
+                for part, value in parts.items()
             }
 
 
@@ -116,7 +128,11 @@ class GraphedGradients:
     """Replays `compute(*inputs) -> (loss, report)` and the backward pass; the gradients then lie in the parameters."""
 
     def __init__(self, compute: Compute, inputs: tuple[Tensor, ...], parameters: dict[str, nn.Parameter]) -> None:
-        self.inputs, self.parameters, self.graph = tuple(x.clone() for x in inputs), list(parameters.values()), torch.cuda.CUDAGraph()
+        self.inputs, self.parameters, self.graph = (
+            tuple(x.clone() for x in inputs),
+            list(parameters.values()),
+            torch.cuda.CUDAGraph(),
+        )
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

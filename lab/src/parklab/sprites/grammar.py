@@ -96,5 +96,7 @@ def parse(prompt: str) -> Scene:
     found = (words[1], words[2], " ".join(words[3 : 3 + for_motion]), words[4 + for_motion], words[5 + for_motion])
     for field, slot, entry in zip(fields(Scene), SLOTS, found, strict=True):
         if entry not in slot:
-            raise ValueError(f"prompt: expected as {field.name} one of {', '.join(slot)}, got {entry!r}; write for example: {EXAMPLE}.")
+            raise ValueError(
+                f"prompt: expected as {field.name} one of {', '.join(slot)}, got {entry!r}; write for example: {EXAMPLE}."
+            )
     return Scene(*found)

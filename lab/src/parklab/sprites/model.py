@@ -20,8 +20,8 @@ PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 class SpriteModelConfig:
     """One token is 8 x 8 pixels x 4 frames, so 81 frames of 400 x 576 are the familiar 75,600 tokens.
 
-    The autoencoder works on 2 x 2 pixel patches and halves twice more, so that a CPU decodes a demo clip in seconds. It has
-    Wan2.2's shortcuts around each change of resolution, which need no weights and train faster.
+    The autoencoder works on 2 x 2 pixel patches and halves twice more, so that a CPU decodes a demo clip in seconds. It
+    has Wan2.2's shortcuts around each change of resolution, which need no weights and train faster.
     """
 
     heads: int = 3
@@ -50,12 +50,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, vocabulary[END])])
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, model_max_length=512, padding_side="right"
+        tokenizer_object=words,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        model_max_length=512,
+        padding_side="right",
     )
 
 
 def build_text_encoder(config: SpriteModelConfig) -> UMT5EncoderModel:
-    """Its heads begin by looking at their neighbours: "blue" before a shape and "blue" after "over" are different words."""
+    """Its heads begin by looking at their neighbours: "blue" before a shape and "blue" after "over" are different
+    words.
+    """
     from transformers import UMT5Config, UMT5EncoderModel
 
     encoder = UMT5EncoderModel(
@@ -132,7 +139,9 @@ def build_transformer(config: SpriteModelConfig) -> WanTransformer3DModel:
 
 
 def build_pipeline(config: SpriteModelConfig | None = None, seed: int = 0, **parts: Any) -> WanPipeline:
-    """An untrained pipeline; `parts` replace components (vae, transformer, text_encoder, tokenizer). Global RNG untouched."""
+    """An untrained pipeline; `parts` replace components (vae, transformer, text_encoder, tokenizer). Global RNG
+    untouched.
+    """
     from diffusers import UniPCMultistepScheduler, WanPipeline
 
     config = config or SpriteModelConfig()

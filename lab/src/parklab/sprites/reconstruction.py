@@ -25,14 +25,20 @@ class Autoencoding:
             for module in self.vae.modules():
                 if isinstance(module, nn.Conv3d) and min(module.kernel_size) > 1:
                     module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
-        with torch.no_grad():  # start with a nearly noiseless posterior, or reconstruction learns nothing for a long time
+        with (
+            torch.no_grad()
+        ):  # start with a nearly noiseless posterior, or reconstruction learns nothing for a long time
             self.vae.quant_conv.bias[model.latent_channels :] -= 5.0
         self.whole = WholeClips(self.vae)
         self.parameters = {f"vae.{name}": p for name, p in self.vae.named_parameters()}
         self.decoder_parameters = {
             name: p for name, p in self.parameters.items() if name.startswith(("vae.decoder.", "vae.post_quant_conv."))
         }
-        inside = {name for name, p in self.parameters.items() if config.muon and p.ndim >= 4 and "conv_out" not in name and len(p) > 1}
+        inside = {
+            name
+            for name, p in self.parameters.items()
+            if config.muon and p.ndim >= 4 and "conv_out" not in name and len(p) > 1
+        }
         self.trained = (self.parameters, self.decoder_parameters)
         self.descents = tuple(Descent(parameters, inside) for parameters in self.trained)
         report = 2 if config.small else 50
@@ -70,7 +76,9 @@ class Autoencoding:
                 # the statistics belong to the encoder, which the second stage leaves alone
                 self.measure(statistics=index == 0)
 
-    def _descend(self, index: int, compute: Callable[[Tensor], tuple[Tensor, Tensor]], save_when_due: Callable[[], None]) -> None:
+    def _descend(
+        self, index: int, compute: Callable[[Tensor], tuple[Tensor, Tensor]], save_when_due: Callable[[], None]
+    ) -> None:
         config, stage, descent, parameters = self.config, self.stages[index], self.descents[index], self.trained[index]
         sizes = ((ClipSize(5, 48, 64), 1.0),) if config.small else AUTOENCODER_SIZES
         self.vae.requires_grad_(False)
@@ -80,7 +88,9 @@ class Autoencoding:
         while stage.progress < 1:
             seed = config.seed * 10**7 + index * 10**6 + stage.step
             size, share = sizes[stage.step % len(sizes)]
-            clips = render(draw_scenes(self.scenes, round(share * config.autoencoder_batch), seed), size, seed, self.device)
+            clips = render(
+                draw_scenes(self.scenes, round(share * config.autoencoder_batch), seed), size, seed, self.device
+            )
             error = descent.gradients(compute, (clips,), size if config.graphs else None)
             descent.step(stage.rate(config.autoencoder_rate, 100))
             stage.record(error)
@@ -95,7 +105,12 @@ class Autoencoding:
         """The reconstruction's PSNR and, if asked, mean and deviation of each latent channel (Wan's config holds them)."""
         latents, psnr = [], []
         for size, _, _ in mixture(self.config)[:4]:
-            clips = render(draw_scenes(self.scenes, 4 if self.config.small else 24, 99_991 + size.tokens), size, size.tokens, self.device)
+            clips = render(
+                draw_scenes(self.scenes, 4 if self.config.small else 24, 99_991 + size.tokens),
+                size,
+                size.tokens,
+                self.device,
+            )
             with autocast(self.device):
                 posterior = self.whole.encode(clips)
                 decoded = self.whole.decode(posterior.mode()).float().clamp(-1, 1)

@@ -1,13 +1,14 @@
 """python -m parklab.sprites.train --out runs/sprites --graphs --compile   Trains the model in the box on one GPU.
 
-Three stages: the autoencoder; its decoder alone, on slightly noisy latents; text encoder and transformer, small clips first.
+Three stages: the autoencoder; its decoder alone, on slightly noisy latents; text encoder and transformer, small clips
+first.
 
-Run the same command again to resume: the state (weights, moving average, optimizers, history) is one safetensors file that is
-replaced atomically. `--start FOLDER` begins with the weights of a checkpoint folder instead, or with those of its parts that
-are there (`vae` alone, say); add `--autoencoder-seconds 0 --decoder-seconds 0` to keep its autoencoder. Clips are rendered and
-encoded while training; each step's random draws depend on the seed and the step alone. A stage ends at its step count or its
-seconds, whichever comes first, and the learning rate follows whichever is nearer.
-Writes OUT/checkpoint (the diffusers folder with its records), OUT/loss.svg, OUT/samples.png.
+Run the same command again to resume: the state (weights, moving average, optimizers, history) is one safetensors file
+that is replaced atomically. `--start FOLDER` begins with the weights of a checkpoint folder instead, or with those of
+its parts that are there (`vae` alone, say); add `--autoencoder-seconds 0 --decoder-seconds 0` to keep its autoencoder.
+Clips are rendered and encoded while training; each step's random draws depend on the seed and the step alone. A stage
+ends at its step count or its seconds, whichever comes first, and the learning rate follows whichever is nearer. Writes
+OUT/checkpoint (the diffusers folder with its records), OUT/loss.svg, OUT/samples.png.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from safetensors.torch import load_file
 from .card import loss_plot, write_card
 from .evaluation import evaluate
 from .flow import Flow
-from .model import SpriteModelConfig, build_autoencoder, build_pipeline, build_text_encoder, build_tokenizer, build_transformer
+from .model import (
+    SpriteModelConfig,
+    build_autoencoder,
+    build_pipeline,
+    build_text_encoder,
+    build_tokenizer,
+    build_transformer,
+)
 from .recipe import TrainConfig, mixture, train_scenes
 from .reconstruction import Autoencoding
 from .training_state import load_state, prefixed, save_state, say, unprefixed
@@ -58,7 +66,8 @@ class Trainer:
         self.flow.train(self.save_when_due)
         self.save()
 
-    # --- state -----------------------------------------------------------------------------------------------------------
+    # --- state
+    # -----------------------------------------------------------------------------------------------------------
     def save(self) -> None:
         moving = {f"average.{name}": p for name, p in self.flow.average.items()}
         running = max((i for i, stage in enumerate(self.stages) if stage.step), default=None)
@@ -89,7 +98,9 @@ class Trainer:
                 p.copy_(tensors[name])
             for name, p in self.flow.average.items():
                 p.copy_(tensors[f"average.{name}"])
-        self.autoencoding.mean, self.autoencoding.std = (tensors[f"latents.{name}"].to(self.device) for name in ("mean", "std"))
+        self.autoencoding.mean, self.autoencoding.std = (
+            tensors[f"latents.{name}"].to(self.device) for name in ("mean", "std")
+        )
         self.autoencoding.psnr, self.notes = record["vae_psnr"], record["notes"]
         for index, (stage, descent) in enumerate(zip(self.stages, self.descents, strict=True)):
             stage.restore(record["stages"][index])
@@ -129,7 +140,8 @@ class Trainer:
                 f"{what}: {where} was trained with {got}, this run asks for {expected}; choose another --out or the same settings"
             )
 
-    # --- results ---------------------------------------------------------------------------------------------------------
+    # --- results
+    # ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def export(self) -> Path:
         """The diffusers folder with the averaged weights, put in place by one rename."""
@@ -139,7 +151,12 @@ class Trainer:
         for module, name in ((transformer, "transformer"), (text, "text")):
             averaged = {k[len(name) + 1 :]: v for k, v in self.flow.average.items() if k.startswith(name + ".")}
             module.load_state_dict(averaged, strict=False)
-        parts = {"vae": vae.half(), "transformer": transformer.half(), "text_encoder": text.float(), "tokenizer": self.tokenizer}
+        parts = {
+            "vae": vae.half(),
+            "transformer": transformer.half(),
+            "text_encoder": text.float(),
+            "tokenizer": self.tokenizer,
+        }
         final, partial = self.out / "checkpoint", self.out / "checkpoint.partial"
         shutil.rmtree(partial, ignore_errors=True)
         build_pipeline(self.model, **parts).save_pretrained(partial, safe_serialization=True)
@@ -169,7 +186,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     config = TrainConfig(**asked)
-    small = SpriteModelConfig(heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
+    small = SpriteModelConfig(
+        heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8
+    )
     trainer = Trainer(out, small if config.small else SpriteModelConfig(), config, device)
     if not trainer.resume() and start:
         trainer.start_from(start)

@@ -44,7 +44,11 @@ class Stage:
 
     @property
     def progress(self) -> float:
-        return min(1.0, max(self.step / self.steps, self.elapsed / self.seconds)) if self.steps > 0 and self.seconds > 0 else 1.0
+        return (
+            min(1.0, max(self.step / self.steps, self.elapsed / self.seconds))
+            if self.steps > 0 and self.seconds > 0
+            else 1.0
+        )
 
     def rate(self, peak: float, warmup: int) -> float:
         return peak * min(1.0, (self.step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress)))
@@ -55,7 +59,9 @@ class Stage:
         if self.step % self.report_every == 0:
             mean = self.sum.item() / self.report_every
             if not math.isfinite(mean):
-                raise FloatingPointError(f"{self.name}: loss is {mean} at step {self.step}; lower the learning rate and resume")
+                raise FloatingPointError(
+                    f"{self.name}: loss is {mean} at step {self.step}; lower the learning rate and resume"
+                )
             self.sum = None
             self.history.append([self.step, mean, round(self.elapsed, 1)])
             if len(self.history) % 5 == 0:
@@ -71,7 +77,9 @@ class Stage:
         return {"step": step + self.step, "elapsed": elapsed + self.elapsed, "history": self.earlier["history"] + moved}
 
     def restore(self, saved: dict) -> None:
-        self.step, self.before, self.history, self.earlier = (saved[name] for name in ("step", "elapsed", "history", "earlier"))
+        self.step, self.before, self.history, self.earlier = (
+            saved[name] for name in ("step", "elapsed", "history", "earlier")
+        )
 
 
 def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:

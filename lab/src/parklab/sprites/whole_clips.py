@@ -1,9 +1,9 @@
 """The stock autoencoder on whole clips: one pass over all frames instead of a loop over chunks of four.
 
-`AutoencoderKLWan` walks through a clip in chunks and keeps the last frames of every convolution. Its layers are causal, so one
-pass over the whole clip computes the same numbers, with fewer and larger kernels: that is what training wants. Only the
-changes of the frame rate know about chunks; they are stated here for whole clips. The norm is stated again too, as the one
-fused kernel PyTorch has for it.
+`AutoencoderKLWan` walks through a clip in chunks and keeps the last frames of every convolution. Its layers are causal,
+so one pass over the whole clip computes the same numbers, with fewer and larger kernels: that is what training wants.
+Only the changes of the frame rate know about chunks; they are stated here for whole clips. The norm is stated again
+too, as the one fused kernel PyTorch has for it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ class WholeClips:
         from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        return DiagonalGaussianDistribution(self.vae.quant_conv(self.vae.encoder(patchify(clips, self.vae.config.patch_size))))
+        return DiagonalGaussianDistribution(
+            self.vae.quant_conv(self.vae.encoder(patchify(clips, self.vae.config.patch_size)))
+        )
 
     def decode(self, latents: Tensor) -> Tensor:
         """Clips, not clamped: a clamped pixel would have no gradient."""
         from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
-        return unpatchify(self.vae.decoder(self.vae.post_quant_conv(latents), first_chunk=True), self.vae.config.patch_size)
+        return unpatchify(
+            self.vae.decoder(self.vae.post_quant_conv(latents), first_chunk=True), self.vae.config.patch_size
+        )

@@ -21,19 +21,13 @@ import torch
 from parkattn.checks import expect_choice, first_line, ran_out_of_memory
 from parklab.extras import package
 from parklab.sprites import CHECKPOINT
-from parklab.studio.model_folder import INDEX, LARGEST_CONFIG, Component, judge_folder, judge_index, read_json
+from parklab.studio.components import component_class, expect_kinds, load_weights, public_class
+from parklab.studio.model_folder import INDEX, judge_folder, judge_index
+from parklab.studio.placement import expect_offload, place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OFFLOADS = ("none", "model", "sequential")
 PIPELINE_MULTIPLE = 16  # stock pipelines refuse other heights and widths, also for models whose tokens are smaller
 CHUNK = 2**22  # bytes per read of a fingerprint
-# what a component must be, in the library's own words
-BASES = {
-    "diffusers": ("ModelMixin", "SchedulerMixin", "BaseGuidance"),
-    "transformers": ("PreTrainedModel", "PreTrainedTokenizerBase", "ImageProcessingMixin", "FeatureExtractionMixin", "ProcessorMixin"),
-}
-NAMED = 3  # tensors that an error names
-OBSOLETE = ("position_ids", "rotary_emb.inv_freq")  # constants that older releases saved as weights
 
 
 def find_model(model: str | None) -> Path:
@@ -57,7 +51,9 @@ def is_shipped(folder: Path) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """An ordinary diffusers folder with every component, weights in whole safetensors files, and nothing that could run."""
+    """An ordinary diffusers folder with every component, weights in whole safetensors files, and nothing that could
+    run.
+    """
     judge_folder(folder)
 
 
@@ -65,7 +61,9 @@ def fingerprint(folder: Path) -> str:
     """Tells retrained or edited weights apart: names and contents of every file a pipeline loads."""
     files = judge_folder(folder).files
     stats = [path.stat() for path in files]
-    keys = [(path.resolve(), stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in zip(files, stats, strict=True)]
+    keys = [
+        (path.resolve(), stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in zip(files, stats, strict=True)
+    ]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading leave the interpreter's lock
         digests = pool.map(lambda key: content_digest(*key), keys)
     whole = "".join(f"{path.relative_to(folder)} {digest}\n" for path, digest in zip(files, digests, strict=True))
@@ -74,7 +72,9 @@ def fingerprint(folder: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def content_digest(path: Path, size: int, changed_ns: int, inode: int) -> str:
-    """sha256 of a file; the arguments tell its versions apart, so that one process reads a file once. Reset: cache_clear."""
+    """sha256 of a file; the arguments tell its versions apart, so that one process reads a file once. Reset:
+    cache_clear.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -86,11 +86,17 @@ def choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {device!r}; leave it out for the best this machine has.")
+        raise ValueError(
+            f"device: expected auto, cpu, cuda or cuda:N, got {device!r}; leave it out for the best this machine has."
+        )
     if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device: expected one this machine has, got {device!r} without a CUDA GPU; pass --device cpu.")
+        raise ValueError(
+            f"device: expected one this machine has, got {device!r} without a CUDA GPU; pass --device cpu."
+        )
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
-        raise ValueError(f"device: expected cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {device!r}; pass one of these.")
+        raise ValueError(
+            f"device: expected cuda:0 to cuda:{torch.cuda.device_count() - 1}, got {device!r}; pass one of these."
+        )
     return device
 
 
@@ -101,32 +107,35 @@ def choose_dtype(dtype: str, device: str) -> str:
     return dtype
 
 
-def load_pipeline(folder: Path, *, device: str = "cpu", dtype: str = "float32", offload: str = "none") -> Any:
-    """The pipeline on its device, quiet, every weight from its files. Autoencoders stay in float32, which Wan's needs."""
-    expect_choice("offload", offload, OFFLOADS)
+def load_pipeline(
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    offload: str = "none",
+    quantise: tuple[str, str | None] | None = None,
+) -> Any:
+    """The pipeline on its device, quiet, every weight from its files. Autoencoders stay in float32, which Wan's needs.
+
+    quantise: the scheme, and the hash of the file if it is one.
+    """
+    expect_offload(offload, device)
     package("diffusers", "video pipelines")
     package("transformers", "text encoders")
     package("accelerate", "loading weights")
     judged = judge_folder(folder)
-    if offload != "none" and not device.startswith("cuda"):
-        raise ValueError(f"offload: expected none on {device}, got {offload!r}; offloading moves weights between CPU and GPU.")
     with _one_line(folder), _quiet():
         for part in judged.components:
-            _expect_kinds(part, _public_class(part.role.library, part.class_name, *BASES[part.role.library]))
+            expect_kinds(part, component_class(part))
         parts = {
-            part.name: _load_weights(part, torch.float32 if part.name == "vae" else DTYPES[dtype])
+            part.name: load_weights(part, torch.float32 if "vae" in part.name else DTYPES[dtype], quantise)
             for part in judged.components
             if part.role.weights is not None
         }
-        cls = _public_class("diffusers", judged.pipeline, "DiffusionPipeline")
+        cls = public_class("diffusers", judged.pipeline, "DiffusionPipeline")
         pipe = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True, **parts)
         pipe.set_progress_bar_config(disable=True)
-        if offload == "none":
-            return pipe.to(device)
-    if device == "cuda":
-        device = f"cuda:{torch.cuda.current_device()}"  # offloading would take the first GPU, also in a process that was given another
-    pipe.enable_model_cpu_offload(device=device) if offload == "model" else pipe.enable_sequential_cpu_offload(device=device)
-    return pipe
+    return place(pipe, device, offload)
 
 
 @contextlib.contextmanager
@@ -140,12 +149,16 @@ def _one_line(folder: Path) -> Iterator[None]:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, ValueError) and first.startswith("model: expected"):
             raise
-        raise ValueError(f"model: expected {folder} to load as a diffusers pipeline, got: {first}; download or save it again.") from error
+        raise ValueError(
+            f"model: expected {folder} to load as a diffusers pipeline, got: {first}; download or save it again."
+        ) from error
 
 
 @contextlib.contextmanager
 def stock_failures_in_one_line(pipe: Any) -> Iterator[None]:
-    """Configs and vocabularies that load and yet do not fit end a run in stock code; a failure through our code stays as it is."""
+    """Configs and vocabularies that load and yet do not fit end a run in stock code; a failure through our code stays
+    as it is.
+    """
     try:
         yield
     except (OSError, ModuleNotFoundError):
@@ -162,88 +175,6 @@ def stock_failures_in_one_line(pipe: Any) -> Iterator[None]:
         raise ValueError(
             f"model: expected {type(pipe).__name__} to make a video of this request, got {type(error).__name__} ({first}); check its configs."
         ) from error
-
-
-def _public_class(library: str, name: str, *bases: str) -> Any:
-    """A class of the library's own public namespace."""
-    module = package(library, "video pipelines")
-    found = getattr(module, name, None)
-    kinds = tuple(getattr(module, base) for base in bases if hasattr(module, base))
-    if not (isinstance(found, type) and found.__module__.startswith(f"{library}.") and issubclass(found, kinds)):
-        raise ValueError(f"model: expected a class that {library} {module.__version__} has, got {name}; install a newer {library}.")
-    return found
-
-
-def _expect_kinds(part: Component, cls: Any) -> None:
-    """No text and no object in a config where diffusers' class takes numbers: it would fail in the middle of a run."""
-    if part.role.library != "diffusers" or part.role.config is None:
-        return
-    config = read_json(part.folder / part.role.config, LARGEST_CONFIG, "it was there")
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
-        value, kind = config.get(name), str(parameter.annotation).lower()
-        if parameter.annotation is inspect.Parameter.empty:
-            continue
-        if (isinstance(value, str) and not re.search("str|literal|any", kind)) or (
-            isinstance(value, dict) and not re.search("dict|any", kind)
-        ):
-            raise ValueError(
-                f"model: expected {name} in {part.folder / part.role.config} as {cls.__name__} takes it, got {value!r}; correct it."
-            )
-
-
-def _load_weights(part: Component, dtype: torch.dtype) -> Any:
-    """A model whose weights all came from its files: loaders fill what is missing with random numbers, in silence."""
-    cls = _public_class(part.role.library, part.class_name, *BASES[part.role.library])
-    with _no_larger_than(part):
-        # newer releases call it dtype and warn; the older name works in all of them
-        model, found = cls.from_pretrained(
-            part.folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
-    unexpected = [name for name in found["unexpected_keys"] if not name.endswith(OBSOLETE)]
-    for what, names in (("missing", found["missing_keys"]), ("unexpected", unexpected), ("of another shape", found["mismatched_keys"])):
-        _expect_none(part, what, [str(name) for name in names])
-    values = model.state_dict()
-    _expect_none(part, "missing", [name for name, value in values.items() if value.is_meta])
-    # aminmax passes NaN on and makes no copy of the weights
-    floats = {name: value for name, value in values.items() if value.is_floating_point() and value.numel()}
-    _expect_none(part, "with NaN or Inf", [name for name, value in floats.items() if not _finite(value)])
-    return model.eval()
-
-
-def _finite(value: torch.Tensor) -> bool:
-    least, largest = torch.aminmax(value)
-    return bool(torch.isfinite(least) & torch.isfinite(largest))
-
-
-def _expect_none(part: Component, what: str, names: list[str]) -> None:
-    if names:
-        named = ", ".join(sorted(names)[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        raise ValueError(
-            f"model: expected the weights of {part.class_name} in {part.folder}, got {len(names)} {what} ({named}); download or save it again."
-        )
-
-
-@contextlib.contextmanager
-def _no_larger_than(part: Component) -> Iterator[None]:
-    """A config that describes a model far larger than its weights is refused while it is built, before it fills memory."""
-    # loaders register a parameter when they build it and again when they fill it
-    left = {"parameters": 8 * len(part.tensors) + 1000, "weights": 8 * sum(map(math.prod, part.tensors.values())) + 10**7}
-
-    def count(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is None:
-            return
-        left["parameters"] -= 1
-        left["weights"] -= parameter.numel()
-        if min(left.values()) < 0:
-            raise ValueError(
-                f"model: expected a config of the weights beside it in {part.folder}, got one of a far larger model; download it again."
-            )
-
-    handle = torch.nn.modules.module.register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -284,11 +215,15 @@ def expect_size(pipe: Any, frames: int, height: int, width: int) -> None:
         ("width", width, table * stride // pixels * pixels),
     ):
         if value > most:
-            raise ValueError(f"{name}: expected at most {most}, where this model's table of positions ends, got {value}; lower it.")
+            raise ValueError(
+                f"{name}: expected at most {most}, where this model's table of positions ends, got {value}; lower it."
+            )
 
 
 def expect_whole_text(pipe: Any, name: str, text: str, room: int) -> None:
-    """Refused, because stock pipelines cut a longer text without a word: minutes later the video would show something else."""
+    """Refused, because stock pipelines cut a longer text without a word: minutes later the video would show something
+    else.
+    """
     tokenizer, accepted = getattr(pipe, "tokenizer", None), inspect.signature(pipe.__call__).parameters
     if tokenizer is None or "max_sequence_length" not in accepted:
         return
@@ -300,8 +235,14 @@ def expect_whole_text(pipe: Any, name: str, text: str, room: int) -> None:
         return
     own = accepted["max_sequence_length"].default
     fits = isinstance(own, int) and needed <= own
-    advice = "leave out --text-tokens" if fits else f"shorten the {name}, or pass --text-tokens {needed} if this model reads so many"
-    raise ValueError(f"text_tokens: expected at least {needed} for this {name}, got {room}, which would cut it; {advice}.")
+    advice = (
+        "leave out --text-tokens"
+        if fits
+        else f"shorten the {name}, or pass --text-tokens {needed} if this model reads so many"
+    )
+    raise ValueError(
+        f"text_tokens: expected at least {needed} for this {name}, got {room}, which would cut it; {advice}."
+    )
 
 
 def token_count(pipe: Any, frames: int, height: int, width: int) -> int:
@@ -317,11 +258,17 @@ def _strides(pipe: Any) -> tuple[int, int]:
     patch_frames, patch_pixels = (
         (patch[0], patch[1]) if isinstance(patch, (tuple, list)) else (getattr(config, "patch_size_t", 1) or 1, patch)
     )
-    frames = getattr(pipe, "vae_scale_factor_temporal", None) or getattr(pipe, "vae_temporal_compression_ratio", None) or 4
-    pixels = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_spatial_compression_ratio", None) or 8
+    frames = (
+        getattr(pipe, "vae_scale_factor_temporal", None) or getattr(pipe, "vae_temporal_compression_ratio", None) or 4
+    )
+    pixels = (
+        getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_spatial_compression_ratio", None) or 8
+    )
     strides = frames * patch_frames, pixels * patch_pixels
     if not all(type(stride) is int and stride > 0 for stride in strides):
-        raise ValueError(f"model: expected whole frames and pixels per token in its configs, got {strides}; download or save it again.")
+        raise ValueError(
+            f"model: expected whole frames and pixels per token in its configs, got {strides}; download or save it again."
+        )
     return strides
 
 
@@ -331,7 +278,14 @@ def _download(name: str) -> Path:
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=[INDEX]))
         parts = judge_index(folder)
-        wanted = [INDEX, *(f"{part}/{files}" for part in parts for files in ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"))]
+        wanted = [
+            INDEX,
+            *(
+                f"{part}/{files}"
+                for part in parts
+                for files in ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+            ),
+        ]
         # a second dot marks a variant, such as model.fp16.safetensors
         return Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*.*.safetensors"]))
     except Exception as error:  # the hub's errors have no common base

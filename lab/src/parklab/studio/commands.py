@@ -13,8 +13,8 @@ from rich.table import Table
 from parklab.studio.terminal import console, interruptible, say, step_bars, waiting, warn
 
 if TYPE_CHECKING:
-    from parklab.studio.generate import Request
     from parklab.studio.prompts import Item
+    from parklab.studio.request import Request
 
 app = typer.Typer(add_completion=False)
 IMPORTING = "importing PyTorch"
@@ -25,7 +25,9 @@ Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--profile", "--preset", help="paper, quality or fast, or a model's settings by name (park presets); quality when not given."
+        "--profile",
+        "--preset",
+        help="paper, quality or fast, or a model's settings by name (park presets); quality when not given.",
     ),
 ]
 Profiles = Annotated[
@@ -37,24 +39,42 @@ Profiles = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps; the model's number (16 with the small model) when not given.")]
+Steps = Annotated[
+    int | None, typer.Option(help="Denoising steps; the model's number (16 with the small model) when not given.")
+]
 Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (160) when not given.")]
 Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (256) when not given.")]
 Frames = Annotated[int | None, typer.Option(help="4n + 1 frames; the model's (33) when not given.")]
 Fps = Annotated[int, typer.Option(help="Frames per second of the mp4.")]
 Guidance = Annotated[float | None, typer.Option(help="Guidance scale.")]
 Negative = Annotated[str | None, typer.Option(help="What the video must not show.")]
-TextTokens = Annotated[int | None, typer.Option(help="Room for the prompt in tokens (max_sequence_length); a longer prompt is refused.")]
+TextTokens = Annotated[
+    int | None, typer.Option(help="Room for the prompt in tokens (max_sequence_length); a longer prompt is refused.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Offload = Annotated[str, typer.Option(help="none, model or sequential: keep weights in CPU memory.")]
-Image = Annotated[
-    str | None, typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape.")
+Offload = Annotated[str, typer.Option(help="none, model, group or sequential: keep weights in CPU memory.")]
+Quantise = Annotated[
+    str | None,
+    typer.Option(
+        help="The transformer's weights: float8 or int8, rounded by torchao, or FILE.gguf in their place; needs pip install 'parklab\\[quant]'."
+    ),
 ]
-Lora = Annotated[str | None, typer.Option(help="A LoRA of this model, .safetensors only; needs pip install 'parklab\\[lora]'.")]
+Image = Annotated[
+    str | None,
+    typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape."),
+]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        help="A LoRA of this model, .safetensors only, or few-steps: the shipped model's for --steps 4 to 8; "
+        "needs pip install 'parklab\\[lora]'."
+    ),
+]
 Methods = Annotated[
     str | None,
     typer.Option(
@@ -66,11 +86,18 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="A file with one prompt per line (# begins a comment), shared out over the ranks of torchrun.")
+    prompt: Annotated[
+        str | None, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The mp4 (out/video.mp4), with --prompts a folder (out/videos).")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with one prompt per line (# begins a comment), shared out over the ranks of torchrun."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The mp4 (out/video.mp4), with --prompts a folder (out/videos).")
+    ] = None,
     model: Model = None,
     method: Annotated[str, typer.Option(help="dense, park or another method's name.")] = "park",
     preset: Preset = None,
@@ -87,6 +114,7 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
+    quantise: Quantise = None,
     image: Image = None,
     lora: Lora = None,
     overwrite: Overwrite = False,
@@ -94,25 +122,30 @@ def generate(
     """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
     if (prompt is None) == (prompts is None):
         raise ValueError(
-            "prompt: expected either a prompt or --prompts FILE, got " + ("neither" if prompt is None else "both") + "; pass one."
+            "prompt: expected either a prompt or --prompts FILE, got "
+            + ("neither" if prompt is None else "both")
+            + "; pass one."
         )
     with waiting(IMPORTING):
         from parkattn.park import ParkConfig
         from parklab.studio.gain import what_was_saved, why_no_gain
-        from parklab.studio.generate import Request, generate_video
+        from parklab.studio.generate import generate_video
+        from parklab.studio.request import Request
 
     preset = ParkConfig.DEFAULT_PROFILE if preset is None and method == "park" else preset
     request = Request(
         prompt=prompt or "", model=model, method=method, preset=preset, changes=changes_from(settings), seed=seed, steps=steps, height=height,
         width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
-        offload=offload, image=image, lora=lora,
+        offload=offload, quantise=quantise, image=image, lora=lora,
     )  # fmt: skip
     if prompts is not None:
         _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
         return
     out = out if out is not None else Path("out/video.mp4")
     with interruptible(f"{out} is as it was, or finished; run again to go on"), step_bars() as bars:
-        record, made = generate_video(request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say)
+        record, made = generate_video(
+            request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say
+        )
     if not made:
         say(f"{out} is done already, with these settings; pass --overwrite to make it again.")
         return
@@ -145,7 +178,15 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
         # the bars of several processes would write over each other
         steps = (lambda item, place, of: bars.begin(f"{place}/{of}")) if shard.ranks == 1 else None
         outcome = generate_videos(
-            request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished, stage=bars.stage, say=say
+            request,
+            prompts,
+            out,
+            shard=shard,
+            overwrite=overwrite,
+            progress=steps,
+            finished=finished,
+            stage=bars.stage,
+            say=say,
         )
     warn(too_short)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
@@ -154,10 +195,16 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
 
 @app.command()
 def compare(
-    prompt: Annotated[str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")
+    ] = None,
     methods: Methods = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line (# begins a comment): a gallery.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with one prompt per line (# begins a comment): a gallery.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
     model: Model = None,
     profiles: Profiles = None,
@@ -174,16 +221,21 @@ def compare(
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
+    quantise: Quantise = None,
     image: Image = None,
     lora: Lora = None,
-    recall_rows: Annotated[int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")] = 128,
+    recall_rows: Annotated[
+        int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")
+    ] = 128,
     overwrite: Overwrite = False,
 ) -> None:
-    """Methods and profiles side by side on the same prompts and seeds: videos, metrics and a page to look at. What is finished is kept."""
+    """Methods and profiles side by side on the same prompts and seeds: videos, metrics and a page to look at. What is
+    finished is kept.
+    """
     with waiting(IMPORTING):
         from parklab.studio.compare import DEFAULT_PROMPT, SHORT_METHODS, choose_methods, choose_profiles
         from parklab.studio.compare import compare as run
-        from parklab.studio.generate import Request
+        from parklab.studio.request import Request
 
     wanted = choose_profiles(profiles)
     names = choose_methods(SHORT_METHODS if methods is None and len(wanted) > 1 else methods)
@@ -194,7 +246,7 @@ def compare(
     request = Request(
         prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, changes=changes_from(settings), seed=seed,
         steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
-        device=device, dtype=dtype, offload=offload, image=image, lora=lora,
+        device=device, dtype=dtype, offload=offload, quantise=quantise, image=image, lora=lora,
     )  # fmt: skip
     with interruptible(f"methods that were finished are kept in {out}; run again to go on"), step_bars() as bars:
         current = {"show": bars.begin(names[0])}
@@ -216,7 +268,16 @@ def compare(
 def _show_comparison(report: dict[str, Any], prompt: str) -> None:
     cases = report.get("cases", [])
     shown = prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
-    table = Table("method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up", title=f"{report['tokens']:,} tokens: {shown}")
+    table = Table(
+        "method",
+        "PSNR dB",
+        "SSIM",
+        "density",
+        "recall",
+        "denoise s",
+        "speed-up",
+        title=f"{report['tokens']:,} tokens: {shown}",
+    )
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
         table.add_row(
@@ -241,7 +302,9 @@ def demo(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Dense attention against PARK with the shipped model on this machine: two videos, their metrics and a page. Minutes on a CPU."""
+    """Dense attention against PARK with the shipped model on this machine: two videos, their metrics and a page.
+    Minutes on a CPU.
+    """
     compare(methods="dense,park", out=out, seed=seed, height=DEMO_SIZE[0], width=DEMO_SIZE[1], overwrite=overwrite)
 
 
@@ -268,16 +331,31 @@ def doctor(
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 50,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; 1 is one forward per step.")] = None,
     profile: Annotated[str | None, typer.Option(help="paper, quality or fast; all of them when not given.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU of the estimate, such as H200 or 4090; this machine's when not given.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU of the estimate, such as H200 or 4090; this machine's when not given.")
+    ] = None,
     density: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of the sparse steps, by arithmetic; each profile's when not given.")
+        float | None,
+        typer.Option(min=0, max=1, help="Of the sparse steps, by arithmetic; each profile's when not given."),
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of forecasts; each profile's when not given.")
     ] = None,
 ) -> None:
     """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is broken."""
     from parklab.studio.doctor import examine, shown_examination
 
     found = examine(
-        model=model, frames=frames, height=height, width=width, gpu=gpu, steps=steps, guidance=guidance, profile=profile, density=density
+        model=model,
+        frames=frames,
+        height=height,
+        width=width,
+        gpu=gpu,
+        steps=steps,
+        guidance=guidance,
+        profile=profile,
+        density=density,
+        tolerance=tolerance,
     )
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -312,6 +390,10 @@ def value_from(text: str) -> Any:
         return python[text.strip()]
     try:
         # JSON has no .5 and no 5.
-        return float(text) if re.fullmatch(r"\s*[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?\s*", text, re.ASCII | re.IGNORECASE) else json.loads(text)
+        return (
+            float(text)
+            if re.fullmatch(r"\s*[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?\s*", text, re.ASCII | re.IGNORECASE)
+            else json.loads(text)
+        )
     except (ValueError, RecursionError):
         return text

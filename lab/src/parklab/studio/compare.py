@@ -16,36 +16,39 @@ import safetensors.numpy
 from parkattn.checks import did_you_mean, expect_count
 from parkattn.methods import METHODS
 from parkattn.park import ParkConfig
-from parkattn.settings import LARGEST_SEED, MethodConfig, When
+from parkattn.settings import LARGEST_SEED, MethodConfig, Timetable
 from parklab.metrics import fidelity
 from parklab.record import environment
 from parklab.sprites.grammar import EXAMPLE
 from parklab.store import FINISHED, Cell, Content, Making, Record, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.generate import FORMAT as GENERATION
-from parklab.studio.generate import (
-    LOADING,
-    READING,
+from parklab.studio.generate import LOADING, READING, Progress, Stage, generate_frames, pipeline_for, write_video
+from parklab.studio.observe import RECALL_ROWS
+from parklab.studio.page import page_digest, render_page
+from parklab.studio.prompts import read_prompts, video_name
+from parklab.studio.request import (
     UNASKED,
     UNSAID,
-    Progress,
     Request,
-    Stage,
     config_for,
     expect_profile,
     expect_settings_used,
     fit_to_pipeline,
     for_method,
-    generate_frames,
-    pipeline_for,
     prepare,
     understood,
-    write_video,
 )
-from parklab.studio.observe import RECALL_ROWS
-from parklab.studio.page import page_digest, render_page
-from parklab.studio.prompts import read_prompts, video_name
-from parklab.studio.scores import flat_line, head_lines, method_row, over_cases, to_csv, variant_label, variant_name, verdict
+from parklab.studio.scores import (
+    flat_line,
+    head_lines,
+    method_row,
+    over_cases,
+    to_csv,
+    variant_label,
+    variant_name,
+    verdict,
+)
 from parklab.studio.steadiness import timing_warning
 from parklab.studio.video import Frames, side_by_side, still, video_library, write_mp4
 
@@ -78,7 +81,13 @@ class Case:
 
 def choose_methods(asked: str | None) -> list[str]:
     """Names out of "a,b" or "all"; dense comes first, because the others are measured against it."""
-    names = list(DEFAULT_METHODS if asked is None else METHODS if asked == "all" else filter(None, map(str.strip, asked.split(","))))
+    names = list(
+        DEFAULT_METHODS
+        if asked is None
+        else METHODS
+        if asked == "all"
+        else filter(None, map(str.strip, asked.split(",")))
+    )
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names:
         raise ValueError(
@@ -111,7 +120,9 @@ def choose_variants(request: Request, methods: Sequence[str], profiles: Sequence
         for each in [own for own in asked if own.preset is not None] or asked[:1]:
             name = variant_name(method, each.preset)
             if name in variants and variants[name] != each:
-                raise ValueError(f"profile: expected names that tell methods apart, got {name} twice; leave one of them out.")
+                raise ValueError(
+                    f"profile: expected names that tell methods apart, got {name} twice; leave one of them out."
+                )
             variants[name] = each
             used.add(each.preset)
     for profile in profiles:
@@ -150,7 +161,8 @@ def compare(
 ) -> dict[str, Any]:
     """Everything under `out`; what is finished there is kept, a report whose videos did not change among it.
 
-    profiles: each in a video of its own, for every method that has it; the request's where none are given, or else the default.
+    profiles: each in a video of its own, for every method that has it; the request's where none are given, or else the
+    default.
     """
     video_library()
     expect_settings_used(request, methods)
@@ -174,7 +186,11 @@ def compare(
                 fit_to_pipeline(each, pipe)
         variant = places[name][1]
         if variant not in warm:
-            stage("warming up, untimed: kernels are compiled" if asked.device.startswith("cuda") else "warming up, untimed")
+            stage(
+                "warming up, untimed: kernels are compiled"
+                if asked.device.startswith("cuda")
+                else "warming up, untimed"
+            )
         _run(pipe, asked, making, recall_rows, progress, warm=variant in warm)
         warm.add(variant)
         announce(name, "done")
@@ -197,7 +213,9 @@ def prepare_cases(variants: Mapping[str, Request], cases: Sequence[Case]) -> tup
     for variant, own in variants.items():
         asked, folder = prepare(dataclasses.replace(own, prompt=cases[0].prompt, seed=cases[0].seed))
         for case in cases:
-            requests[case.file(variant)] = dataclasses.replace(asked, prompt=understood(case.prompt, folder), seed=case.seed)
+            requests[case.file(variant)] = dataclasses.replace(
+                asked, prompt=understood(case.prompt, folder), seed=case.seed
+            )
     return requests, folder
 
 
@@ -205,9 +223,13 @@ def expect_written(record: Record, path: Path) -> None:
     """A seal says that nobody changed a record, and not that this version wrote it."""
     for name, fields in WRITTEN.items():
         part = record.get(name)
-        lacking = [field for field in fields if not isinstance(part, dict) or field not in part] or ([name] if part is None else [])
+        lacking = [field for field in fields if not isinstance(part, dict) or field not in part] or (
+            [name] if part is None else []
+        )
         if lacking:
-            raise ValueError(f"out: expected {path} as park compare writes it, got none of {lacking[0]}; pass --overwrite.")
+            raise ValueError(
+                f"out: expected {path} as park compare writes it, got none of {lacking[0]}; pass --overwrite."
+            )
 
 
 def variant_cell(request: Request, case: Case, recall_rows: int) -> Cell:
@@ -243,7 +265,9 @@ def repeat_comparison(
 def write_report(
     found: Mapping[Case, Mapping[str, Record]], out: Path, say: Say = lambda line: None, *, command: str = ""
 ) -> dict[str, Any]:
-    """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished variants in `out`, by name."""
+    """side_by_side.mp4, metrics.json, metrics.csv, heads.csv and index.html from the finished variants in `out`, by
+    name.
+    """
     store = Store(out, say)
     sheets = {case: case.file("side_by_side.mp4") for case in found}
     asked = {
@@ -316,12 +340,14 @@ def warm_up(pipe: Any, request: Request, config: MethodConfig, *, fuse: bool | N
     """Lazy initialisation (and, on a GPU, kernel compilation) happens here and in nobody's time."""
     steps = 3 if request.device.startswith("cuda") else 1
     short = dataclasses.replace(request, steps=steps, frames=request.frames if steps > 1 else 1)
-    if isinstance(config, When) and config.anchors is None:
+    if isinstance(config, Timetable) and config.anchors is None:
         config = config.replace(dense_steps=1, dense_fraction=0.0)
     generate_frames(pipe, short, config, recall_rows=0, fuse=fuse)
 
 
-def _run(pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool) -> None:
+def _run(
+    pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool
+) -> None:
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     if not warm:

@@ -58,8 +58,11 @@ def examine(
     guidance: float | None = None,
     profile: str | None = None,
     density: float | None = None,
+    tolerance: float | None = None,
 ) -> dict[str, Any]:
-    """Everything `park doctor` shows; "healthy" decides the exit code. frames: the model's own when not given; profile: all of them."""
+    """Everything `park doctor` shows; "healthy" decides the exit code. frames: the model's own when not given; profile:
+    all of them.
+    """
     if gpu is not None:
         expect_gpu(gpu)
     if profile is not None:
@@ -77,21 +80,37 @@ def examine(
         "problems": problems,
         "environment": environment() | {"platform": platform.platform()},
         "packages": {name: installed(name) for name in (*NEEDED, *OPTIONAL)},
-        "missing": [{"package": name, "for": why, "install": line} for name, (why, line) in OPTIONAL.items() if installed(name) is None],
+        "missing": [
+            {"package": name, "for": why, "install": line}
+            for name, (why, line) in OPTIONAL.items()
+            if installed(name) is None
+        ],
         "gpu": gpu_facts(),
         "video": video_facts(),
         "shipped_model": shipped_facts(),
         "stages": stages,
         "self_test": test,
-        "estimate": asked_for(estimate(model, **video, gpu=gpu or here, steps=steps, guidance=guidance, density=density), profile),
+        "estimate": asked_for(
+            estimate(
+                model, **video, gpu=gpu or here, steps=steps, guidance=guidance, density=density, tolerance=tolerance
+            ),
+            profile,
+        ),
         "memory": memory(
-            model, replace(size, passes=forwards_per_step(size, guidance)), **video, profile=profile or ParkConfig.DEFAULT_PROFILE
+            model,
+            replace(size, passes=forwards_per_step(size, guidance)),
+            **video,
+            profile=profile or ParkConfig.DEFAULT_PROFILE,
         ),
     }
 
 
 def asked_for(guess: dict[str, Any], profile: str | None) -> dict[str, Any]:
-    return guess if profile is None else guess | {"profiles": {profile: guess["profiles"][profile]}}
+    if profile is None:
+        return guess
+    # turbo has the steps of fast, and no plan of it keeps more
+    known = guess["profiles"]
+    return guess | {"profiles": {profile: known[profile] if profile in known else known["fast"] | {"estimated": True}}}
 
 
 def stage_choices() -> list[dict[str, str]]:
@@ -102,8 +121,13 @@ def stage_choices() -> list[dict[str, str]]:
         uses, why = backend.name, backend.reason
     except (ValueError, TypeError, ImportError, OSError) as error:
         uses, why = "nothing", str(error)
-    choices = dict.fromkeys(STAGES, (uses, why)) | {"selection": ("reference", "a sort of the block importances, in PyTorch everywhere")}
-    return [{"stage": stage, "what": what, "uses": choices[stage][0], "why": choices[stage][1]} for stage, what in STAGES.items()]
+    choices = dict.fromkeys(STAGES, (uses, why)) | {
+        "selection": ("reference", "a sort of the block importances, in PyTorch everywhere")
+    }
+    return [
+        {"stage": stage, "what": what, "uses": choices[stage][0], "why": choices[stage][1]}
+        for stage, what in STAGES.items()
+    ]
 
 
 def self_test() -> dict[str, Any]:
@@ -138,7 +162,10 @@ def gpu_facts() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
     found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)} for p in found]
+    return [
+        {"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
+        for p in found
+    ]
 
 
 def video_facts() -> dict[str, Any]:
@@ -155,7 +182,10 @@ def shipped_facts() -> dict[str, Any]:
         checkpoints.check_folder(CHECKPOINT)
     except ValueError as error:
         return {"whole": False, "why": str(error)}
-    return {"whole": True, "why": f"{sum(f.stat().st_size for f in CHECKPOINT.rglob('*') if f.is_file()) / 2**20:.0f} MiB in {CHECKPOINT}"}
+    return {
+        "whole": True,
+        "why": f"{sum(f.stat().st_size for f in CHECKPOINT.rglob('*') if f.is_file()) / 2**20:.0f} MiB in {CHECKPOINT}",
+    }
 
 
 def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Table | str]:
@@ -202,10 +232,15 @@ def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "dense", ", ".join(f"{WAYS[way]} {_duration(seconds)}" for way, seconds in guess["dense_s"].items())
     for name, park in guess["profiles"].items():
         seconds = [_duration(park["seconds"])] if "seconds" in park else []
-        gains = [f"{park['speedup'][way]:.2f}x against {WAYS[way]}" for way in ("compiled", "stock", "dense") if way in park["speedup"]]
+        gains = [
+            f"{park['speedup'][way]:.2f}x against {WAYS[way]}"
+            for way in ("compiled", "stock", "dense")
+            if way in park["speedup"]
+        ]
         rough = " (estimated)" if park["estimated"] and source != "arithmetic" else ""
-        phases = ", ".join(f"{count} {phase}" for phase, count in park["phases"].items())
-        yield name, f"{', '.join(seconds + gains)}{rough}; steps: {phases}"
+        phases = ", ".join(f"{count:.3g} {phase}" for phase, count in park["phases"].items())
+        lacking = f"; {park['no_forecasts']}" if park["no_forecasts"] else ""
+        yield name, f"{', '.join(seconds + gains)}{rough}; steps: {phases}{lacking}"
 
 
 def _duration(seconds: float) -> str:
@@ -236,7 +271,11 @@ def _cards(memory: dict[str, Any]) -> Table:
     """Ways to run the model, and the cards that hold each."""
     table = Table("weights, offload", Column("peak GB", justify="right"), "fits a card of, in GB")
     for way, peak in memory["peaks_gb"].items():
-        table.add_row(way, f"{peak:.0f}", ", ".join(card for card, ways in memory["fits"].items() if way in ways) or "none of these")
+        table.add_row(
+            way,
+            f"{peak:.0f}",
+            ", ".join(card for card, ways in memory["fits"].items() if way in ways) or "none of these",
+        )
     return table
 
 

@@ -1,8 +1,9 @@
-"""What PARK gains: seconds of whole runs, composed of measured forwards where a video was measured, by arithmetic elsewhere.
+"""What PARK gains: seconds of whole runs, composed of measured forwards where a video was measured, by arithmetic
+elsewhere.
 
 forwards.json has the measured forwards of one GPU; tools/tables.py writes it from records, and makes README's table by
-the same `composed_run`. Another GPU's seconds are scaled by its peak. The arithmetic gives every FLOP the same speed, so
-it compares runs whose blocks are alike. `why_no_gain` reads the record of a run.
+the same `composed_run`. Another GPU's seconds are scaled by its peak. The arithmetic gives every FLOP the same speed,
+so it compares runs whose blocks are alike. `why_no_gain` reads the record of a run.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ GPUS = {
     "RTX 3090": 71.0,
 }
 UTILISATION = 0.5  # of the peak, for a rough time per step
+FORECAST = "forecast"  # steps whose forwards are not run
 LITTLE = 0.05  # of the time of denoising: less than this is said to be little
 
 
@@ -68,23 +70,60 @@ def phases_of(profile: str, model: str, steps: int) -> Counter[str]:
     return count_phases(Schedule(ParkConfig.profile(profile, model=preset)), steps)
 
 
-def composed_run(forwards: Mapping[str, Any], model: str, *, steps: int, forwards_per_step: int, factor: float = 1.0) -> dict[str, Any]:
-    """Seconds of a whole run, dense and with each profile. forwards: of a model, as in forwards.json; factor: of another GPU's seconds."""
+def phases_with_forecasts(
+    profile: str, model: str, *, steps: int, forwards_per_step: int, tolerance: float | None
+) -> tuple[Mapping[str, float], str | None]:
+    """Steps of each phase, with those that the small model forecast in as many steps and forwards, at the nearest lower
+    tolerance; and why none are where some are asked for. tolerance None: the profile's.
+    """
+    phases = phases_of(profile, model, steps)
+    wanted = ParkConfig.profile(profile).tolerance if tolerance is None else tolerance
+    if wanted == 0:
+        return phases, None
+    recorded = [
+        row for row in measured_forwards().get("forecasts", {}).get(profile, [])
+        if (row["steps"], row["forwards_per_step"]) == (steps, forwards_per_step) and row["tolerance"] <= wanted
+    ]  # fmt: skip
+    if not recorded:
+        return phases, f"no record of forecasts in {steps} steps of {forwards_per_step}, so every forward is counted"
+    return max(recorded, key=lambda row: row["tolerance"])["phases"], None
+
+
+def composed_run(
+    forwards: Mapping[str, Any],
+    model: str,
+    *,
+    steps: int,
+    forwards_per_step: int,
+    factor: float = 1.0,
+    tolerance: float | None = None,
+) -> dict[str, Any]:
+    """Seconds of a whole run, dense and with each profile. forwards: of a model, as in forwards.json; factor: of
+    another GPU's seconds; tolerance: of forecasts.
+    """
     each = factor * forwards_per_step
     dense = {way: each * steps * seconds for way, seconds in forwards["dense"].items()}
     profiles = {}
     for name, own in forwards["profiles"].items():
-        phases, seconds = phases_of(name, model, steps), own["seconds"]
-        first = "anchor" if phases["anchor"] else "refresh"  # the first plan starts cold
-        cold = seconds[f"{first}_cold"] - seconds[first] if phases[first] else 0.0
-        park = each * (cold + sum(count * seconds[phase] for phase, count in phases.items()))
+        phases, lacking = phases_with_forecasts(
+            name, model, steps=steps, forwards_per_step=forwards_per_step, tolerance=tolerance
+        )
+        park = each * seconds_of_phases(own["seconds"], phases)
         profiles[name] = {
             "seconds": park,
             "phases": dict(phases),
+            "no_forecasts": lacking,
             "estimated": bool(phases.keys() & own["estimated"]),
             "speedup": {way: whole / park for way, whole in dense.items()},
         }
     return {"dense_s": dense, "profiles": profiles}
+
+
+def seconds_of_phases(seconds: Mapping[str, float], phases: Mapping[str, float]) -> float:
+    """Of so many forwards of each phase; the first plan starts cold, and a forecast takes none."""
+    first = "anchor" if phases.get("anchor") else "refresh"
+    cold = seconds[f"{first}_cold"] - seconds[first] if phases.get(first) and f"{first}_cold" in seconds else 0.0
+    return cold + sum(count * seconds[phase] for phase, count in phases.items() if phase != FORECAST)
 
 
 def estimate(
@@ -97,27 +136,37 @@ def estimate(
     steps: int = 50,
     guidance: float | None = None,
     density: float | None = None,
+    tolerance: float | None = None,
 ) -> dict[str, Any]:
-    """source: "measured" forwards of this video, "scaled" by the peak of another GPU, or "arithmetic". gpu, unless known: that of the forwards.
+    """source: "measured" forwards of this video, "scaled" by the peak of another GPU, or "arithmetic". gpu, unless
+    known: that of the forwards.
 
-    guidance: 1 or less is one forward per step; None: what the model is run with. density: of the sparse steps; None: each profile's.
+    guidance: 1 or less is one forward per step; None: what the model is run with. density: of the sparse steps; None:
+    each profile's; tolerance: of forecasts, likewise.
     """
     size = model_size(model)
     n = size.tokens(frames, height, width)
     if n < 1:
-        raise ValueError(f"height, width: expected at least {size.pixels} pixels each, got {height} x {width}; raise them.")
+        raise ValueError(
+            f"height, width: expected at least {size.pixels} pixels each, got {height} x {width}; raise them."
+        )
     attention, rest = flops(size, n)
     share, each = attention / (attention + rest), forwards_per_step(size, guidance)
     known = measured_forwards()
     # two models may have transformers of one size
-    same = [own for name, own in known["models"].items() if SIZES[name] == size and own["video"] == [frames, height, width]]
+    same = [
+        own
+        for name, own in known["models"].items()
+        if SIZES[own.get("model", name)] == size and own["video"] == [frames, height, width]
+    ]
     card = known_gpu(gpu)
     if same and density is None:
         card = card or known["gpu"]
-        run = composed_run(same[0], model, steps=steps, forwards_per_step=each, factor=GPUS[known["gpu"]] / GPUS[card])
+        factor = GPUS[known["gpu"]] / GPUS[card]
+        run = composed_run(same[0], model, steps=steps, forwards_per_step=each, factor=factor, tolerance=tolerance)
         source = "measured" if card == known["gpu"] else "scaled"
     else:
-        run, source = _run_by_arithmetic(model, share, steps, density), "arithmetic"
+        run, source = _run_by_arithmetic(model, share, steps, each, density, tolerance), "arithmetic"
         if card:
             whole = steps * each * (attention + rest) / (GPUS[card] * 1e12 * UTILISATION)
             run["dense_s"] = {"dense": whole}
@@ -150,13 +199,23 @@ def forwards_per_step(size: ModelSize, guidance: float | None) -> int:
     return size.passes if guidance is None or guidance > 1 else 1
 
 
-def _run_by_arithmetic(model: str, share: float, steps: int, density: float | None) -> dict[str, Any]:
+def _run_by_arithmetic(
+    model: str, share: float, steps: int, each: int, density: float | None, tolerance: float | None
+) -> dict[str, Any]:
     """Gains if sparse attention cost exactly its density (Amdahl); an anchor is a dense step that costs little more."""
     profiles = {}
     for name, own in next(iter(measured_forwards()["models"].values()))["profiles"].items():
-        phases = phases_of(name, model, steps)
-        saved = sum(phases[sparse] * (1 - (kept if density is None else density)) for sparse, kept in own["density"].items())
-        profiles[name] = {"phases": dict(phases), "estimated": True, "speedup": {"dense": 1 / (1 - share * saved / steps)}}
+        phases, lacking = phases_with_forecasts(name, model, steps=steps, forwards_per_step=each, tolerance=tolerance)
+        saved = sum(
+            phases.get(sparse, 0) * share * (1 - (kept if density is None else density))
+            for sparse, kept in own["density"].items()
+        )
+        profiles[name] = {
+            "phases": dict(phases),
+            "no_forecasts": lacking,
+            "estimated": True,
+            "speedup": {"dense": steps / (steps - phases.get(FORECAST, 0) - saved)},
+        }
     return {"dense_s": {}, "profiles": profiles}
 
 
@@ -179,7 +238,9 @@ def what_was_saved(found: dict[str, Any]) -> str:
     saved = found["attention_seconds_saved"]
     if saved is None:
         return "what was saved is not known, since no dense call was timed"
-    by = {"run": "by the dense calls of this run", "sample": "by one dense call that was timed apart"}[found["attention_saved_against"]]
+    by = {"run": "by the dense calls of this run", "sample": "by one dense call that was timed apart"}[
+        found["attention_saved_against"]
+    ]
     return f"dense attention would take about {abs(saved):.1f} s {'more' if saved >= 0 else 'less'}, {by}"
 
 

@@ -23,17 +23,22 @@ import torch
 from torch import Tensor
 
 from parklab.extras import package
-from parklab.studio.model_folder import read_header
+from parklab.sprites import LORAS
+from parklab.studio.model_files import read_header
 
 ADAPTER = "lora"
 LARGEST_RANK = 1024
-FIRST, SECOND = (r"\.lora_A\.(?:\w+\.)?weight|\.lora_down\.weight|\.lora\.down\.weight", r"\.lora_B\.|\.lora_up\.|\.lora\.up\.")
+FIRST, SECOND = (
+    r"\.lora_A\.(?:\w+\.)?weight|\.lora_down\.weight|\.lora\.down\.weight",
+    r"\.lora_B\.|\.lora_up\.|\.lora\.up\.",
+)
 TENSORS = re.compile(rf"(?:{FIRST}|{SECOND}|\.alpha$|\.diff$|\.diff_b$)")
 METADATA = "lora_adapter_metadata"
 
 
 def judge_lora(path: str) -> str:
     """The hash of a file that holds a LoRA and nothing else, or one line that says what it is instead."""
+    path = str(LORAS.get(path, path))
     file = Path(path)
     # a name that no file system takes is False here and an error in pathlib
     if file.suffix != ".safetensors" or not os.path.isfile(path):  # noqa: PTH113
@@ -47,7 +52,11 @@ def judge_lora(path: str) -> str:
         raise _refusal(path, kinds, "pass a LoRA, not a whole model")
     firsts = [shape for name, shape in shapes.items() if re.search(FIRST, name)]
     if not firsts or any(len(shape) < 2 or shape[0] > LARGEST_RANK for shape in firsts):
-        raise _refusal(path, f"{len(firsts)} first matrices, ranks {sorted({shape[0] for shape in firsts if shape})}", "pass a LoRA")
+        raise _refusal(
+            path,
+            f"{len(firsts)} first matrices, ranks {sorted({shape[0] for shape in firsts if shape})}",
+            "pass a LoRA",
+        )
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
@@ -55,6 +64,7 @@ def judge_lora(path: str) -> str:
 def add_lora(pipe: Any, path: str, expected_hash: str | None) -> None:
     """The file's LoRA in the pipeline's transformer; every pair of matrices must find its layer."""
     package("peft", "LoRA files", "lora")
+    path = str(LORAS.get(path, path))
     if expected_hash is not None and judge_lora(path) != expected_hash:
         raise ValueError(f"lora: expected {path} as it was when the run began, got other bytes; run again.")
     if not hasattr(pipe, "load_lora_weights"):

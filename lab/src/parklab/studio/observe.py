@@ -1,7 +1,8 @@
-"""What a run tells: its engine's log as plain numbers per step, layer and head, and how much attention the plans caught.
+"""What a run tells: its engine's log as plain numbers per step, layer and head, and how much attention the plans
+caught.
 
-Recall needs the queries and keys, so it is measured while the run goes on, by an engine's `watch`, on a few query rows of
-each call; the time that takes is kept apart and never reported as the method's.
+Recall needs the queries and keys, so it is measured while the run goes on, by an engine's `watch`, on a few query rows
+of each call; the time that takes is kept apart and never reported as the method's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ RECALL_ROWS = 128
 class Observer:
     """An engine's `watch`. recall_rows: query rows per call on which recall is measured, 0 for none."""
 
-    def __init__(self, *, recall_rows: int = 0, on_call: Callable[[CallSite, AttentionStats], None] = lambda site, stats: None) -> None:
+    def __init__(
+        self, *, recall_rows: int = 0, on_call: Callable[[CallSite, AttentionStats], None] = lambda site, stats: None
+    ) -> None:
         self.recall_rows = recall_rows
         self.recalls: list[Tensor | None] = []  # [b h] of every call in the log
         self.measuring: dict[int, float] = {}  # step -> seconds spent on measuring, not on generating
@@ -56,7 +59,13 @@ class Observer:
     def _time_dense(self, site: CallSite, device: torch.device) -> None:
         """One dense call in the last step of a run that had none: without it nobody knows what was saved."""
         last = site.total_steps is not None and site.step == site.total_steps - 1
-        if not last or site.dense is None or torch.is_grad_enabled() or self.dense_sample is not None or self._dense & self._others:
+        if (
+            not last
+            or site.dense is None
+            or torch.is_grad_enabled()
+            or self.dense_sample is not None
+            or self._dense & self._others
+        ):
             return
         with self._apart(site.step, device):
             site.dense()  # the first call may choose its kernel
@@ -88,9 +97,13 @@ def synchronise(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
-def measured(calls: Sequence[LoggedCall], summary: Summary, observer: Observer, step_ends: list[float], total_steps: int) -> dict[str, Any]:
+def measured(
+    calls: Sequence[LoggedCall], summary: Summary, observer: Observer, step_ends: list[float], total_steps: int
+) -> dict[str, Any]:
     """Plain JSON values: per step, per layer and head, and in all. step_ends: clock readings at the end of every step."""
-    recalls = observer.recalls[len(observer.recalls) - len(calls) :]  # a log begins with its run, an observer may be older
+    recalls = observer.recalls[
+        len(observer.recalls) - len(calls) :
+    ]  # a log begins with its run, an observer may be older
     seen = list(zip(calls, recalls, strict=True))
     sparse = [each for each in seen if each[0].stats.phase not in ("dense", "anchor")]
     steps = [_step_row(step, [each for each in seen if each[0].site.step == step]) for step in range(total_steps)]
@@ -105,7 +118,9 @@ def measured(calls: Sequence[LoggedCall], summary: Summary, observer: Observer, 
         "density": _mean([call.stats.density for call in calls]) if calls else 1.0,
         "density_sparse_steps": _mean([call.stats.density for call, _ in sparse]),
         "recall": recall_summary(torch.cat(caught)) if caught else None,
-        "phase_seconds": {phase: sum(row.get("seconds", 0.0) for row in steps if row["phase"] == phase) for phase in PHASES},
+        "phase_seconds": {
+            phase: sum(row.get("seconds", 0.0) for row in steps if row["phase"] == phase) for phase in PHASES
+        },
         "phase_steps": {phase: sum(row["phase"] == phase for row in steps) for phase in PHASES},
         "attention_seconds": {phase: summary.attention_seconds.get(phase, 0.0) for phase in PHASES},
         **_saved(calls, summary, observer.dense_sample),
@@ -115,7 +130,9 @@ def measured(calls: Sequence[LoggedCall], summary: Summary, observer: Observer, 
 
 
 def _saved(calls: Sequence[LoggedCall], summary: Summary, dense_sample: float | None) -> dict[str, Any]:
-    """The summary's, by the dense calls of the "run"; else by a "sample", a dense call that was timed apart; else not known."""
+    """The summary's, by the dense calls of the "run"; else by a "sample", a dense call that was timed apart; else not
+    known.
+    """
     saved, against = summary.seconds_saved, "run"
     if saved is None and dense_sample is not None:
         saved, against = sum(dense_sample - call.seconds() for call in calls if call.stats.phase != "dense"), "sample"

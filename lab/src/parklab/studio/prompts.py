@@ -1,7 +1,8 @@
 """Many prompts, one process or many: `park generate --prompts FILE`, alone or under torchrun or accelerate.
 
-Rank r of n takes the items r, r + n, r + 2 n, ... of the file. An item's name comes from its prompt and its seed is --seed, neither
-from its place: the files are the same for any number of ranks, and a line added later leaves finished videos as they are.
+Rank r of n takes the items r, r + n, r + 2 n, ... of the file. An item's name comes from its prompt and its seed is
+--seed, neither from its place: the files are the same for any number of ranks, and a line added later leaves finished
+videos as they are.
 """
 
 from __future__ import annotations
@@ -19,20 +20,8 @@ import torch
 from parkattn.checks import read_file
 from parklab.store import FINISHED, Cell, Making, Record, Say, Store
 from parklab.studio import checkpoints
-from parklab.studio.generate import (
-    LOADING,
-    READING,
-    Progress,
-    Request,
-    Stage,
-    first_stage,
-    fit_to_pipeline,
-    make_video,
-    pipeline_for,
-    prepare,
-    understood,
-    video_cell,
-)
+from parklab.studio.generate import LOADING, READING, Progress, Stage, first_stage, make_video, pipeline_for, video_cell
+from parklab.studio.request import Request, fit_to_pipeline, prepare, understood
 from parklab.studio.video import video_library
 
 FORMAT = "parkattn.prompts.1"
@@ -106,7 +95,9 @@ def shard_from_environment() -> Shard:
         rank, ranks = int(told["RANK"] or ""), int(told["WORLD_SIZE"] or "")
         local = int(told["LOCAL_RANK"] if told["LOCAL_RANK"] is not None else rank)
     except ValueError:
-        raise ValueError(f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, got {told}; start with torchrun or accelerate.") from None
+        raise ValueError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK: expected whole numbers, got {told}; start with torchrun or accelerate."
+        ) from None
     if not 0 <= rank < ranks or local < 0:
         raise ValueError(f"RANK: expected 0 to WORLD_SIZE - 1, got {told}; start with torchrun or accelerate.")
     return Shard(rank, ranks, local)
@@ -142,8 +133,9 @@ def generate_videos(
 ) -> Outcome:
     """This rank's videos and records in `out`, and the index once every rank's are there. request.prompt is not used.
 
-    Every item of the file is checked before the first video is made. progress(item, place, of) gives what follows its steps.
-    Processes that are no ranks of each other may share a folder too: what one of them is making, the others leave to it.
+    Every item of the file is checked before the first video is made. progress(item, place, of) gives what follows its
+    steps. Processes that are no ranks of each other may share a folder too: what one of them is making, the others
+    leave to it.
     """
     shard = shard_from_environment() if shard is None else shard
     video_library()
@@ -163,7 +155,9 @@ def generate_videos(
     if todo:
         stage(LOADING)
         pipe = pipeline_for(request, folder)
-        expect_whole_prompts(request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts)
+        expect_whole_prompts(
+            request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts
+        )
 
     def make(making: Making) -> None:
         item = todo[making.cell.name]
@@ -185,7 +179,9 @@ def generate_videos(
 
 
 def expect_whole_prompts(request: Request, lines: dict[int, str], pipe: Any, prompts: Path) -> None:
-    """Only the loaded pipeline knows a prompt's length; one that is too long must be found before the first video, not after a night."""
+    """Only the loaded pipeline knows a prompt's length; one that is too long must be found before the first video, not
+    after a night.
+    """
     room = fit_to_pipeline(replace(request, prompt=""), pipe).text_tokens
     for line, prompt in lines.items():
         try:
@@ -196,7 +192,9 @@ def expect_whole_prompts(request: Request, lines: dict[int, str], pipe: Any, pro
 
 
 def take_device(device: str, shard: Shard) -> None:
-    """Each rank its own GPU. It is made the current one and stays "cuda" in records, which must not depend on the number of ranks."""
+    """Each rank its own GPU. It is made the current one and stays "cuda" in records, which must not depend on the
+    number of ranks.
+    """
     if shard.ranks == 1 or not torch.cuda.is_available() or device == "cpu":
         return
     if device not in ("auto", "cuda"):

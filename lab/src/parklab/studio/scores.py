@@ -59,7 +59,9 @@ def method_row(record: Record, reference: Record, frames: Frames, wanted: Frames
 
 
 def why_not_comparable(here: dict[str, Any], there: dict[str, Any]) -> str | None:
-    """A method that was kept from an earlier run may have been timed elsewhere, or on the same machine with other threads."""
+    """A method that was kept from an earlier run may have been timed elsewhere, or on the same machine with other
+    threads.
+    """
     if any(here.get(name) != there.get(name) for name in ("cpu", "gpu")):
         return "made on another machine"
     threads = [each.get("threads") for each in (here, there)]
@@ -113,7 +115,9 @@ def _over(rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> dict[
     def denoise(of: list[dict[str, Any]]) -> float:
         return sum(row["seconds"]["denoise"] for row in of)
 
-    whole: dict[str, Any] = {name: rows[0][name] for name in ("name", "label", "method", "profile", "config")} | {"cases": len(rows)}
+    whole: dict[str, Any] = {name: rows[0][name] for name in ("name", "label", "method", "profile", "config")} | {
+        "cases": len(rows)
+    }
     for name in QUALITIES:
         known = [row[name] for row in rows if row[name] is not None]
         furthest = max if name == "lpips" else min

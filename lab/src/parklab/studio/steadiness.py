@@ -5,18 +5,20 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-# the recorded demo, on a quiet machine, is at 0.04; with a second job beside it the demo was at 0.11, and 1.27x became 1.14x
+# the recorded demo, on a quiet machine, is at 0.04; with a second job beside it the demo was at 0.11, and 1.27x became
+# 1.14x
 UNSTEADY = 0.1
 
 
 def steadiness(steps: list[dict[str, Any]], reference: list[dict[str, Any]] | None) -> dict[str, float | None]:
-    """Two shares, 0 on an ideal machine. steps: of one run; reference: of the dense run beside it, None if it was made elsewhere.
+    """Two shares, 0 on an ideal machine. steps: of one run; reference: of the dense run beside it, None if it was made
+    elsewhere.
 
-    step_spread: mean distance of steps of equal work from their median. A few slow steps do not move the median, and the mean
-    distance sees one very slow step as well as a run that was slow for half its time. Dense steps are equal as a whole, sparse
-    ones outside of attention only: their densities differ by right.
-    dense_apart: by how much the dense steps of this run and of the reference differ, in the median. They are the same work, so a
-    load that stayed for all of one run shows here, and only here.
+    step_spread: mean distance of steps of equal work from their median. A few slow steps do not move the median, and
+    the mean distance sees one very slow step as well as a run that was slow for half its time. Dense steps are equal as
+    a whole, sparse ones outside of attention only: their densities differ by right. dense_apart: by how much the dense
+    steps of this run and of the reference differ, in the median. They are the same work, so a load that stayed for all
+    of one run shows here, and only here.
     """
     timed = [row for row in steps if "seconds" in row]
     dense = [row["seconds"] for row in timed if row["phase"] == "dense"]
@@ -41,9 +43,7 @@ def timing_warning(rows: list[dict[str, Any]]) -> str | None:
         found = f"in the run of {whose}, steps of equal work differed by {spread:.0%} on average"
     else:
         found = f"dense steps in the run of {other} and in that of {_title(rows[0])} differed by {apart:.0%}"
-    return (
-        f"The speed-up is rough, because timing was unsteady ({found}): to measure it well, run again on a quiet machine with --overwrite."
-    )
+    return f"The speed-up is rough, because timing was unsteady ({found}): to measure it well, run again on a quiet machine with --overwrite."
 
 
 def _title(row: dict[str, Any]) -> str:

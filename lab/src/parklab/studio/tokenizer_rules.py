@@ -1,4 +1,6 @@
-"""Rules of a tokenizer.json that replace text: each may lengthen what the one before it left, until Rust aborts for memory."""
+"""Rules of a tokenizer.json that replace text: each may lengthen what the one before it left, until Rust aborts for
+memory.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from parklab.extras import install_command, package
 
 Frames = NDArray[np.uint8]
 CODEC = "libx264"
+# mbtree=0: its AVX-512 form reads past the last row of macroblocks, and the bytes follow what memory held there
+ENCODING = {"crf": "14", "preset": "medium", "bf": "0", "mbtree": "0"}
 DIFFERENCE_GAIN = 4  # differences of sparse attention are faint: they are shown four times as strong
 LABEL_HEIGHT = 24
 LARGEST_FILE = LARGEST_VIDEO = 2**31  # bytes of an mp4 that is read, and of its frames: 776 of 720p
@@ -48,7 +50,8 @@ def from_npy(data: bytes) -> Frames:
 
 
 def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
-    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column.
+    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column. The same frames
+    give the same bytes.
 
     The muxer goes back to put its index first, so this is no atomic write: path is a temporary name of the store.
     """
@@ -60,10 +63,13 @@ def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
     frames = np.asarray(frames)
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
         got = f"{frames.dtype} {list(frames.shape)}"
-        raise ValueError(f"frames: expected uint8 [frames, height, width, 3], got {got}; pass as_bytes(video) of a pipeline's video.")
+        raise ValueError(
+            f"frames: expected uint8 [frames, height, width, 3], got {got}; pass as_bytes(video) of a pipeline's video."
+        )
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-        stream = container.add_stream(CODEC, rate=Fraction(fps), options={"crf": "14", "preset": "medium", "bf": "0"})
+        stream = container.add_stream(CODEC, rate=Fraction(fps), options=ENCODING)
+        stream.codec_context.thread_count = 1  # slices, and so the bytes, follow the number of threads
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))

@@ -40,17 +40,19 @@ def enable(
 ) -> Session:
     """Run `method` in the video self-attention of a pipeline or a transformer.
 
-    method: a name (park methods) or an AttentionMethod. config: the name of a profile ("paper", "quality", "fast") or of a
-    preset, a value of the method's config type, a mapping of fields, or None: quality for PARK, the model's preset or the
-    defaults for other methods; changes override single fields. Enabling again replaces what was enabled before.
-    total_steps is for a bare transformer, which has no scheduler to ask.
-    fuse: run the stock blocks compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs.
-    image: say that the model makes images, which gain at 4k (65,536 tokens) and not at usual sizes.
+    method: a name (park methods) or an AttentionMethod. config: the name of a profile ("paper", "quality", "fast",
+    "turbo") or of a preset, a value of the method's config type, a mapping of fields, or None: quality for PARK, the model's preset
+    or the defaults for other methods; changes override single fields. Enabling again replaces what was enabled before.
+    total_steps is for a bare transformer, which has no scheduler to ask. fuse: run the stock blocks compiled, which
+    fuses their norms, RoPE and modulation; None: on a GPU, in large runs. image: say that the model makes images, which
+    gain at 4k (65,536 tokens) and not at usual sizes.
     """
     row = row_for(next(iter(transformers_of(target).values())))
     if image is not row.image:
         kind = "images" if row.image else "videos"
-        raise ValueError(f"image: expected {row.image} for {row.released}, which makes {kind}, got {image!r}; pass image={row.image}.")
+        raise ValueError(
+            f"image: expected {row.image} for {row.released}, which makes {kind}, got {image!r}; pass image={row.image}."
+        )
     named = ParkConfig.DEFAULT_PROFILE if config is None and method == "park" else config
     made = configured_method(method, named, model=row.preset, **changes)
     if total_steps is not None:
@@ -60,7 +62,9 @@ def enable(
         dense_prefix(made.config, total_steps)  # refuses now what would fail in the first forward
     session = Session(target, made, total_steps, fuse)
     if config is None and row.borrows and row.preset in getattr(getattr(made, "config", None), "PRESETS", ()):
-        session.advice.append(f"this model has no preset of its own and borrows {row.preset}'s; compare with dense before relying on it")
+        session.advice.append(
+            f"this model has no preset of its own and borrows {row.preset}'s; compare with dense before relying on it"
+        )
     return session
 
 
@@ -69,7 +73,9 @@ def expect_layers(target: Any, config: MethodConfig | None) -> None:
     named = getattr(config, "dense_layers", ())
     layers = max(len(row_for(transformer).attentions(transformer)) for transformer in transformers_of(target).values())
     if named and named[-1] >= layers:
-        raise ValueError(f"dense_layers: expected layers from 0 to {layers - 1}, which this model has, got {named[-1]}; remove it.")
+        raise ValueError(
+            f"dense_layers: expected layers from 0 to {layers - 1}, which this model has, got {named[-1]}; remove it."
+        )
 
 
 def disable(target: Any) -> None:

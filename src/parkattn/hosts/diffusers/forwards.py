@@ -1,7 +1,7 @@
 """Forwards of a transformer that are forecast instead of run, by the attribute that `transformer.compile()` sets.
 
-It is what a call of the module enters first: a forecast wakes no hook that brings offloaded weights, and outputs are those of all ranks.
-Whoever compiles the transformer later takes our place, and then every forward runs.
+It is what a call of the module enters first: a forecast wakes no hook that brings offloaded weights, and outputs are
+those of all ranks. Whoever compiles the transformer later takes our place, and then every forward runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from parkattn import compat
 from parkattn.engine import Engine
 
 COMPILED = "the transformer is compiled whole, so its forwards are not seen; use compile_repeated_blocks()"
@@ -42,23 +43,15 @@ class Forwards:
 
     def attach(self, transformer: Any) -> Callable[[], None]:
         """Returns how to take it off, which does not keep the transformer alive."""
-        if transformer._compiled_call_impl is not None:
-            return lambda: None
         of_transformer = weakref.ref(transformer)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             alive: Any = of_transformer()
             if torch.compiler.is_compiling():
-                return alive._call_impl(*args, **kwargs)
+                return compat.stock_call(alive)(*args, **kwargs)
             return self._call(alive, *args, **kwargs)
 
-        def undo() -> None:
-            alive: Any = of_transformer()
-            if alive is not None and alive._compiled_call_impl is call:
-                del alive._compiled_call_impl
-
-        transformer._compiled_call_impl = call
-        return undo
+        return compat.intercept_calls(transformer, call)
 
     def _call(self, transformer: Any, *args: Any, **kwargs: Any) -> Any:
         engine, hearing = self._engine, self._hearing
@@ -78,7 +71,7 @@ class Forwards:
             return out
         hearing.told = True
         try:
-            out = transformer._call_impl(*args, **kwargs)
+            out = compat.stock_call(transformer)(*args, **kwargs)
         finally:
             hearing.told = False
         found = _unwrapped(out)
@@ -104,16 +97,11 @@ def _unwrapped(out: Any) -> tuple[Tensor, Callable[[Tensor], Any]] | None:
 
 def other_cache(transformer: Any) -> str | None:
     """Why somebody else may leave out steps of this transformer: forecasts beside theirs would be of forecasts."""
-    config = getattr(transformer, "_cache_config", None)
-    if config is not None:
-        return f"the transformer has a step cache: {type(config).__name__}"
-    for module in transformer.modules():
-        for name, hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
-            if getattr(hook, "_is_stateful", False):
-                return f"the transformer has a step cache: {name}"
+    if (name := compat.step_cache(transformer)) is not None:
+        return f"the transformer has a step cache: {name}"
     own = transformer.__dict__.get("forward")
     source = getattr(own.func if isinstance(own, functools.partial) else own, "__module__", None) or ""
     replaced = own is not None and own != types.MethodType(type(transformer).forward, transformer)
-    if getattr(transformer, "_is_cached", False) or (replaced and not source.startswith(_HARMLESS)):
+    if compat.marked_as_cached(transformer) or (replaced and not source.startswith(_HARMLESS)):
         return f"the transformer's forward is replaced, as step caches do it, by {source or 'an unknown module'}"
     return None

@@ -1,13 +1,14 @@
-"""The stock blocks around attention, compiled: their norms, RoPE and modulation in a few passes over the tokens instead of dozens.
+"""The stock blocks around attention, compiled: their norms, RoPE and modulation in a few passes over the tokens instead
+of dozens.
 
-At 720p that saves a sixth to a fifth of a reuse forward. What is compiled is the stock code, once for all blocks of a kind, and
-attention stays one operator in it. It is done by the attribute that `block.compile()` sets: whoever compiles a block later takes our place.
+At 720p that saves a sixth to a fifth of a reuse forward. What is compiled is the stock code, once for all blocks of a
+kind, and attention stays one operator in it. It is done by the attribute that `block.compile()` sets: whoever compiles
+a block later takes our place.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import types
 import weakref
 from collections import Counter
@@ -16,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from parkattn import compat
 from parkattn.checks import first_line, shown
 
-# steps x blocks x elements of hidden_states from which on compiling pays in one run: on an H200 it takes 15 s, and a fused block saves 7e-11 s
-# per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %), twice that in a run with guidance, which cannot be known before
+# steps x blocks x elements of hidden_states from which on compiling pays in one run: on an H200 it takes 15 s, and a
+# fused block saves 7e-11 s
+# per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %), twice that in a run with guidance, which cannot
+# be known before
 WORTH_IT = 1.5e11
 COMPILER = "inductor"
 FUSED = AS_ASKED, LARGE_ENOUGH = "yes, as asked", "yes, the run is large enough"  # outcomes of blocks that ran compiled
@@ -48,38 +51,34 @@ class Fusing:
 
     def attach(self, block: torch.nn.Module, blocks: int) -> Callable[[], None]:
         """blocks: how many the transformer has. Returns how to take it off, which does not keep the block alive."""
-        if self.wanted is False or block._compiled_call_impl is not None:
+        if self.wanted is False:
             return lambda: None
+        if (reason := compat.why_not_intercepted()) is not None:
+            self.outcomes[f"no, {reason}"] += 1
         of_block = weakref.ref(block)
 
         def call_block(*args: Any, **kwargs: Any) -> Any:
             alive: Any = of_block()
             if torch.compiler.is_compiling():  # by the user
-                return alive._call_impl(*args, **kwargs)
+                return compat.stock_call(alive)(*args, **kwargs)
             return self._run_block(alive, blocks, *args, **kwargs)
 
-        def undo() -> None:
-            alive: Any = of_block()
-            if alive is not None and alive._compiled_call_impl is call_block:
-                del alive._compiled_call_impl
-
-        block._compiled_call_impl = call_block
-        return undo
+        return compat.intercept_calls(block, call_block)
 
     def _run_block(self, block: Any, blocks: int, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.get("hidden_states")
         inside = _inside_offloading(block)
         reason = self._why_not(hidden, blocks) or _unseen_by_graphs(block, offloaded=inside is not None)
         if reason is not None:
-            out = block._call_impl(*args, **kwargs)
+            out = compat.stock_call(block)(*args, **kwargs)
             self.outcomes[f"no, {reason}"] += 1
             return out
         if inside is None:
-            return self._run_compiled(block, block._call_impl, *args, **kwargs)
+            return self._run_compiled(block, compat.stock_call(block), *args, **kwargs)
         stock = inside.forward
         inside.forward = functools.partial(self._run_compiled, block, stock)
         try:
-            return block._call_impl(*args, **kwargs)
+            return compat.stock_call(block)(*args, **kwargs)
         finally:
             inside.forward = stock
 
@@ -90,7 +89,7 @@ class Fusing:
             out = _compiled(kind.forward, COMPILER)(block, *args, **kwargs)
             self.outcomes[AS_ASKED if self.wanted else LARGE_ENOUGH] += 1
             return out
-        except _refusals() as failure:
+        except compat.compiler_refusals() as failure:
             # a graph that cannot be made has not run, so nothing of this call has happened yet
             reason = f"torch.compile refused: {_in_one_line(failure)}"
         out = plain(*args, **kwargs)
@@ -113,37 +112,13 @@ class Fusing:
                 return "the number of steps is not known"
             if steps * blocks * hidden.numel() < WORTH_IT:
                 return f"{steps} steps of {hidden.shape[1]} tokens do not pay for compiling"
-        return _switched_off()
+        return compat.why_compiler_is_off()
 
 
 @functools.cache
 def _compiled(forward: Callable[..., Any], compiler: str) -> Callable[..., Any]:
     """The stock forward of a class of blocks; torch makes the graph in the first call."""
     return torch.compile(forward, fullgraph=True, backend=compiler)
-
-
-def _switched_off() -> str | None:
-    """Asked before, because torch would run the block as it is and say so, in some releases, by an error afterwards."""
-    from torch._dynamo import config, eval_frame, is_dynamo_supported
-
-    if not is_dynamo_supported():
-        return "torch.compile does not know this Python or this system"
-    if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return "torch.compile is switched off"
-    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")  # torch has no public way to ask
-    if stance != "default":
-        return f"torch.compiler.set_stance says {stance}"
-    if torch._C._len_torch_dispatch_stack():
-        return f"inside {type(torch._C._get_dispatch_stack_at(0)).__name__}"
-    return None
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    from torch._dynamo import exc
-
-    # reaching the limit of recompilations is no TorchDynamoException, and has had two names
-    limits = (getattr(exc, name, None) for name in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit"))
-    return exc.TorchDynamoException, *(limit for limit in limits if limit is not None)
 
 
 def _in_one_line(failure: Exception) -> str:
@@ -157,11 +132,9 @@ def _inside_offloading(block: Any) -> Any:
 
     Weights come and go outside of the forward, so a graph of the forward misses nothing of it.
     """
-    registry = getattr(block, "_diffusers_hook", None)
-    references = getattr(registry, "_fn_refs", ())
-    if registry is None or not references or not OFFLOADING.issuperset(registry.hooks):
+    innermost = compat.innermost_hook(block)
+    if innermost is None or not OFFLOADING.issuperset(compat.diffusers_hooks(block)):
         return None
-    innermost = references[0]
     return innermost if innermost.forward == types.MethodType(type(block).forward, block) else None
 
 
@@ -171,14 +144,14 @@ def _unseen_by_graphs(block: torch.nn.Module, offloaded: bool) -> str | None:
     Hooks and replaced forwards (offloading, caches, context parallelism, a user's own) may change at any time.
     offloaded: the forward of the block itself is replaced by block-level group offload.
     """
-    if torch.nn.modules.module._has_any_global_hook():
-        return "a hook is on every module"
+    if (reason := compat.why_hooks_are_not_known()) is not None:
+        return reason
     for name, module in block.named_modules():
         replaced = _forward_is_replaced(module) and not (offloaded and module is block)
-        if module._forward_hooks or module._forward_pre_hooks or replaced:
+        if replaced or compat.has_hooks(module):
             return f"a hook is on {name or 'the block'}"
-        for weights in (*module._parameters.values(), *module._buffers.values()):
-            if weights is not None and not _known_to_graphs(weights):
+        for weights in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if not _known_to_graphs(weights):
                 kind = type(weights).__name__
                 return f"the weights of {name or 'the block'} are {kind}, which a graph may take for a plain tensor"
     return None
@@ -190,7 +163,7 @@ def _known_to_graphs(weights: Tensor) -> bool:
     What others do in __torch_function__ or keep beside the tensor (GGUF, bitsandbytes) can be lost or leave the graph:
     with GGUF a compiled block returned its hidden states as a quantised weight.
     """
-    return type(weights) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or is_traceable_wrapper_subclass(weights)
+    return type(weights) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or compat.says_its_tensors(weights)
 
 
 def _forward_is_replaced(module: Any) -> bool:

@@ -30,7 +30,9 @@ def put_into_graph(processor: MethodProcessor, tokens: Tokens, options: CallOpti
     """While a graph is traced: the operator in place of the call. It takes tensors and numbers."""
     if options.extras or not isinstance(tokens.mask, (Tensor, type(None))):
         got = ", ".join(options.extras) or f"a {type(tokens.mask).__name__}"
-        raise ValueError(f"attention: expected a call with tensors alone in a compiled transformer, got {got}; do not compile it.")
+        raise ValueError(
+            f"attention: expected a call with tensors alone in a compiled transformer, got {got}; do not compile it."
+        )
     flags = (
         options.scale,
         options.dropout,
@@ -63,7 +65,9 @@ def attention_in_graph(
 ) -> Tensor:
     processor = _PROCESSORS.get(int(handle))
     if processor is None:
-        raise RuntimeError("parkattn::attention: expected an enabled transformer, got a graph whose session is gone; compile it again.")
+        raise RuntimeError(
+            "parkattn::attention: expected an enabled transformer, got a graph whose session is gone; compile it again."
+        )
     options = CallOptions(scale, dropout, causal, parallel, by_head, part, usp, parts)
     return processor.choose_route(Tokens(q, k, v, mask, text_tokens), options, compiled=True).contiguous()
 
@@ -75,4 +79,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 
 @attention_in_graph.register_autograd
 def _(*_: Any) -> Any:
-    raise RuntimeError("parkattn::attention: expected a graph without gradients, got one; use torch.no_grad(), or do not compile to train.")
+    raise RuntimeError(
+        "parkattn::attention: expected a graph without gradients, got one; use torch.no_grad(), or do not compile to train."
+    )

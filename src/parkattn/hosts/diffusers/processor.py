@@ -1,8 +1,8 @@
 """What stands in for the attention processor of one layer: it runs the stock code and answers its attention call.
 
 The stock `__call__` is kept as it is, projections, norms, RoPE and LoRA included (`stand_ins.py`). Its attention call
-comes here, finds all tokens of its heads (through `sequence_parallel.py` or `xdit.py` where they are spread over ranks),
-and goes to the engine.
+comes here, finds all tokens of its heads (through `sequence_parallel.py` or `xdit.py` where they are spread over
+ranks), and goes to the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torch import Tensor
 from parkattn.engine import Engine
 from parkattn.hosts.diffusers import xdit
 from parkattn.hosts.diffusers.instances import itself
-from parkattn.hosts.diffusers.sequence_parallel import mask_in_one_piece, run_in_ulysses, why_not_ulysses
+from parkattn.hosts.diffusers.sequence_parallel import (
+    UlyssesRanks,
+    mask_in_one_piece,
+    run_in_ulysses,
+    why_not_balanced,
+    why_not_ulysses,
+)
 from parkattn.models import ModelRow
 
 _UNKNOWN_LAYOUT = "which tokens are the video is unknown: several videos or images in one sequence, or a transformer compiled whole; compile blocks alone (block.compile())"
@@ -38,7 +44,9 @@ class CallOptions:
     parallel: bool = False
     by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
     part: int = 0
-    usp: str = ""  # the stock code calls xDiT's USP: with a rank's "share" of the text, or the "whole text" on every rank
+    usp: str = (
+        ""  # the stock code calls xDiT's USP: with a rank's "share" of the text, or the "whole text" on every rank
+    )
     parts: int = 1  # calls of this layer in one forward
     extras: Mapping[str, Any] = field(default_factory=dict)  # what else the stock attention was asked for
 
@@ -128,7 +136,9 @@ class MethodProcessor:
         return self._route_ulysses(tokens, options, parallel)
 
     def _route_keys(self, tokens: Tokens, options: CallOptions, stock: Callable[[], Tensor]) -> Tensor:
-        """[text | video | others] as keys, [video | others] as queries -> [text | others | video] as both, with queries of 0 for text."""
+        """[text | video | others] as keys, [video | others] as queries -> [text | others | video] as both, with queries
+        of 0 for text.
+        """
         if options.causal:
             return stock()  # the text's own attention
         text, grid = tokens.k.shape[1] - tokens.q.shape[1], self.engine.clock.grid
@@ -146,7 +156,9 @@ class MethodProcessor:
 
         q = reordered(tokens.q.new_zeros(tokens.q.shape[0], text, *tokens.q.shape[2:]), tokens.q)
         k, v = (reordered(x[:, :text], x[:, text:]) for x in (tokens.k, tokens.v))
-        out = self._ask_engine(Tokens(q, k, v, tokens.mask, text + others), options, options.why_dense(), stock_reordered)
+        out = self._ask_engine(
+            Tokens(q, k, v, tokens.mask, text + others), options, options.why_dense(), stock_reordered
+        )
         return torch.cat([out[:, text + others :], out[:, text : text + others]], 1)
 
     def _route_ulysses(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
@@ -158,18 +170,38 @@ class MethodProcessor:
             spread = functools.partial(self._stock_attention, tokens, options, parallel)
             return self._ask_engine(tokens, options, refusal, spread)
 
+        fixed = why_not_balanced(parallel, tokens.q.shape[2], tokens.k.shape[2])
+        order = None
+        if fixed is None:
+            order = self.engine.head_order(
+                tokens.q.shape[0],
+                layer=self.layer,
+                transformer=self.transformer,
+                part=options.part,
+                parts=options.parts,
+            )
+        else:
+            self.engine.log.unbalanced[fixed] += 1
+
         def with_all_tokens(*found: Any) -> Tensor:
             whole = Tokens(*found)
             stock = functools.partial(self._stock_attention, whole, options, None)
-            return self._ask_engine(whole, options, options.why_dense(), stock)
+            ranks = UlyssesRanks(parallel) if fixed is None else None
+            return self._ask_engine(whole, options, options.why_dense(), stock, ranks)
 
-        return run_in_ulysses(with_all_tokens, *tokens, self.row.text, parallel, options.scale)
+        if order is not None:
+            q, k, v = (x.index_select(2, order) for x in tokens[:3])
+            tokens = tokens._replace(q=q, k=k, v=v)
+        out = run_in_ulysses(with_all_tokens, *tokens, self.row.text, parallel, options.scale)
+        return out if order is None else out.index_select(2, order.argsort())
 
     def _route_usp(self, tokens: Tokens, options: CallOptions, exchange: xdit.Exchange) -> Tensor:
         q, k, v, _, _ = tokens
         refusal = exchange.why_not_usp()
         if refusal is not None:
             return self._ask_engine(tokens, options, refusal, functools.partial(exchange.run_whole_usp, q, k, v))
+
+        self.engine.log.unbalanced["xDiT hands out heads by itself"] += 1
 
         def between_exchanges(q: Tensor, k: Tensor, v: Tensor, text_tokens: int) -> Tensor:
             whole = Tokens(q, k, v, None, text_tokens)
@@ -178,7 +210,14 @@ class MethodProcessor:
 
         return exchange.run_usp_around(between_exchanges, q, k, v)
 
-    def _ask_engine(self, tokens: Tokens, options: CallOptions, reason: str | None, stock: Callable[[], Tensor]) -> Tensor:
+    def _ask_engine(
+        self,
+        tokens: Tokens,
+        options: CallOptions,
+        reason: str | None,
+        stock: Callable[[], Tensor],
+        ranks: UlyssesRanks | None = None,
+    ) -> Tensor:
         """stock: the stock attention of these tokens -> [b s h d]."""
         key_valid, mask_reason = _key_valid(tokens.mask, tokens.q)
         text_tokens, length, grid = tokens.text_tokens, tokens.q.shape[1], self.engine.clock.grid
@@ -196,6 +235,7 @@ class MethodProcessor:
             part=options.part,
             parts=options.parts,
             reason=reason or mask_reason,
+            ranks=ranks,
         )
         return out.transpose(1, 2)
 

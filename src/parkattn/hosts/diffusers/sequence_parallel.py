@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parkattn import compat
+
 RING = "ring context parallelism shows each rank a part of the keys only; use ulysses_degree"
 
 
@@ -22,9 +24,40 @@ def why_not_ulysses(parallel: Any, text_tokens: int) -> str | None:
         return f"the parallelism of {type(parallel).__name__} is not that of diffusers; use enable_parallelism"
     if (degrees.ring_degree or 1) > 1:
         return RING
+    if compat.context_parallel_attention() is None:
+        return compat.lacking("diffusers", "_templated_context_parallel_attention")
     if text_tokens and getattr(degrees, "ulysses_anything", False):
         return "ulysses_anything hides how text was split over the ranks; pad to a multiple of ulysses_degree"
     return None
+
+
+def why_not_balanced(parallel: Any, heads: int, key_heads: int) -> str | None:
+    """None where heads may be spread over the ranks in any order."""
+    degrees = parallel.context_parallel_config
+    ranks = degrees.ulysses_degree
+    if compat.ulysses_mesh(degrees) is None:
+        return compat.lacking("diffusers", "_ulysses_mesh")
+    if heads % ranks or heads != key_heads:
+        return f"{heads} heads of queries and {key_heads} of keys are not equal shares of {ranks} ranks"
+    return "each rank has one head" if heads == ranks else None
+
+
+class UlyssesRanks:
+    """Those that share the heads of a call."""
+
+    def __init__(self, parallel: Any) -> None:
+        self._group = compat.ulysses_mesh(parallel.context_parallel_config).get_group()
+
+    @property
+    def rank(self) -> int:
+        return torch.distributed.get_rank(self._group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """As bytes: NCCL has no 16-bit integers."""
+        own = x.contiguous().flatten().view(torch.uint8)
+        found = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(self._group))]
+        torch.distributed.all_gather(found, own, group=self._group)
+        return torch.stack(found).view(x.dtype).unflatten(1, x.shape)
 
 
 def run_in_ulysses(
@@ -42,8 +75,8 @@ def run_in_ulysses(
 
     q, k, v [b s h d] and text_tokens are this rank's share; mask is that of the whole sequence.
     """
-    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
-
+    spread = compat.context_parallel_attention()
+    assert spread is not None, "as why_not_ulysses says"
     ranks = parallel.context_parallel_config.ulysses_degree
 
     def forward_op(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -54,7 +87,7 @@ def run_in_ulysses(
         return in_rank_pieces(out, ranks, text_tokens, text).contiguous()
 
     # the mask goes past diffusers, which cannot know its order, and in 0.36 refuses any
-    return _templated_context_parallel_attention(
+    return spread(
         q,
         k,
         v,
@@ -93,8 +126,7 @@ def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor
 
 def hunyuan_sequence_parallel() -> dict[str, Any]:
     """Split video and text at the first block, gather video at the last projection: each rank holds [video_i, text_i]."""
-    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-
+    ContextParallelInput, ContextParallelOutput = compat.context_parallel_parts()
     rope = {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in (0, 1)}
     names = ("hidden_states", "encoder_hidden_states")
     tokens = {name: ContextParallelInput(split_dim=1, expected_dims=3) for name in names}

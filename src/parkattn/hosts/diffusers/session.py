@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parkattn.compat import END_OF_CALL, loops_of, without_compile_wrapper
 from parkattn.engine import Engine, RunLog
 from parkattn.engine.summary import Summary
 from parkattn.hosts.diffusers.forwards import COMPILED, Forwards
@@ -18,12 +19,10 @@ from parkattn.hosts.diffusers.instances import put_on_instance
 from parkattn.hosts.diffusers.processor import MethodProcessor
 from parkattn.hosts.diffusers.stand_ins import replace_processor, set_processor
 from parkattn.hosts.diffusers.tracker import StepTracker
-from parkattn.models import ModelRow, row_for, without_compile_wrapper
+from parkattn.models import ModelRow, row_for
 from parkattn.site import AttentionMethod
 
-_UNKNOWN_STEP = (
-    "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile blocks alone (block.compile())"
-)
+_UNKNOWN_STEP = "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile blocks alone (block.compile())"
 _LOST = "another processor was set after enable; call enable again"
 # which session a transformer belongs to; a deleted transformer takes its session along, which holds no transformer
 _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -47,13 +46,17 @@ class _Attached:
             self.undo.pop()()
 
     def lost(self) -> int:
-        return sum(getattr(of_attention(), "processor", None) is not processor for of_attention, processor in self.processors)
+        return sum(
+            getattr(of_attention(), "processor", None) is not processor for of_attention, processor in self.processors
+        )
 
 
 class Session:
     """One enable. A context manager: leaving it disables."""
 
-    def __init__(self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None) -> None:
+    def __init__(
+        self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None
+    ) -> None:
         transformers = transformers_of(target)
         rows = {name: row_for(transformer) for name, transformer in transformers.items()}
         self.advice: list[str] = []  # said in every summary
@@ -62,7 +65,9 @@ class Session:
         self.fusing = Fusing(fuse, lambda: self.engine.clock.total_steps)
         for transformer in transformers.values():
             release(transformer)
-        self.tracker = StepTracker(self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps)
+        self.tracker = StepTracker(
+            self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps
+        )
         self._attached: list[_Attached] = []
         self._undo: list[Callable[[], None]] = []  # of what is on the pipeline
         self._inside_call = self._began_at_latents = False  # of the pipeline
@@ -77,7 +82,9 @@ class Session:
             raise
 
     def reset(self) -> None:
-        """Forget plans, statistics and the step: whatever comes next begins a run. Happens by itself where that can be seen."""
+        """Forget plans, statistics and the step: whatever comes next begins a run. Happens by itself where that can be
+        seen.
+        """
         self._clear()
         self.tracker.forget_run()
 
@@ -100,7 +107,9 @@ class Session:
         """What the last generation did, per layer and in all."""
         lost = sum(attached.lost() for attached in self._attached)
         self.engine.note_unseen_forwards(COMPILED)
-        return _summary(self.method.name, self.engine.log, self.engine.state_bytes, self.fusing.outcomes, lost, self.advice)
+        return _summary(
+            self.method.name, self.engine.log, self.engine.state_bytes, self.fusing.outcomes, lost, self.advice
+        )
 
     @property
     def method(self) -> AttentionMethod:
@@ -134,8 +143,8 @@ class Session:
         if self.engine.forecasts:
             attached.undo.append(Forwards(self.engine, name, hooks).attach(transformer))
         # what any pipeline calls at its end, one made by from_pipe included
-        if hasattr(transformer, "_reset_stateful_cache"):
-            attached.undo.append(self._call_before(transformer, "_reset_stateful_cache", Session._end_call))
+        if hasattr(transformer, END_OF_CALL):
+            attached.undo.append(self._call_before(transformer, END_OF_CALL, Session._end_call))
         _SESSIONS[transformer] = self
 
     def _take_off(self, attached: _Attached) -> None:
@@ -153,7 +162,7 @@ class Session:
             self._undo.append(self._call_before(pipeline, "maybe_free_model_hooks", Session._end_call))
         if hasattr(pipeline, "prepare_latents"):
             self._undo.append(self._call_after(pipeline, "prepare_latents", Session._see_latents))
-        self._undo += [self._call_after(loop, "progress_bar", Session._watch) for loop in _loops_of(pipeline)]
+        self._undo += [self._call_after(loop, "progress_bar", Session._watch) for loop in loops_of(pipeline)]
 
     def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
         """Returns how to take it off."""
@@ -178,7 +187,8 @@ class Session:
         return put_on_instance(owner, name, received)
 
     def _see_latents(self, made: Any) -> Any:
-        """How many videos there are, and the grid of a transformer compiled whole; others say it themselves in every forward.
+        """How many videos there are, and the grid of a transformer compiled whole; others say it themselves in every
+        forward.
 
         A pipeline that checks no inputs begins its call here.
         """
@@ -221,14 +231,6 @@ class Session:
         else:
             self._clear()
         self._runs_in_call += self._inside_call
-
-
-def _loops_of(pipeline: Any) -> list[Any]:
-    """What shows a progress bar: the pipeline, or in a modular one those of its blocks that loop."""
-    found = [pipeline, getattr(pipeline, "_blocks", None)]
-    for block in found:
-        found += getattr(block, "sub_blocks", {}).values()
-    return [loop for loop in found if hasattr(loop, "progress_bar")]
 
 
 class _WatchedBar:
@@ -317,7 +319,9 @@ def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lo
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoising transformers of a pipeline (Wan2.2 has two, MiniMax-H3 one for references), each once, or the transformer itself."""
+    """The denoising transformers of a pipeline (Wan2.2 has two, MiniMax-H3 one for references), each once, or the
+    transformer itself.
+    """
     if isinstance(target, torch.nn.Module):
         return {"transformer": without_compile_wrapper(target)}
     found: dict[str, torch.nn.Module] = {}

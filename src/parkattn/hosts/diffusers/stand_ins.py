@@ -1,7 +1,7 @@
 """The stock code of an attention processor, with other values behind a few of its names.
 
-A copy of the stock `__call__` looks `dispatch_attention_fn`, `F` and `USP` up among globals of ours. So nothing of a model
-is copied by hand, and a new release of diffusers brings its own code along.
+A copy of the stock `__call__` looks `dispatch_attention_fn`, `F` and `USP` up among globals of ours. So nothing of a
+model is copied by hand, and a new release of diffusers brings its own code along.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parkattn.compat import own_code
 from parkattn.engine import Engine
 from parkattn.hosts.diffusers.operator import number_for_graphs, put_into_graph
 from parkattn.hosts.diffusers.processor import CallOptions, MethodProcessor, Tokens
@@ -56,7 +57,9 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     """One class, and one copy of the stock code, for all layers: what a graph is compiled for."""
     stock_call: Any = stock.__call__
     code = getattr(stock_call, "__code__", None)
-    names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))} if code is not None else set()  # and getattr's
+    names = (
+        {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))} if code is not None else set()
+    )  # and getattr's
     functional = FunctionalStandIn()
     dispatchers = {"dispatch_attention_fn", "_dispatch_attention_fn"} & names
     hands_itself_over = bool(dispatchers) and "_attention_backend" in names
@@ -78,10 +81,13 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     # by this name torch.compile would look globals up in the stock module, where cross-attention finds its own
     names_seen.pop("__name__")
     own = own_code(stock_call.__code__)
-    copied: Any = types.FunctionType(own, names_seen, stock_call.__name__, stock_call.__defaults__, stock_call.__closure__)
+    copied: Any = types.FunctionType(
+        own, names_seen, stock_call.__name__, stock_call.__defaults__, stock_call.__closure__
+    )
     copied.__kwdefaults__ = stock_call.__kwdefaults__
 
-    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not name
+    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not
+    # name
     @functools.wraps(stock_call)
     def run_stock_code(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.retired:
@@ -102,12 +108,9 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
         finally:
             _RUNNING.reset(token)
 
-    return type(f"Method{stock.__name__}", (MethodProcessor,), {"__call__": run_stock_code, "__doc__": MethodProcessor.__doc__})
-
-
-def own_code(code: types.CodeType) -> types.CodeType:
-    """A copy, functions defined inside included: torch.compile files graphs by code object, and their names among its globals."""
-    return code.replace(co_consts=tuple(own_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts))
+    return type(
+        f"Method{stock.__name__}", (MethodProcessor,), {"__call__": run_stock_code, "__doc__": MethodProcessor.__doc__}
+    )
 
 
 class _Caller:
@@ -121,7 +124,9 @@ class _Caller:
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions) -> Tensor:
         device = q.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # torch 2.11 cannot trace is_autocast_available, which meta alone is not
+        if device != "meta" and torch.is_autocast_enabled(
+            device
+        ):  # torch 2.11 cannot trace is_autocast_available, which meta alone is not
             # as it would for the stock attention, which q and k of norms in float32 reach with v in half precision
             q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
         tokens = Tokens(q, k, v, mask, self.processor.row.text_tokens(q.shape[1], self.video_tokens))
@@ -166,15 +171,23 @@ def dispatch_stand_in(
         enable_gqa = False
     mask = attn_mask.valid[:, None, None, :] if isinstance(attn_mask, KeyPadding) else attn_mask
     spread = parallel_config is not None or cp_config is not None
-    extras = {name: given for name, given in (("enable_gqa", enable_gqa), ("attention_kwargs", attention_kwargs)) if given}
-    return backend.answer(query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=spread, extras=extras))
+    extras = {
+        name: given for name, given in (("enable_gqa", enable_gqa), ("attention_kwargs", attention_kwargs)) if given
+    }
+    return backend.answer(
+        query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=spread, extras=extras)
+    )
 
 
 class FunctionalStandIn:
-    """torch.nn.functional, with our attention, and with a `pad` that knows KeyPadding; and xDiT's USP, with our attention."""
+    """torch.nn.functional, with our attention, and with a `pad` that knows KeyPadding; and xDiT's USP, with our
+    attention.
+    """
 
     def __init__(self) -> None:
-        self.traced: _Caller | None = None  # who calls, while a graph is traced: torch.compile cannot follow a ContextVar
+        self.traced: _Caller | None = (
+            None  # who calls, while a graph is traced: torch.compile cannot follow a ContextVar
+        )
 
     def scaled_dot_product_attention(
         self,
@@ -190,7 +203,9 @@ class FunctionalStandIn:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         caller, part = self._next_call()
         extras = {"enable_gqa": True} if enable_gqa else {}
-        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0], extras=extras)
+        options = CallOptions(
+            scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0], extras=extras
+        )
         return caller.answer(q, k, v, attn_mask, options).transpose(1, 2)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -216,7 +231,9 @@ class FunctionalStandIn:
             query, key, value = (torch.cat(pair[:: -1 if joint_strategy == "front" else 1], 2) for pair in pairs)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         caller, part = self._next_call()
-        options = CallOptions(None, dropout_p, is_causal, part=part, usp="share" if joint_query is None else "whole text")
+        options = CallOptions(
+            None, dropout_p, is_causal, part=part, usp="share" if joint_query is None else "whole text"
+        )
         return caller.answer(q, k, v, None, options).transpose(1, 2)
 
     def _next_call(self) -> tuple[_Caller, int]:
@@ -234,7 +251,9 @@ class FunctionalStandIn:
 
 
 class KeyPadding:
-    """Stands in for a text mask [b s] that stock code expands to [b 1 n n]: every reshape on that way returns it as it is."""
+    """Stands in for a text mask [b s] that stock code expands to [b 1 n n]: every reshape on that way returns it as it
+    is.
+    """
 
     def __init__(self, valid: Tensor) -> None:
         self.valid = valid

@@ -39,7 +39,9 @@ class TimestepCounter:
         self._prompts: dict[str, dict[str, Tensor]] = {}  # branch -> its prompt
         self._seen: list[str] = []  # branches of the step
 
-    def count(self, arguments: Mapping[str, Any], name: str | None, schedule: Sequence[float], training: bool) -> Counted:
+    def count(
+        self, arguments: Mapping[str, Any], name: str | None, schedule: Sequence[float], training: bool
+    ) -> Counted:
         """arguments: of a forward, its timestep included; name: of the branch, where a cache context gives one."""
         timestep = arguments["timestep"]
         # the largest, because image-to-video gives the tokens of its clean first frame the timestep 0

@@ -99,7 +99,8 @@ class StepTracker:
             step, branch, another = self._by_timestep.count(arguments, name, schedule, training)
             begins, branch = begins or another, branch or name
         elif step is None and timesteps is not None:
-            # a compiled transformer, and a scheduler that never counts, or not before its first step: a branch opens one context per step
+            # a compiled transformer, and a scheduler that never counts, or not before its first step: a branch opens
+            # one context per step
             step = self._opened[name] - 1 if name is not None else 0 if begins else None
         if begins or (step is not None and self.clock.step is not None and step < self.clock.step):
             self._begin_run()
@@ -121,7 +122,9 @@ class StepTracker:
             self.forget_run()
 
     def at_layer(self, transformer: str, layer: int) -> None:
-        """Compiled attention. Forwards of a transformer compiled whole are not seen: a layer that comes again begins one."""
+        """Compiled attention. Forwards of a transformer compiled whole are not seen: a layer that comes again begins
+        one.
+        """
         if self._inside_forward:
             return
         if not self._layers_seen or (transformer, layer) in self._layers_seen:
@@ -153,7 +156,9 @@ class _Hooks:
         self.row = row
         self.names = names  # of the arguments of forward
         self.told = False  # of the forward under way, by whoever called it
-        self._read: tuple[weakref.ref[Any], Grid | None] | None = None  # the last argument that was read, and the grid that it says
+        self._read: tuple[weakref.ref[Any], Grid | None] | None = (
+            None  # the last argument that was read, and the grid that it says
+        )
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
@@ -179,7 +184,9 @@ class _Hooks:
             return
         self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
         if self.row.by_grid and not self.tracker.clock.recomputed:
-            self.tracker.clock.grid = None  # of this forward alone: one that is compiled whole would take it for its own
+            self.tracker.clock.grid = (
+                None  # of this forward alone: one that is compiled whole would take it for its own
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Hooks, (None, None, [])

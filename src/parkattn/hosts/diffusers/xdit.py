@@ -1,7 +1,7 @@
 """Attention whose tokens are spread over ranks by xDiT (the package xfuser, 0.5 or newer).
 
-xDiT's processors call one function, USP: it hands every rank all tokens of some heads, calls the attention function of a
-backend, and hands the tokens back. A method is one more backend there.
+xDiT's processors call one function, USP: it hands every rank all tokens of some heads, calls the attention function of
+a backend, and hands the tokens back. A method is one more backend there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from parkattn.hosts.diffusers.sequence_parallel import RING, in_one_piece, in_ra
 
 _BACKEND = "parkattn"  # its name among xDiT's backends
 # what that backend calls, with q, k, v [b n h d]: xDiT hands a backend nothing but tensors
-_BETWEEN: contextvars.ContextVar[Callable[[Tensor, Tensor, Tensor], Tensor]] = contextvars.ContextVar("parkattn_between_exchanges")
+_BETWEEN: contextvars.ContextVar[Callable[[Tensor, Tensor, Tensor], Tensor]] = contextvars.ContextVar(
+    "parkattn_between_exchanges"
+)
 
 
 def register_backend() -> None:
@@ -45,7 +47,9 @@ class Exchange:
     extras is the dictionary with which xDiT configures its own sparse backends.
     """
 
-    def __init__(self, text_tokens: int, text: str, whole_text: bool, extras: dict[str, Any] | None, dropout: float, causal: bool) -> None:
+    def __init__(
+        self, text_tokens: int, text: str, whole_text: bool, extras: dict[str, Any] | None, dropout: float, causal: bool
+    ) -> None:
         self.text_tokens = text_tokens
         self.text = text
         self.whole_text = whole_text
@@ -74,7 +78,9 @@ class Exchange:
             pairs = [x.split(sizes if last else sizes[::-1], dim=2)[:: 1 if last else -1] for x in given]
             given = [video for video, _ in pairs]
             names = ("joint_query", "joint_key", "joint_value")
-            joint = {name: words for name, (_, words) in zip(names, pairs, strict=True)} | {"joint_strategy": "rear" if last else "front"}
+            joint = {name: words for name, (_, words) in zip(names, pairs, strict=True)} | {
+                "joint_strategy": "rear" if last else "front"
+            }
         out: Tensor = USP(*given, **self.options, **joint, backend=backend, attention_kwargs=self.extras)
         return out.transpose(1, 2)
 

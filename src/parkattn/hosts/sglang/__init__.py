@@ -1,11 +1,12 @@
-"""PARK in SGLang diffusion's Wan and HunyuanVideo models, as a plug-in: installed beside SGLang, it is found by its entry point.
+"""PARK in SGLang diffusion's Wan, HunyuanVideo and MiniMax-H3 models, as a plug-in: installed beside SGLang, it is found
+by its entry point.
 
     sglang serve --model-path Wan-AI/Wan2.1-T2V-14B-Diffusers --attention-backend sparge_attn \\
         --attention-backend-config '{"park": "quality"}'
 
-SGLang's list of backends is closed, so PARK answers for a sparse member of it, and only where the config has the key park: a profile, or a
-mapping with profile, model, min_tokens and fields of the profile. Ulysses and CFG parallelism stay SGLang's own: attention is asked
-after the exchange, with all tokens and some of the heads.
+SGLang's list of backends is closed, so PARK answers for a sparse member of it, and only where the config has the key
+park: a profile, or a mapping with profile, model, min_tokens and fields of the profile. Ulysses and CFG parallelism
+stay SGLang's own: attention is asked after the exchange, with all tokens and some of the heads.
 """
 
 from __future__ import annotations
@@ -23,22 +24,31 @@ from parkattn.models import Grid, grid_of_latents
 MEMBER = "SPARGE_ATTN"  # sparse, so that cross-attention never gets it, and without metadata of its own
 BACKEND = "parkattn.hosts.sglang.backend.ParkBackend"
 PLATFORMS = ("cuda.CudaPlatform", "cpu.CpuPlatform")
-STAGE = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising.DenoisingStage.forward"
+_STAGES = "sglang.multimodal_gen.runtime.pipelines_core.stages"
+STAGES = (
+    f"{_STAGES}.denoising.DenoisingStage.forward",
+    f"{_STAGES}.model_specific_stages.minimax_h3.stages.denoising.MiniMaxH3DenoisingStage.forward",  # its own loop
+)
+SIGMAS = "minimax_h3_sigmas"  # in Req.extra: the levels of its loop, which has no scheduler
 LOGGER = "sglang.multimodal_gen.parkattn"  # below a logger that SGLang sets up
 KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is when a request moves to another machine
 
 
 class Block(NamedTuple):
-    """A layer by its prefix: its number, and whether text follows the video in its sequence."""
+    """A layer by its prefix: its number, and whether text follows the video in its sequence, or all else comes before it
+    in one packed sequence.
+    """
 
     layer: int | None = None
     text_follows: bool = False
+    packed: bool = False
 
     @classmethod
     def read(cls, prefix: str) -> Block:
         joint = re.search(r"(?:^|\.)(?:double|single)_blocks\.(\d+)\.", prefix)  # numbered through
-        found = joint or re.search(r"(?:^|\.)blocks\.(\d+)\.attn1\b", prefix)
-        return cls(int(found[1]), joint is not None) if found else cls()
+        packed = re.fullmatch(r"blocks\.(\d+)\.attn", prefix)  # MiniMax-H3; its text refiner has another prefix
+        found = joint or packed or re.search(r"(?:^|\.)blocks\.(\d+)\.attn1\b", prefix)
+        return cls(int(found[1]), joint is not None, packed is not None) if found else cls()
 
 
 def register_hooks() -> None:
@@ -48,7 +58,8 @@ def register_hooks() -> None:
     for platform in PLATFORMS:
         target = f"sglang.multimodal_gen.runtime.platforms.{platform}.get_attn_backend_cls_str"
         HookRegistry.register(target, choose_backend, HookType.AROUND)
-    HookRegistry.register(STAGE, release_after, HookType.AROUND)
+    for stage in STAGES:
+        HookRegistry.register(stage, release_after, HookType.AROUND)
 
 
 def choose_backend(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
@@ -68,8 +79,9 @@ def settings_of(args: Any) -> ServedSettings | None:
     config = getattr(args, "attention_backend_config", None) or {}
     if not config.get("park"):
         return None
-    hunyuan = str(getattr(dit_config(args), "prefix", "")).lower() == "hunyuan"
-    return ServedSettings.read("park", config["park"], "hunyuanvideo" if hunyuan else "wan2.1-14b")
+    dit = dit_config(args)
+    joint = str(getattr(dit, "prefix", "")).lower() == "hunyuan" or type(dit).__name__.startswith("MiniMaxH3")
+    return ServedSettings.read("park", config["park"], "hunyuanvideo" if joint else "wan2.1-14b")
 
 
 def dit_config(args: Any) -> Any:
@@ -95,6 +107,9 @@ def request_of(batch: Any, args: Any) -> ServedRequest:
 
 def steps_of(batch: Any) -> tuple[int, tuple[float, ...] | None]:
     """How many steps a request has, and the noise levels of its scheduler."""
+    if SIGMAS in batch.extra:
+        levels = tuple(float(level) for level in batch.extra[SIGMAS]["video"][:-1])
+        return len(levels), levels
     timesteps, sigmas = getattr(batch, "timesteps", None), getattr(getattr(batch, "scheduler", None), "sigmas", None)
     steps = len(timesteps) if timesteps is not None else batch.num_inference_steps
     return steps, tuple(sigmas[:steps].tolist()) if isinstance(sigmas, Tensor) else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
 from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_world_size
 from sglang.multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend, AttentionImpl
 from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
@@ -48,7 +50,7 @@ class ParkImpl(ServedLayer, AttentionImpl):
         prefix: str = "",
         **others: Any,
     ) -> None:
-        self.index, self.text_follows = Block.read(prefix)
+        self.index, self.text_follows, self.packed = Block.read(prefix)
         self.scale, self.causal = softmax_scale, causal
         path = current_platform.get_attn_backend_cls_str(None, head_size, get_compute_dtype())
         self.dense = resolve_name(path).get_impl_cls()(
@@ -66,42 +68,62 @@ class ParkImpl(ServedLayer, AttentionImpl):
         return self.ask(query, key, value, [])
 
     def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, **told: Any) -> Tensor:
-        """Sequences that are packed into one, as MiniMax-H3's: SGLang does not say where in them the video is."""
+        """[n h d]: one packed sequence and padding after it, as MiniMax-H3's."""
+        ends = told.get("cu_seqlens_host")
+        if self.packed and ends is not None and len(ends) == 3 and ends[2] == len(query):
+            return self.ask(query[None], key[None], value[None], [ends[1]])[0]
         batch = getattr(get_forward_context_or_none(), "forward_batch", None)
         if batch is not None:
             request_of(batch, server_args()).declined["packed sequences, without a word where the video is"] += 1
         return self.dense.forward_varlen(query, key, value, **told)
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, place: list[int]) -> Tensor:
+        """place: where a packed sequence ends; empty: it is none."""
         context = get_forward_context_or_none()
+        metadata = getattr(context, "attn_metadata", None)
 
         def dense() -> Tensor:
-            return self.dense.forward(q, k, v, getattr(context, "attn_metadata", None))
+            if not place:
+                return self.dense.forward(q, k, v, metadata)
+            ends = (0, place[0], q.shape[1])
+            told = {"cu_seqlens": sequence_ends(ends, q.device), "cu_seqlens_host": ends, "max_seqlen": place[0]}
+            return self.dense.forward_varlen(q[0], k[0], v[0], **told)[None]
 
         batch = getattr(context, "forward_batch", None)
         if batch is None:  # an encoder, before the request's video
             return dense()
         args = server_args()
         request, grid = request_of(batch, args), grid_of_request(batch, args)
-        reason = self._why_not_video(q, k, v, math.prod(grid) if grid else None)
-        if grid is None or reason is not None:
+        tokens, video = place[0] if place else q.shape[1], math.prod(grid) if grid else None
+        reason = self._why_not_video(q, k, v, tokens, video)
+        if grid is None or video is None or reason is not None:
             request.declined[str(reason)] += 1
             return dense()
-        step, video = context.current_timestep, math.prod(grid)
+        step = context.current_timestep
         branch = "uncond" if batch.is_cfg_negative else "cond"
         request.stand_at(step if isinstance(step, int) else None, *steps_of(batch), branch, grid)
-        text = slice(video, q.shape[1]) if q.shape[1] > video else None
-        return request.attend(self, q, k, v, dense, text=text)
+        if place:
+            before = slice(0, tokens - video)
+            used = (q[:, :tokens], k[:, :tokens], v[:, :tokens])
+            out = request.attend(self, *used, lambda: dense()[:, :tokens], text=before)
+            return torch.cat([out, out.new_zeros(1, q.shape[1] - tokens, *out.shape[2:])], 1)  # nobody reads padding
+        return request.attend(self, q, k, v, dense, text=slice(video, tokens) if tokens > video else None)
 
-    def _why_not_video(self, q: Tensor, k: Tensor, v: Tensor, video: int | None) -> str | None:
+    def _why_not_video(self, q: Tensor, k: Tensor, v: Tensor, tokens: int, video: int | None) -> str | None:
         if self.index is None:
             return "a layer that is not numbered self-attention, such as cross-attention"
         if not q.shape == k.shape == v.shape or self.causal:
             return "q, k and v are not of one shape, or attention is causal"
         if video is None:
             return "the request has no latents of a video"
-        if q.shape[1] != video and not (self.text_follows and q.shape[1] > video):
-            return f"{q.shape[1]} tokens are not the {video} of the video"
-        if q.shape[1] > video and get_sp_world_size() > 1:
+        if tokens != video and not ((self.text_follows or self.packed) and tokens > video):
+            return f"{tokens} tokens are not the {video} of the video"
+        if self.text_follows and tokens > video and get_sp_world_size() > 1:
             return "text is spread over GPUs, between parts of the video"
         return None
+
+
+@functools.lru_cache(maxsize=8)
+def sequence_ends(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """As kernels take them; kept, because making them waits for the GPU. Reset: cache_clear."""
+    return torch.tensor(ends, dtype=torch.int32, device=device)

@@ -2,9 +2,10 @@
 
     vllm serve Wan-AI/Wan2.2-T2V-A14B-Diffusers --omni --diffusion-attention-config '{"per_role": {"self": {"backend": "PARK_ATTN"}}}'
 
-The keys of that config are closed, so settings come by the environment: PARKATTN_SETTINGS is a profile, or JSON with profile, model,
-min_tokens and fields of the profile. Models say where their video is by `AttentionMetadata.video_layout` (Wan and MiniMax-H3 do). What is
-outside of it is always seen; padding behind it is cut off. Ulysses and CFG parallelism stay vLLM-Omni's own.
+The keys of that config are closed, so settings come by the environment: PARKATTN_SETTINGS is a profile, or JSON with
+profile, model, min_tokens and fields of the profile. Models say where their video is by
+`AttentionMetadata.video_layout` (Wan and MiniMax-H3 do). What is outside of it is always seen; padding behind it is cut
+off. Ulysses and CFG parallelism stay vLLM-Omni's own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def telling_steps(original: Callable[..., None], contexts: Any) -> Callable[...,
     """Wan's pipelines record the step and not how many there are, which their scheduler knows."""
 
     @functools.wraps(original)
-    def record_denoise_step(pipeline: Any, step_idx: int | None, timestep: Any = None, scheduler: Any = None, **told: Any) -> None:
+    def record_denoise_step(
+        pipeline: Any, step_idx: int | None, timestep: Any = None, scheduler: Any = None, **told: Any
+    ) -> None:
         original(pipeline, step_idx, timestep, scheduler, **told)
         if step_idx is None or not contexts.is_forward_context_available():
             return
@@ -87,11 +90,15 @@ def settings() -> ServedSettings:
     try:
         return ServedSettings.read(VARIABLE, json.loads(told) if told.startswith("{") else told)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{VARIABLE}: expected a profile or JSON, got {shown(told)} ({error}); write a profile or JSON.") from None
+        raise ValueError(
+            f"{VARIABLE}: expected a profile or JSON, got {shown(told)} ({error}); write a profile or JSON."
+        ) from None
 
 
 def request_of(context: Any) -> ServedRequest:
-    """The state of the request, or of the batch of requests, that runs in a forward context: it is dropped with the context."""
+    """The state of the request, or of the batch of requests, that runs in a forward context: it is dropped with the
+    context.
+    """
     if not hasattr(context, KEY):
         setattr(context, KEY, ServedRequest(settings(), LOGGER))
     return getattr(context, KEY)

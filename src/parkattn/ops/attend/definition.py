@@ -1,10 +1,11 @@
-"""Attention over the kept blocks only (eq. sparse_attention, with the softmax taken over the kept keys), and dense attention.
+"""Attention over the kept blocks only (eq. sparse_attention, with the softmax taken over the kept keys), and dense
+attention.
 
 q, k and v come in block order. Work and memory follow the kept token pairs: each query block meets the concatenation of
 its key blocks in one fused attention call, so a CPU gains what sparsity allows.
 
-precision="int8" takes Q K^T from q and k rounded to 8 bits (`Rounding`), and the weights of v as otherwise. A log-sum-exp is then of scores
-without q.mean, the same for all keys of a row: parts of one row merge as otherwise.
+precision="int8" takes Q K^T from q and k rounded to 8 bits (`Rounding`), and the weights of v as otherwise. A
+log-sum-exp is then of scores without q.mean, the same for all keys of a row: parts of one row merge as otherwise.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ SMALLEST_REACH = 1e-12  # rows of zeros have a step too
 class Rounding(NamedTuple):
     """How queries and keys of a head become whole numbers of steps.
 
-    Both are turned by the Hadamard matrix of signs, over sqrt(d): scores stay, and what single columns hold is spread over all, so that
-    steps are smaller. Keys, text and padding among them, lose their mean, which adds the same to all scores of a row. Each row of queries
-    has a step of its own, the keys of a head have one: 127 of them reach its largest entry.
+    Both are turned by the Hadamard matrix of signs, over sqrt(d): scores stay, and what single columns hold is spread
+    over all, so that steps are smaller. Keys, text and padding among them, lose their mean, which adds the same to all
+    scores of a row. Each row of queries has a step of its own, the keys of a head have one: 127 of them reach its
+    largest entry.
     """
 
     mean: Tensor  # [... 1 d], of the turned keys of a head
@@ -78,13 +80,17 @@ def attend(
 ) -> Tensor:
     """out_i = softmax(q_i K_S^T scale) V_S over the key blocks S that i's block keeps. mask [b h qb kb] -> [b h n d]
 
-    compensate [b h kb] marks key blocks that, where they are skipped, still enter through one stand-in key: their mean key
-    with logit + log n and their mean value. The normaliser then covers all keys, exactly so if a block's keys are equal.
-    bias [b h qb kb] is added to the logit of a stand-in instead of log n.
+    compensate [b h kb] marks key blocks that, where they are skipped, still enter through one stand-in key: their mean
+    key with logit + log n and their mean value. The normaliser then covers all keys, exactly so if a block's keys are
+    equal. bias [b h qb kb] is added to the logit of a stand-in instead of log n.
     """
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
-    for at, rows, row_keys, row_values, weight in _query_blocks(q, k, v, queries, keys, mask, compensate, bias, precision):
-        block = scaled_dot_product_attention(rows[None, None], row_keys[None, None], row_values[None, None], attn_mask=weight, scale=scale)
+    for at, rows, row_keys, row_values, weight in _query_blocks(
+        q, k, v, queries, keys, mask, compensate, bias, precision
+    ):
+        block = scaled_dot_product_attention(
+            rows[None, None], row_keys[None, None], row_values[None, None], attn_mask=weight, scale=scale
+        )
         out[at] = block[0, 0].to(q.dtype)
     return out
 
@@ -112,7 +118,13 @@ def attend_with_lse(
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, key_valid: Tensor | None = None, precision: Precision = "bf16"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    key_valid: Tensor | None = None,
+    precision: Precision = "bf16",
 ) -> Tensor:
     """softmax(Q K^T scale) V (eq. full_attention); key_valid [b m] is True where a key may be attended."""
     allowed = None if key_valid is None else key_valid[:, None, None, :]
@@ -134,7 +146,9 @@ def _query_blocks(
     bias: Tensor | None,
     precision: Precision,
 ) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor | None]]:
-    """For each query block that has work: where it goes, its queries, its keys and values, and the log weights of the stand-ins."""
+    """For each query block that has work: where it goes, its queries, its keys and values, and the log weights of the
+    stand-ins.
+    """
     starts, key_sizes = queries.offsets.tolist(), keys.sizes
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
         stand_ins = None if compensate is None else _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
@@ -158,7 +172,10 @@ def _query_blocks(
                 if bias is not None:
                     log_weights = bias[b, h, u][skipped].to(log_weights.dtype)
                 weight = torch.cat([log_weights.new_zeros(len(row_keys)), log_weights]).expand(len(rows), -1)
-                row_keys, row_values = torch.cat([row_keys.to(means.dtype), means]), torch.cat([row_values.to(means.dtype), mean_values])
+                row_keys, row_values = (
+                    torch.cat([row_keys.to(means.dtype), means]),
+                    torch.cat([row_values.to(means.dtype), mean_values]),
+                )
                 rows = rows.to(means.dtype)
             if len(row_keys):
                 yield (b, h, slice(first, last)), rows, row_keys, row_values, weight
@@ -167,4 +184,8 @@ def _query_blocks(
 def _stand_ins(k: Tensor, v: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean key, mean value and log size of each key block."""
     labels = torch.arange(len(sizes), device=k.device).repeat_interleave(sizes)
-    return segment_mean(k, labels, len(sizes))[0], segment_mean(v, labels, len(sizes))[0], sizes.to(compute_dtype(k.dtype)).log()
+    return (
+        segment_mean(k, labels, len(sizes))[0],
+        segment_mean(v, labels, len(sizes))[0],
+        sizes.to(compute_dtype(k.dtype)).log(),
+    )

@@ -1,16 +1,17 @@
 """Ragged block-sparse attention forward for Hopper (sm_90), in Gluon: TMA granules packed into 128-key tiles.
 
-One persistent program per multiprocessor takes query tiles of `worklist` in order: one producer warp fills two rings of shared
-memory with key and value tiles, granule by granule, and runs on into the next query tile while the last one is finished; two
-consumer warpgroups own 64 query rows each, so that the exponentials of one run under the matrix products of the other. A query tile
-of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and join their sums at the end (alone, one
-warpgroup needs as long for 64 rows as two for 128). The card is at its power limit here, so what counts is the energy of a step:
-exponentials look for no maximum where they can do without (`hopper_softmax`), and the few rows where they cannot are computed
-again by a second launch. INT8 keys, tiles of half the bytes, leave room for three warpgroups and tiles of 64 keys, which share nothing.
-Masks of partial granules and the bias of stand-ins come with the keys, as a float per key, so that one loop serves every kind of tile, and
-the long one looks for none: warpgroups and the producer run code of their own, and the instruction cache holds little more than their
-loops. Output rows go straight to their place in token order. Which program takes which tile varies, what is computed for a tile does not:
-results are bit-equal from run to run.
+One persistent program per multiprocessor takes query tiles of `worklist` in order: one producer warp fills two rings of
+shared memory with key and value tiles, granule by granule, and runs on into the next query tile while the last one is
+finished; two consumer warpgroups own 64 query rows each, so that the exponentials of one run under the matrix products
+of the other. A query tile of at most 64 rows is shared: both warpgroups hold its rows, take every other key tile and
+join their sums at the end (alone, one warpgroup needs as long for 64 rows as two for 128). The card is at its power
+limit here, so what counts is the energy of a step: exponentials look for no maximum where they can do without
+(`hopper_softmax`), and the few rows where they cannot are computed again by a second launch. INT8 keys, tiles of half
+the bytes, leave room for three warpgroups and tiles of 64 keys, which share nothing. Masks of partial granules and the
+bias of stand-ins come with the keys, as a float per key, so that one loop serves every kind of tile, and the long one
+looks for none: warpgroups and the producer run code of their own, and the instruction cache holds little more than
+their loops. Output rows go straight to their place in token order. Which program takes which tile varies, what is
+computed for a tile does not: results are bit-equal from run to run.
 """
 
 from __future__ import annotations
@@ -29,25 +30,29 @@ from .hopper_producer import produce
 from .hopper_softmax import join_sums, steps_of_rows, whole_sums
 from .hopper_step import any_lost, first_tile, make_barriers, pass_on, step, store_rows, weigh_values
 from .tiles import GluonTile, gluon_tile, int8_tile
-from .worklist import FIELDS, WIDE, build_worklist, head_groups, heads_at_once
+from .worklist import FIELDS, WARPGROUP_ROWS, WIDE, build_worklist, head_groups, heads_at_once
 
 LOG2E = 1.4426950408889634
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-WARPGROUP_ROWS = 64
 UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile is not shared
-# named barriers of a shared query tile. FREE: warpgroup 0's products have read the queries, so their buffer may be reused;
+# named barriers of a shared query tile. FREE: warpgroup 0's products have read the queries, so their buffer may be
+# reused;
 # WRITTEN: warpgroup 1's sums are in it
 FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
 
 
 def swizzled(dtype: torch.dtype, d: int) -> gl.NVMMASharedLayout:
     """How rows of d elements lie in shared memory: in slabs of 128 bytes, or of all they have."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(d * dtype.itemsize, 128), element_bitwidth=8 * dtype.itemsize, rank=2)
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=min(d * dtype.itemsize, 128), element_bitwidth=8 * dtype.itemsize, rank=2
+    )
 
 
 @gluon.jit
 def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexpr):
-    """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; the counter LOST tells how many there are."""
+    """A query tile of their own for the rows of this warpgroup, where `is_lost` of any; the counter LOST tells how many
+    there are.
+    """
     if any_lost(acc, z, rows, A):
         tile = lost_tiles + gl.atomic_add(count + LOST, 1, sem="relaxed") * TILE_FIELDS
         for f in gl.static_range(TILE_FIELDS):
@@ -60,7 +65,9 @@ def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexp
 def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
               W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
               QUICK: gl.constexpr, SHARE: gl.constexpr, INT8: gl.constexpr):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16]
+    )
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     _wide_lists, _tail_lists, _tiles, count, record_buffers, lost_tiles = lists
     n, _m, _kb, _wide_width, _tails_width, _bias_row, bias_tiles = shape
@@ -105,15 +112,22 @@ def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.cons
                 factor = unit * gl.load(k_steps + head) * steps_of_rows(q_steps, head, row, n, S)
             given = (q_ring.index(W), factor, unit, rings, bars)
             acc, p16, m, z = first_tile(at, biased, given, KEYS, STAGES, D, QUICK, INT8, True)
-            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its registers;
+            # two tiles per turn: the weights of one are in use while those of the next are made, so each has its
+            # registers;
             # tiles with a bias come last and one by one, which keeps their code out of the long loop
             odd = at + stride + gl.maximum(biased - at - 1, 0) // (2 * stride) * (2 * stride)
             where = (begin, biased, n >> 31)
             for j in range(at + stride, odd, 2 * stride):
-                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False)
-                acc, p16, m, z = step(j + stride, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False)
+                acc, p16, m, z = step(
+                    j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False
+                )
+                acc, p16, m, z = step(
+                    j + stride, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, False, False
+                )
             for j in range(odd, end, stride):
-                acc, p16, m, z = step(j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, True, True)
+                acc, p16, m, z = step(
+                    j, stride, where, (acc, p16, m, z), given, KEYS, STAGES, D, QUICK, INT8, True, True
+                )
             if not shared:
                 mbarrier.arrive(q_empty.index(W), count=1)
             elif W == 0:
@@ -176,12 +190,15 @@ def attend_hopper_kernel(
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
-    GROUPS warpgroups of 64 rows each. INT8: q and k are whole numbers of steps, one step per query row and one per head of keys.
-    Grid: one program per multiprocessor. Traffic per query tile: its rows once, and 4 d (INT8: 3 d) bytes per listed key from L2.
+    GROUPS warpgroups of 64 rows each. INT8: q and k are whole numbers of steps, one step per query row and one per head
+    of keys. Grid: one program per multiprocessor. Traffic per query tile: its rows once, and 4 d (INT8: 3 d) bytes per
+    listed key from L2.
     """
     BITS: gl.constexpr = 8 if INT8 else 16
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    SHARED_QK: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64 if INT8 and D == 64 else 128, element_bitwidth=BITS, rank=2)
+    SHARED_QK: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=64 if INT8 and D == 64 else 128, element_bitwidth=BITS, rank=2
+    )
     EXCHANGED: gl.constexpr = gl.SwizzledSharedLayout(vec=2, per_phase=1, max_phase=8, order=[1, 0])
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 64, D], SHARED_QK)
     k_ring = gl.allocate_shared_memory(q_desc.dtype, [STAGES, KEYS, D], SHARED_QK)
@@ -192,7 +209,9 @@ def attend_hopper_kernel(
         x_acc = q_ring
     else:  # sums are exchanged in the place of the queries: shared memory is full
         x_acc = reinterpret(q_ring, gl.float32, [64, D], EXCHANGED)
-    x_rows = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+    x_rows = gl.allocate_shared_memory(
+        gl.float32, [2, 64], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    )
     bars = (
         make_barriers(GROUPS, 1),  # q_full: of each warpgroup; the producer arrives
         make_barriers(GROUPS, 1),  # q_empty: its warpgroup arrives
@@ -236,13 +255,14 @@ def attend_hopper(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks, on block-ordered contiguous q [bh n d], k, v [bh m d]; bf16 or fp16, d 64 or 128.
 
-    Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
-    adds skipped flagged blocks through one stand-in key each, with log n or pair_bias fp32 [bh qb kb] added to its score. With out_order
-    int32 [bh n] row i goes to row out_order[bh, i] of `out`, [bh n d] or [b h n d] with any strides (last one 1). lse fp32 [bh n]
-    follows the same order. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
-    scale must be positive. Rows of k and v beside a kept block, and the first ones of their head, are read and weighted 0: they and their
-    scores must be finite. quick: how exponentials are taken first (`hopper_softmax`), for bf16 alone; None takes it there, which
-    counts values below 2^-46 as 0. steps, fp32 [bh n] and [bh]: q, k and centroids are int8, and what 1 stands for in a row of q and in k.
+    Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb
+    d] adds skipped flagged blocks through one stand-in key each, with log n or pair_bias fp32 [bh qb kb] added to its
+    score. With out_order int32 [bh n] row i goes to row out_order[bh, i] of `out`, [bh n d] or [b h n d] with any
+    strides (last one 1). lse fp32 [bh n] follows the same order. Heads whose lists do not fit `worklist.SCRATCH_LIMIT`
+    together are computed one group after the other. scale must be positive. Rows of k and v beside a kept block, and
+    the first ones of their head, are read and weighted 0: they and their scores must be finite. quick: how exponentials
+    are taken first (`hopper_softmax`), for bf16 alone; None takes it there, which counts values below 2^-46 as 0.
+    steps, fp32 [bh n] and [bh]: q, k and centroids are int8, and what 1 stands for in a row of q and in k.
     """
     bh, n, d = q.shape
     m = k.shape[1]
@@ -263,9 +283,26 @@ def attend_hopper(
     at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys,
                             tail=tile.tail, compensated=compensate is not None, tail_bias=True)  # fmt: skip
     q_steps, k_steps = (None, None) if steps is None else steps
-    by_head = (q, k, v, q_steps, k_steps, query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, out_order, lse)
+    by_head = (
+        q,
+        k,
+        v,
+        q_steps,
+        k_steps,
+        query_offsets,
+        key_offsets,
+        mask,
+        compensate,
+        centroids,
+        mean_values,
+        pair_bias,
+        out_order,
+        lse,
+    )
     for elements, heads, group in head_groups(*rows.shape[:2], at_once):
-        _attend_heads(rows[elements, heads], *(x if x is None else x[group] for x in by_head), scale=scale, quick=quick, tile=tile)
+        _attend_heads(
+            rows[elements, heads], *(x if x is None else x[group] for x in by_head), scale=scale, quick=quick, tile=tile
+        )
     return out, lse
 
 
@@ -287,7 +324,9 @@ def _attend_heads(
     int8 = q_steps is not None
     slab = d if int8 else 64  # columns of a box of keys: 128 bytes, or all there are
     bias = work.bias.view(-1, tile.keys)
-    stand_ins = [k, v] if compensate is None else [centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous()]
+    stand_ins = (
+        [k, v] if compensate is None else [centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous()]
+    )
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
     # double-buffered: a slow consumer may still read the record before this one
     record_buffers = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
@@ -299,7 +338,8 @@ def _attend_heads(
     # each warpgroup of a query tile may lose its rows
     lost_tiles = torch.empty(tile.groups * work.tiles.shape[0], FIELDS, dtype=torch.int32, device=q.device)
 
-    # of a long block one tile at most has few rows: shorter loops, without the code that shares it, gain more than sharing it
+    # of a long block one tile at most has few rows: shorter loops, without the code that shares it, gain more than
+    # sharing it
     share = tile.groups == 2 and (ALWAYS_SHARE or n < UNSHARED_ROWS * mask.shape[1])
 
     def launch(tiles: Tensor, count: Tensor, tile: GluonTile, *, quick: int, share: bool) -> None:

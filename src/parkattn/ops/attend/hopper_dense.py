@@ -1,8 +1,9 @@
 """Dense attention forward for Hopper (sm_90), in Gluon: the loop of `hopper` without lists.
 
-One persistent program per multiprocessor takes every so many-th query tile, head by head; one producer warp fills the rings, whole tiles
-at a time; two or three consumer warpgroups own 64 query rows each. Key tiles are visited last to first: only the first one visited can be
-partial, so the loop has no mask. Rows that quick exponentials lose (`hopper_softmax`) are computed again by a second launch.
+One persistent program per multiprocessor takes every so many-th query tile, head by head; one producer warp fills the
+rings, whole tiles at a time; two or three consumer warpgroups own 64 query rows each. Key tiles are visited last to
+first: only the first one visited can be partial, so the loop has no mask. Rows that quick exponentials lose
+(`hopper_softmax`) are computed again by a second launch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _tile_of(i, lost, AGAIN: gl.constexpr):
 @gluon.jit
 def _consumer(work, shape, result, scales, rings, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
               GROUPS: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, AGAIN: gl.constexpr, INT8: gl.constexpr):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16]
+    )
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     key_counts, lost, programs = work
     n, _m, q_tiles, tiles = shape
@@ -119,7 +122,12 @@ def _produce(descs, work, shape, rings, bars, KEYS: gl.constexpr, STAGES: gl.con
                 for w in gl.static_range(GROUPS):
                     mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
                     mbarrier.expect(q_full.index(w), 64 * D * BYTES)
-                    copy_to_shared(q_desc, [head * n + tile % q_tiles * (GROUPS * 64) + w * 64, 0], q_full.index(w), q_ring.index(w))
+                    copy_to_shared(
+                        q_desc,
+                        [head * n + tile % q_tiles * (GROUPS * 64) + w * 64, 0],
+                        q_full.index(w),
+                        q_ring.index(w),
+                    )
             else:
                 at = done + j - 1
                 slot = at % STAGES
@@ -139,12 +147,15 @@ def attend_dense_kernel(
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the first key_counts keys j of a head.
 
-    INT8: as in `hopper`. lost: how many tiles were lost, which, and for each tile whether it is among them; AGAIN computes those.
-    Grid: `programs`, one per multiprocessor. Traffic per query tile: its rows once, and 4 d (INT8: 3 d) bytes per key from L2.
+    INT8: as in `hopper`. lost: how many tiles were lost, which, and for each tile whether it is among them; AGAIN
+    computes those. Grid: `programs`, one per multiprocessor. Traffic per query tile: its rows once, and 4 d (INT8: 3 d)
+    bytes per key from L2.
     """
     BITS: gl.constexpr = 8 if INT8 else 16
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    SHARED_QK: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64 if INT8 and D == 64 else 128, element_bitwidth=BITS, rank=2)
+    SHARED_QK: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=64 if INT8 and D == 64 else 128, element_bitwidth=BITS, rank=2
+    )
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 64, D], SHARED_QK)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D], SHARED_QK)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, D], SHARED)
@@ -183,10 +194,11 @@ def attend_dense_hopper(
     q: Tensor, k: Tensor, v: Tensor, key_counts: Tensor | None = None, *, scale: float | None = None, out: Tensor | None = None,
     with_lse: bool = False, quick: bool | None = None, tile: GluonTile | None = None, steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention over the first key_counts int32 [bh] keys of each head, all where None; contiguous q [bh n d], k, v [bh m d]; d 64 or 128.
+    """Attention over the first key_counts int32 [bh] keys of each head, all where None; contiguous q [bh n d], k, v [bh
+    m d]; d 64 or 128.
 
-    out, lse, quick and steps as in `attend_hopper`. scale must be positive. Up to a tile of the rows of k and v behind those that count is
-    read and weighted 0: they and their scores must be finite.
+    out, lse, quick and steps as in `attend_hopper`. scale must be positive. Up to a tile of the rows of k and v behind
+    those that count is read and weighted 0: they and their scores must be finite.
     """
     bh, n, d = q.shape
     m = k.shape[1]

@@ -4,14 +4,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..records import COUNT, NEXT, TILE_FIELDS, TILE_HEAD, TILE_KEYS, TILE_LIST, TILE_PLAIN, TILE_ROW, TILE_ROWS, TILE_WIDE
+from ..records import (
+    COUNT,
+    NEXT,
+    TILE_FIELDS,
+    TILE_HEAD,
+    TILE_KEYS,
+    TILE_LIST,
+    TILE_PLAIN,
+    TILE_ROW,
+    TILE_ROWS,
+    TILE_WIDE,
+)
 from ..triton_versions import copy_to_shared, reinterpret
 
 
 @gluon.jit
-def _copy(desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.constexpr, D: gl.constexpr, BYTES: gl.constexpr):
-    """Granule of G rows to rows [at*G, at*G+G) of a tile. A [KEYS, D] tile with 128-byte swizzle lies in shared memory as column slabs of
-    128 bytes (COLUMNS elements), so a granule arrives as D / COLUMNS boxes; rows of 64 bytes are a slab of their own."""
+def _copy(
+    desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.constexpr, D: gl.constexpr, BYTES: gl.constexpr
+):
+    """Granule of G rows to rows [at*G, at*G+G) of a tile. A [KEYS, D] tile with 128-byte swizzle lies in shared memory
+    as column slabs of 128 bytes (COLUMNS elements), so a granule arrives as D / COLUMNS boxes; rows of 64 bytes are a
+    slab of their own.
+    """
     PER: gl.constexpr = KEYS // G
     COLUMNS: gl.constexpr = 64 if BYTES == 2 else D
     slabs = reinterpret(tile, desc.dtype, [(D // COLUMNS) * PER, G, COLUMNS], desc.layout)
@@ -23,10 +38,12 @@ def _copy(desc, row, at: gl.constexpr, G: gl.constexpr, full, tile, KEYS: gl.con
 def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, descs, slots, bias, bias_desc, bias_ring, KEYS: gl.constexpr,
           WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr, BYTES: gl.constexpr,
           BIASED: gl.constexpr):  # fmt: skip
-    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their latency.
+    """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their
+    latency.
 
-    descs: of wide granules, of tails, of stand-ins, of BYTES per element; slots: the ring and its barriers. BIASED: with its bias, where it
-    has one. bias: the tiles before the first that has one, row of the bias of stand-ins, of that of tails.
+    descs: of wide granules, of tails, of stand-ins, of BYTES per element; slots: the ring and its barriers. BIASED:
+    with its bias, where it has one. bias: the tiles before the first that has one, row of the bias of stand-ins, of
+    that of tails.
     """
     desc_wide, desc_tail, desc_comp = descs
     ring, full_ring, empty_ring = slots
@@ -99,7 +116,8 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
         bias = (gl.load(record + TILE_PLAIN), list_id * bias_row, list_id * bias_row + bias_tiles)
         wide = wide_lists + list_id.to(gl.int64) * wide_width
         tails = tail_lists + list_id.to(gl.int64) * tails_width
-        # keys run one tile ahead of values, the order in which the consumers free the slots, and the first ones ahead of the queries
+        # keys run one tile ahead of values, the order in which the consumers free the slots, and the first ones ahead
+        # of the queries
         for j in range(total + 1):
             if j < total:
                 _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (k_wide, k_tail, c_desc), (k_ring, k_full, k_empty),
@@ -112,7 +130,9 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
                 for w in gl.static_range(GROUPS):
                     mbarrier.expect(q_full.index(w), 64 * D * BYTES)
                     # a tile of at most 64 rows goes to both warpgroups
-                    q_from = head * n + gl.load(record + TILE_ROW) + gl.where(gl.load(record + TILE_ROWS) <= 64, 0, w * 64)
+                    q_from = (
+                        head * n + gl.load(record + TILE_ROW) + gl.where(gl.load(record + TILE_ROWS) <= 64, 0, w * 64)
+                    )
                     copy_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
             else:
                 _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (v_wide, v_tail, u_desc),

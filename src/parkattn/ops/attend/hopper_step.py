@@ -27,9 +27,12 @@ def scores(q, k_tile, KEYS: gl.constexpr, INT8: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def first_tile(at, edge, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr, INT8: gl.constexpr,
                LISTED: gl.constexpr):  # fmt: skip
-    """The sums of a row after its first tile: nothing to overlap with yet. edge: the first tile with a bias (LISTED), or how many keys of
-    this one count."""
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
+    """The sums of a row after its first tile: nothing to overlap with yet. edge: the first tile with a bias (LISTED),
+    or how many keys of this one count.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16]
+    )
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     q, factor, unit, rings, bars = given
     _q_ring, k_ring, v_ring, bias_ring = rings
@@ -61,12 +64,16 @@ def weigh_values(p, v_tile, acc, D: gl.constexpr):
 @gluon.jit
 def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr, INT8: gl.constexpr,
          BIASED: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
-    """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the second does.
+    """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the
+    second does.
 
-    where: where the tiles of this query tile begin, and those of them that have a bias, which only BIASED looks for. ALONE: a loop of one
-    step, where the weights in use need registers of their own: a copy that the assembler does not see through.
+    where: where the tiles of this query tile begin, and those of them that have a bias, which only BIASED looks for.
+    ALONE: a loop of one step, where the weights in use need registers of their own: a copy that the assembler does not
+    see through.
     """
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16]
+    )
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     begin, biased, zero = where
@@ -83,7 +90,9 @@ def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexp
             pass_on(at - 3, v_full, v_empty, STAGES)
     if ALONE:
         pairs = pairs ^ zero
-    weights = unpacked(pairs, v_ring.dtype, P)  # before the first product: nothing may write its registers between the two
+    weights = unpacked(
+        pairs, v_ring.dtype, P
+    )  # before the first product: nothing may write its registers between the two
     mbarrier.wait(k_full.index(slot), (at // STAGES) & 1)
     s = scores(q, k_ring.index(slot), KEYS, INT8, S)
     mbarrier.wait(v_full.index(before), (earlier // STAGES) & 1)
@@ -118,7 +127,9 @@ def store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, ls
     base = out + (head // heads).to(gl.int64) * out_b + (head % heads).to(gl.int64) * out_h
     column = gl.arange(0, D, layout=gl.SliceLayout(0, A))
     gl.store(
-        base + token.to(gl.int64)[:, None] * out_n + column[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=live[:, None]
+        base + token.to(gl.int64)[:, None] * out_n + column[None, :],
+        (acc * inverse[:, None]).to(out.dtype.element_ty),
+        mask=live[:, None],
     )
     if LSE:
         value = gl.where(z == 0, -float("inf"), (m + gl.log2(z)) * 0.6931471805599453)

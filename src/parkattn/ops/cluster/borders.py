@@ -1,10 +1,10 @@
 """Block borders on round positions, so that attention in tiles computes no padding.
 
 Clusters end anywhere. In a kernel that takes keys in granules of 32 and queries in tiles of 64 rows, a border that lies
-elsewhere wastes part of a tile. Here a few tokens per border change blocks instead: clusters are laid out along a chain of
-nearest centroids, tokens inside a cluster from its predecessor's side to its successor's, and each border moves to the nearest
-multiple. So a token that moves joins the block next to its own, and those nearest to it move. Not in the paper: a multiple
-of 1 is exactly the paper. DESIGN.md has what it costs.
+elsewhere wastes part of a tile. Here a few tokens per border change blocks instead: clusters are laid out along a chain
+of nearest centroids, tokens inside a cluster from its predecessor's side to its successor's, and each border moves to
+the nearest multiple. So a token that moves joins the block next to its own, and those nearest to it move. Not in the
+paper: a multiple of 1 is exactly the paper. DESIGN.md has what it costs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,24 @@ MULTIPLES_PER_BLOCK = 2
 
 
 def round_borders(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) -> Tensor:
-    """Labels [b h n] of x [b h n d] in clusters with these means [b h c d] -> labels of as many blocks, numbered along the chain.
+    """Labels [b h n] of x [b h n d] in clusters with these means [b h c d] -> labels of as many blocks, numbered along
+    the chain.
 
     With tokens sorted by label, every block begins at a multiple; only the last ends elsewhere. Tokens that were not
     clustered (label c) stay so. Blocks may be empty.
     """
     expect_count("multiple", multiple)
-    return labels if multiple == 1 else by_head([partial(_round_head, multiple=multiple)(*head) for head in heads(x, labels, centroids)], x)
+    return (
+        labels
+        if multiple == 1
+        else by_head([partial(_round_head, multiple=multiple)(*head) for head in heads(x, labels, centroids)], x)
+    )
 
 
 def fitting_multiple(multiple: int, tokens: int, clusters: int) -> int:
-    """The multiple, halved until blocks hold MULTIPLES_PER_BLOCK of it on average: small blocks would become other blocks."""
+    """The multiple, halved until blocks hold MULTIPLES_PER_BLOCK of it on average: small blocks would become other
+    blocks.
+    """
     while multiple > 1 and tokens < MULTIPLES_PER_BLOCK * multiple * clusters:
         multiple //= 2
     return multiple
@@ -57,7 +64,8 @@ def _round_head(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) -> 
 
 
 def nearest_chain(centroids: Tensor, occupied: Tensor) -> Tensor:
-    """An order of the clusters [c]: from the one farthest from the mean always on to the nearest not yet visited, empty ones last.
+    """An order of the clusters [c]: from the one farthest from the mean always on to the nearest not yet visited, empty
+    ones last.
 
     centroids [c d], occupied [c] bool. Ties go to the lower index.
     """
@@ -76,7 +84,9 @@ def nearest_chain(centroids: Tensor, occupied: Tensor) -> Tensor:
 
 
 def directions(centroids: Tensor, chain: Tensor, sizes: Tensor) -> Tensor:
-    """From the centroid before to the one after, per place in the chain [c+1 d]; at its ends from or to the cluster itself."""
+    """From the centroid before to the one after, per place in the chain [c+1 d]; at its ends from or to the cluster
+    itself.
+    """
     last = (sizes > 0).sum() - 1
     place = torch.arange(len(chain), device=chain.device)
     along = centroids[chain]

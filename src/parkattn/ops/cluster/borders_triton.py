@@ -1,6 +1,8 @@
-"""Block borders on multiples: pair distances, the chain of nearest centroids, sort keys inside a cluster, labels by position.
+"""Block borders on multiples: pair distances, the chain of nearest centroids, sort keys inside a cluster, labels by
+position.
 
-The definition is `parkattn.ops.cluster.borders`. Nothing here waits for the GPU, and a head's result does not depend on other heads.
+The definition is `parkattn.ops.cluster.borders`. Nothing here waits for the GPU, and a head's result does not depend on
+other heads.
 """
 
 import torch
@@ -118,7 +120,9 @@ def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> t
 
 
 def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> torch.Tensor:
-    """x [b h n d], labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c] -> labels int32 [b h n], numbered along the chain."""
+    """x [b h n d], labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c] -> labels int32 [b h n],
+    numbered along the chain.
+    """
     tiles.check_rows(x, "x")
     b, h, n, d = x.shape
     count = sizes.shape[-1]

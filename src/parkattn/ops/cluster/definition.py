@@ -27,7 +27,13 @@ class Clustering(NamedTuple):
 
 
 def kmeans(
-    x: Tensor, clusters: int, *, iterations: int = 10, seed: int = 0, start: Tensor | None = None, valid: Tensor | None = None
+    x: Tensor,
+    clusters: int,
+    *,
+    iterations: int = 10,
+    seed: int = 0,
+    start: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Clustering:
     """Lloyd's algorithm on x [b h n d]. start: labels [b h n] of an earlier run; valid: [b n], False is left out."""
     expect_heads("x", x)
@@ -45,7 +51,9 @@ def kmeans(
     return Clustering(labels, centroids, sizes)
 
 
-def _cluster_head(x: Tensor, count: int, iterations: int, seed: int, start: Tensor | None, valid: Tensor | None) -> Tensor:
+def _cluster_head(
+    x: Tensor, count: int, iterations: int, seed: int, start: Tensor | None, valid: Tensor | None
+) -> Tensor:
     """Labels [n] of one head x [n d]."""
     members = slice(None) if valid is None else valid.nonzero().squeeze(1)
     points = aligned(x[members].to(compute_dtype(x.dtype)))
@@ -75,15 +83,18 @@ def first_centroids(x: Tensor, clusters: int, *, seed: int = 0, valid: Tensor | 
     for i in range(b):
         members = torch.arange(n, device=x.device) if valid is None else valid[i].nonzero().squeeze(1)
         used = min(clusters, len(members))
-        centroids[i, :, :used] = x[i][:, members[initial_tokens(len(members), used, seed).to(x.device)]].to(centroids.dtype)
+        centroids[i, :, :used] = x[i][:, members[initial_tokens(len(members), used, seed).to(x.device)]].to(
+            centroids.dtype
+        )
     return centroids
 
 
 def lloyd(x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
-    """`iterations` times: label every token with the nearest centroid, then move each centroid to the mean of its tokens.
+    """`iterations` times: label every token with the nearest centroid, then move each centroid to the mean of its
+    tokens.
 
-    x [b h n d], centroids [b h c d], valid [b n]. Other than from `kmeans`, a centroid without tokens is where it was, so
-    that a later call can begin from it; a row of NaN is a cluster that does not exist and stays so.
+    x [b h n d], centroids [b h c d], valid [b n]. Other than from `kmeans`, a centroid without tokens is where it was,
+    so that a later call can begin from it; a row of NaN is a cluster that does not exist and stays so.
     """
     expect_heads("x", x)
     expect_count("iterations", iterations)
@@ -104,7 +115,9 @@ def lloyd(x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None
 
 
 def initial_tokens(n: int, count: int, seed: int) -> Tensor:
-    """`count` distinct tokens [count], one from each of `count` equal stretches of the sequence, by a private generator."""
+    """`count` distinct tokens [count], one from each of `count` equal stretches of the sequence, by a private
+    generator.
+    """
     edges = torch.arange(count + 1, device="cpu") * n // count
     return edges[:-1] + (uniform(count, seed) * edges.diff()).long()
 
@@ -143,7 +156,9 @@ def query_metric(q: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def stabilise(metric: Tensor, *, alpha: float = 0.05, epsilon: float = 1e-6, s_min: float = 1e-12) -> Tensor:
-    """(1 - alpha) G + (alpha + epsilon) s_Q I with s_Q = max(tr G / d, s_min) (eqs. app_query_metric_scale, app_regularized_query_metric)."""
+    """(1 - alpha) G + (alpha + epsilon) s_Q I with s_Q = max(tr G / d, s_min) (eqs. app_query_metric_scale,
+    app_regularized_query_metric).
+    """
     expect_fraction("alpha", alpha, zero=True)
     d = metric.shape[-1]
     scale = (metric.diagonal(dim1=-2, dim2=-1).sum(-1) / d).clamp(min=s_min)[..., None, None]
@@ -151,7 +166,9 @@ def stabilise(metric: Tensor, *, alpha: float = 0.05, epsilon: float = 1e-6, s_m
 
 
 def metric_root(metric: Tensor, kind: MetricRoot = "cholesky") -> Tensor:
-    """R with R R^T = G (eqs. app_query_metric_cholesky, app_query_metric_sqrt); "sqrt" also takes a rank-deficient metric."""
+    """R with R R^T = G (eqs. app_query_metric_cholesky, app_query_metric_sqrt); "sqrt" also takes a rank-deficient
+    metric.
+    """
     expect_choice("root", kind, METRIC_ROOTS)
     # d x d is small: factor in float64 so that a nearly singular metric costs no accuracy
     exact = metric.double()
@@ -184,7 +201,9 @@ def cluster_keys(
     valid: Tensor | None = None,
     query_valid: Tensor | None = None,
 ) -> Clustering:
-    """QRKC: k-means of K R, where distances are squared QK-score errors (eq. qrkc_objective); centroids stay in key space."""
+    """QRKC: k-means of K R, where distances are squared QK-score errors (eq. qrkc_objective); centroids stay in key
+    space.
+    """
     factor = metric_root(stabilise(query_metric(q, query_valid), alpha=alpha, epsilon=epsilon, s_min=s_min), root)
     transformed = by_head([keys.to(r.dtype) @ r for keys, r in heads(k, factor)], k)
     labels, _, sizes = kmeans(transformed, clusters, iterations=iterations, seed=seed, start=start, valid=valid)

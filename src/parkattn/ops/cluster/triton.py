@@ -21,7 +21,8 @@ from ..triton_versions import FP_FUSION
 @triton.jit
 def _assign(x, centred, half, valid, labels, heads, n, clusters, xb, xh, xn, HAS_VALID: tl.constexpr, D: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr):
-    """labels[i] = argmin_v half[v] - x[i].centred[v], the lowest v among equals; `clusters` where the token is not valid.
+    """labels[i] = argmin_v half[v] - x[i].centred[v], the lowest v among equals; `clusters` where the token is not
+    valid.
 
     Grid (token tiles, b*h).  Traffic: n d elements read once, the centroids of a head from L2 once per tile, 4 n bytes out.
     """
@@ -94,7 +95,8 @@ def _scan_totals(totals, offsets, count, BINS: tl.constexpr):
 def _place(labels, shifts, offsets, order, n, chunks, count, BINS: tl.constexpr, TOKENS: tl.constexpr):
     """order[offsets[label] + rank] = token, ranks in token order.  Grid (chunks, b*h).
 
-    A chunk is sorted by label * TOKENS + token: position i of the sorted chunk lands at i + shifts[chunk, label] + offsets[label].
+    A chunk is sorted by label * TOKENS + token: position i of the sorted chunk lands at i + shifts[chunk, label] +
+    offsets[label].
     """
     bh = tl.program_id(1).to(tl.int64)
     here = tl.arange(0, TOKENS)
@@ -110,7 +112,8 @@ def _place(labels, shifts, offsets, order, n, chunks, count, BINS: tl.constexpr,
 
 @triton.jit
 def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """sums[segment, split] = sum of x over the split's share of rows order[offsets[v] : offsets[v+1]], fp32, in sorted order.
+    """sums[segment, split] = sum of x over the split's share of rows order[offsets[v] : offsets[v+1]], fp32, in sorted
+    order.
 
     Grid (segments * SPLITS): long segments are shared by SPLITS programs.  Traffic: n d elements gathered once.
     """
@@ -244,7 +247,8 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile=None) -> tuple[torch.T
 
 
 def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
-    """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or 0.
+    """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or
+    0.
 
     With mu fp32 [b*h d]: (means, centred in x's dtype [b*h c d], half fp32 [b*h c]), what `assign` takes.
     """
@@ -264,7 +268,8 @@ def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
 
 
 def kmeans(x, initial, *, iterations=10, start=None, valid=None):
-    """x [b h n d], initial int64 [c] or [b c] (token of each first centroid), start int32 [b h n] (labels to start from), valid bool [b n]
+    """x [b h n d], initial int64 [c] or [b c] (token of each first centroid), start int32 [b h n] (labels to start
+    from), valid bool [b n]
 
     -> (labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c], order int32 [b h n], offsets int32 [b h c+1]).
     Centroids are the means of the returned labels, 0 where empty; an empty cluster keeps its centroid while iterating.
@@ -281,7 +286,8 @@ def kmeans(x, initial, *, iterations=10, start=None, valid=None):
 
 
 def lloyd(x, centroids, mu, *, iterations, valid=None, absent=None):
-    """x [b h n d], centroids fp32 [b*h c d], mu fp32 [b*h d] near their mean, valid bool [b n], absent bool [b*h c]: takes no token
+    """x [b h n d], centroids fp32 [b*h c d], mu fp32 [b*h d] near their mean, valid bool [b n], absent bool [b*h c]:
+    takes no token
 
     -> (labels int32 [b h n], order int32 [b h n], offsets int32 [b h c+1], the centroids fp32 [b*h c d] that gave these labels).
     """
@@ -315,9 +321,11 @@ def query_metric(q, valid=None, *, tile=None) -> torch.Tensor:
 
 
 def transform_keys(k, root, sample, *, tile=None) -> torch.Tensor:
-    """k [b h n d], root fp32 [b h d d], sample int64 [s] or [b s] (tokens whose mean is subtracted) -> (k - mean) R / max|R| in k's dtype.
+    """k [b h n d], root fp32 [b h d d], sample int64 [s] or [b s] (tokens whose mean is subtracted) -> (k - mean) R /
+    max|R| in k's dtype.
 
-    Scale and shift per head change no assignment; they keep bf16 and fp16 features near one, whatever the metric's size.
+    Scale and shift per head change no assignment; they keep bf16 and fp16 features near one, whatever the metric's
+    size.
     """
     tiles.check_rows(k, "k")
     b, h, n, d = k.shape

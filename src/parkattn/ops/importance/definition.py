@@ -9,11 +9,11 @@ PAMA and the three estimators it is compared with:
 | full_key        | centroids | all       |
 | exact           | all       | all       |
 
-Each returns [b h qb kb] in float32 (float64 for float64 input) whose rows sum to 1 (0 for an empty query block). Tokens with a label >= count (text,
-padding) take no part: their blocks are decided by role, not by score.
+Each returns [b h qb kb] in float32 (float64 for float64 input) whose rows sum to 1 (0 for an empty query block). Tokens
+with a label >= count (text, padding) take no part: their blocks are decided by role, not by score.
 
-Selection turns importance [b h qb kb] into a bool mask of the same shape. Its sums are float32: in bfloat16 a running sum
-over a flat row stops growing and everything is kept.
+Selection turns importance [b h qb kb] into a bool mask of the same shape. Its sums are float32: in bfloat16 a running
+sum over a flat row stops growing and everything is kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ def exact_log_mass(q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, 
 
 
 def pama(
-    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    query_labels: Tensor,
+    query_count: int,
+    key_labels: Tensor,
+    key_count: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """Each query's softmax over key-block centroids, averaged inside its query block (eq. pama_block_importance)."""
     centroids, sizes = segment_mean(k, key_labels, key_count)
@@ -64,7 +71,14 @@ def pama(
 
 
 def query_centroid(
-    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    query_labels: Tensor,
+    query_count: int,
+    key_labels: Tensor,
+    key_count: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """The query block's mean, one softmax over key-block centroids: what PAMA replaces."""
     centers, members = segment_mean(q, query_labels, query_count)
@@ -75,7 +89,14 @@ def query_centroid(
 
 
 def full_key(
-    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    query_labels: Tensor,
+    query_count: int,
+    key_labels: Tensor,
+    key_count: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """phi_v at the query block's mean, over every key (eq. app_query_estimators)."""
     centers, members = segment_mean(q, query_labels, query_count)
@@ -87,7 +108,14 @@ def full_key(
 
 
 def exact(
-    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    query_labels: Tensor,
+    query_count: int,
+    key_labels: Tensor,
+    key_count: int,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """W_uv, the attention that dense queries of block u really give to block v (eq. block_importance)."""
 
@@ -99,7 +127,13 @@ def exact(
 
 
 def score_spread(
-    q: Tensor, k: Tensor, centroids: Tensor, key_labels: Tensor, *, query_valid: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    centroids: Tensor,
+    key_labels: Tensor,
+    *,
+    query_valid: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """How far scores lie from those of their blocks' centroids, root mean square over a head's queries and keys [b h]:
 
@@ -182,17 +216,21 @@ def select_top_k(importance: Tensor, ratio: float, *, sizes: Tensor | None = Non
     least = best.gather(-1, (count - 1).long().expand(*best.shape[:-1], 1))
     above, equal = weights > least, weights == least
     # of equal weights the first
-    keep = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True, dtype=torch.int32)))
+    keep = above | (
+        equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True, dtype=torch.int32))
+    )
     return _kept(keep, occupied, importance)
 
 
-def select_shared(importance: Tensor, p: float, *, sizes: Tensor, floor: float = 0.0, spread: Tensor | None = None) -> Tensor:
+def select_shared(
+    importance: Tensor, p: float, *, sizes: Tensor, floor: float = 0.0, spread: Tensor | None = None
+) -> Tensor:
     """Keep blocks whose keys draw at least (1 - p) / p times the attention of the mean key, and each row's heaviest:
 
         s W_uv / n_v >= tau / m,    tau = (1 - p) / p,    m = sum_v n_v,    s = 1 without `spread`.
 
-    W_uv / n_v is mass per cost: but for rows whose heaviest block is below it, no mask of as many pairs keeps more mass.
-    With `spread` [b h] (`score_spread`) it is error per cost: what a stand-in gets wrong is its mass times s. The
+    W_uv / n_v is mass per cost: but for rows whose heaviest block is below it, no mask of as many pairs keeps more
+    mass. With `spread` [b h] (`score_spread`) it is error per cost: what a stand-in gets wrong is its mass times s. The
     threshold is a number and not a rank among the others: a head's mask does not depend on the heads beside it. p = 1
     keeps every non-empty block. sizes [b h kb]; floor: as in `select_top_p`.
     """

@@ -82,8 +82,10 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
                 waited = warpgroup_mma_wait(0, deps=(s, ) + mass)
                 s = waited[0]
                 mass = waited[1:]
-                # the column sums of the tile before are done in every warp: E and F may be overwritten, and so may the queries, which
-                # this product had in registers (a barrier right after their load would not wait for it: the copy engine wrote over them)
+                # the column sums of the tile before are done in every warp: E and F may be overwritten, and so may the
+                # queries, which
+                # this product had in registers (a barrier right after their load would not wait for it: the copy engine
+                # wrote over them)
                 thread_barrier()
                 mbarrier.arrive(q_empty, count=1)
             else:
@@ -137,7 +139,8 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
 def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
     """W[u, v] for one slice of block u.  Grid (items).  Traffic: q once, the head's centroids from L2 once per 64 queries, 4 N_K bytes out.
 
-    The grid is not persistent: a fixed split of items over 132 programs was slower than the hardware's own (H200, 4.4 against 3.1 ms).
+    The grid is not persistent: a fixed split of items over 132 programs was slower than the hardware's own (H200, 4.4
+    against 3.1 ms).
     """
     SWIZZLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -182,7 +185,9 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168, **FP_FUSION}
 
 
 def launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, *, stages: int) -> None:
-    """q [bh n 128], centroids [bh kb 128] in q's dtype, items int32 [w 8], log_sizes fp32 [bh width] -> fills out [bh qb kb] and partial rows."""
+    """q [bh n 128], centroids [bh kb 128] in q's dtype, items int32 [w 8], log_sizes fp32 [bh width] -> fills out [bh
+    qb kb] and partial rows.
+    """
     bh, n, d = q.shape
     # the width is a multiple of 256: both consumers take the same number of chunks
     key_blocks, chunks = centroids.shape[1], log_sizes.shape[1] // 128

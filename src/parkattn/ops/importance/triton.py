@@ -1,4 +1,5 @@
-"""Fused PAMA: W[u, v] = mean over queries i of block u of softmax_v(scale * q_i.c_v + log n_v), nothing of size L x N_K in memory.
+"""Fused PAMA: W[u, v] = mean over queries i of block u of softmax_v(scale * q_i.c_v + log n_v), nothing of size L x N_K
+in memory.
 
 A block longer than `chunk` rows is cut: its first chunk writes the output row, every further chunk a partial row that
 `_add_partials` adds in order.  `chunk` follows from the head's length alone and no float is ever added atomically, so a head's
@@ -145,7 +146,8 @@ def _keys_tile(keys, log_sizes, column, key_blocks, D: tl.constexpr, BN: tl.cons
 
 @triton.jit
 def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
-    """Pass 1: lse[i] = log2 sum_v 2^(scale q_i.c_v + log2 n_v), +inf where every block is empty, so that pass 2 gives such rows no weight.
+    """Pass 1: lse[i] = log2 sum_v 2^(scale q_i.c_v + log2 n_v), +inf where every block is empty, so that pass 2 gives
+    such rows no weight.
 
     Grid (query tiles, bh).  Traffic: q once, the head's centroids from L2 once per BM queries, 4 n bytes out.
     """
@@ -168,7 +170,8 @@ def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.co
 @triton.jit
 def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 EVEN: tl.constexpr):
-    """Pass 2: out[u, v] = mean over rows i of block u of 2^(scale q_i.c_v + log2 n_v - lse_i), for one tile of BN columns.
+    """Pass 2: out[u, v] = mean over rows i of block u of 2^(scale q_i.c_v + log2 n_v - lse_i), for one tile of BN
+    columns.
 
     Grid (items * column tiles, columns fastest: they share the item's queries in L2).  The centroid tile stays, the queries stream, and column sums grow in registers: they are
     reduced across rows once per program.  Traffic: q N_K / BN times (L2), 4 N_K bytes out per block.
@@ -210,7 +213,9 @@ def _add_partials(out, partial, items, key_blocks, chunk, BN: tl.constexpr):
 
 
 def _work(offsets, sizes, n):
-    """offsets int32 [bh qb+1], sizes int32 [bh kb] -> (items int32 [w 8], log_sizes fp32 [bh width], partial fp32 [bh*extras kb], chunk)."""
+    """offsets int32 [bh qb+1], sizes int32 [bh kb] -> (items int32 [w 8], log_sizes fp32 [bh width], partial fp32
+    [bh*extras kb], chunk).
+    """
     (bh, query_blocks), key_blocks = (offsets.shape[0], offsets.shape[1] - 1), sizes.shape[1]
     # of n alone: the order in which a head's rows are added must not depend on the other heads of the call
     chunk = triton.cdiv(min(max(triton.cdiv(n, PARTIAL_ROWS), SHORTEST_CHUNK), LONGEST_CHUNK), 64) * 64
@@ -243,7 +248,9 @@ def _finish(out, partial, items, chunk):
 
 
 def pama_full_key(q, offsets, centroids, sizes, *, scale=None, out=None, tile=None) -> torch.Tensor:
-    """q [bh n d] in block order, offsets int32 [bh qb+1], centroids [bh kb d] in q's dtype, sizes int32 [bh kb] -> fp32 [bh qb kb]; kb <= 1024."""
+    """q [bh n d] in block order, offsets int32 [bh qb+1], centroids [bh kb d] in q's dtype, sizes int32 [bh kb] -> fp32
+    [bh qb kb]; kb <= 1024.
+    """
     key_blocks, out, scale = _prepare(q, offsets, centroids, sizes, scale, out)
     if key_blocks > FULL_KEY_LIMIT:
         raise ValueError(f"centroids: Full-K holds at most {FULL_KEY_LIMIT} key blocks, got {key_blocks}; use pama_two_pass")

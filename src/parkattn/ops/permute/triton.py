@@ -1,7 +1,7 @@
 """Rows into block order and back: one read and one write of each row, no index tensor wider than int32.
 
-On the way q and k can be rounded to INT8 (`attend.Rounding` is the definition): turned by the Hadamard matrix of signs, keys without their
-mean, then divided by a step.
+On the way q and k can be rounded to INT8 (`attend.Rounding` is the definition): turned by the Hadamard matrix of signs,
+keys without their mean, then divided by a step.
 """
 
 import torch
@@ -112,7 +112,8 @@ def _key_step(partial, means, steps, n, parts, D: tl.constexpr, LANES: tl.conste
 @triton.jit
 def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
                 ROWS: tl.constexpr, TURNS: tl.constexpr):
-    """`_gather_rows` in INT8: KEYS without their mean by the step of their head, queries by a step for each row, which is stored.
+    """`_gather_rows` in INT8: KEYS without their mean by the step of their head, queries by a step for each row, which
+    is stored.
 
     Grid (parts, b*h), TURNS * ROWS rows each.  Traffic: 1.5 n d elements + 8 n bytes per head.
     """
@@ -140,8 +141,8 @@ def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.co
 @triton.jit
 def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, mean, steps, heads, n, count, all_blocks, kb, kh, kn, vb, vh, vn,
                        D: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr, BLOCKS: tl.constexpr):
-    """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second read. INT8: keys and their
-    means as `_round_rows` has them.
+    """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second
+    read. INT8: keys and their means as `_round_rows` has them.
 
     Grid (b*h * blocks / BLOCKS).  Traffic: 4 n d elements + 4 n bytes per head.
     """
@@ -209,7 +210,9 @@ def _block_means(x, offsets, means, heads, count, xb, xh, xn, D: tl.constexpr, R
 
 
 def block_means(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """x [b h n d] in block order, offsets int32 [b h c+1] from 0 to n -> the means of its blocks [b*h c d], 0 where empty, in x's dtype."""
+    """x [b h n d] in block order, offsets int32 [b h c+1] from 0 to n -> the means of its blocks [b*h c d], 0 where
+    empty, in x's dtype.
+    """
     b, h, _, d = x.shape
     count = offsets.shape[-1] - 1
     tiles.check_rows(x, "x")
@@ -238,8 +241,9 @@ def gather_rows(x: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor |
 
 
 def key_rounding(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k [b h n d] -> the mean of its turned rows [b*h d], and the step [b*h] by which the largest entry beside it is 127; NaN where k is not
-    finite."""
+    """k [b h n d] -> the mean of its turned rows [b*h d], and the step [b*h] by which the largest entry beside it is
+    127; NaN where k is not finite.
+    """
     b, h, n, d = k.shape
     tiles.check_rows(k, "k")
     tile = tiles.key_range_tile(d)
@@ -252,8 +256,9 @@ def key_rounding(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_rows(x: torch.Tensor, order: torch.Tensor | None, keys: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [b h n d], order int32 [b h n] or None -> int8 [b*h n d] in that order and its steps: [b*h n], or with `keys`, what `key_rounding`
-    gave, the [b*h] of these."""
+    """x [b h n d], order int32 [b h n] or None -> int8 [b*h n d] in that order and its steps: [b*h n], or with `keys`,
+    what `key_rounding` gave, the [b*h] of these.
+    """
     b, h, n, d = x.shape
     tiles.check_rows(x, "x")
     out = torch.empty(b * h, n, d, device=x.device, dtype=torch.int8)
@@ -267,8 +272,10 @@ def round_rows(x: torch.Tensor, order: torch.Tensor | None, keys: tuple[torch.Te
 
 def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor,
                       rounding: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, ...]:
-    """k, v [b h n d], order int32 [b h n], offsets int32 [b h c+1] from 0 to n -> keys, values [b*h n d] in block order and the means of
-    their blocks [b*h c d], 0 where empty; all in k's dtype, keys and their means in INT8 with `rounding`, what `key_rounding` gave."""
+    """k, v [b h n d], order int32 [b h n], offsets int32 [b h c+1] from 0 to n -> keys, values [b*h n d] in block order
+    and the means of their blocks [b*h c d], 0 where empty; all in k's dtype, keys and their means in INT8 with
+    `rounding`, what `key_rounding` gave.
+    """
     b, h, n, d = k.shape
     count = offsets.shape[-1] - 1
     tiles.check_rows(k, "k")

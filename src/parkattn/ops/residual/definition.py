@@ -13,7 +13,7 @@ neither bound covers is age: a later step's residual is another one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,10 @@ class LowRank:
         """out + A B, rounded once to out's dtype."""
         return (out.to(compute_dtype(out.dtype)) + self.expand()).to(out.dtype)
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> LowRank:
+        """That of other heads: `move` brings them here, tensor by tensor."""
+        return LowRank(move(self.a), move(self.step), move(self.b))
+
     def to(self, device: torch.device | str) -> LowRank:
         return LowRank(self.a.to(device), self.step.to(device), self.b.to(device))
 
@@ -79,9 +83,9 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
 def iterate_directions(gram: Tensor, rank: int, *, iterations: int = 6) -> Tensor:
     """`top_directions` without a host synchronisation: orthogonal iteration in float64, Y <- orth(G^2 Y).
 
-    The subspace converges as (eigenvalue r+1 / eigenvalue r)^(2 iterations); where these are close, mistaking one for the
-    other costs little. orth(Y) = Y L^-T with L L^T = Y^T Y + a little of the identity, which leaves the directions of a
-    rank-deficient G short instead of undefined; applied twice it is orthonormal to rounding.
+    The subspace converges as (eigenvalue r+1 / eigenvalue r)^(2 iterations); where these are close, mistaking one for
+    the other costs little. orth(Y) = Y L^-T with L L^T = Y^T Y + a little of the identity, which leaves the directions
+    of a rank-deficient G short instead of undefined; applied twice it is orthonormal to rounding.
     """
     d = gram.shape[-1]
     gram = gram.double()

@@ -57,7 +57,8 @@ def _merge_parts(kept, skipped, stand_ins, kept_lse, skipped_lse, stand_ins_lse,
 @triton.jit
 def _add_low_rank(out, a, step, b, heads, n, stride_b, stride_h, stride_n, D: tl.constexpr, RANK: tl.constexpr,
                   WIDTH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr):
-    """out[i, :] += sum_c a[i, c] step[c] b[c, :], a matrix product: a is exact in bf16, step b the sum of two bf16 numbers.
+    """out[i, :] += sum_c a[i, c] step[c] b[c, :], a matrix product: a is exact in bf16, step b the sum of two bf16
+    numbers.
 
     WIDTH: RANK as wide as a product takes.  Grid (STEPS row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head.
     """

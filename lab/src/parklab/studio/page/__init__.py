@@ -13,7 +13,8 @@ from importlib import resources
 from typing import Any
 
 TEMPLATE, STYLE = "page.html", "page.css"
-SCRIPTS = ("base.js", "stage.js", "transport.js", "charts.js", "report.js")  # in the order in which they run
+THEME = "theme.js"
+SCRIPTS = (THEME, "base.js", "stage.js", "transport.js", "charts.js", "report.js")  # in the order in which they run
 
 
 def render_page(report: dict[str, Any], videos: Sequence[dict[str, bytes]], stills: Sequence[bytes] = ()) -> str:
@@ -25,22 +26,23 @@ def render_page(report: dict[str, Any], videos: Sequence[dict[str, bytes]], stil
     element = '<script id="videos-{}" type="application/json">{}</script>'
     held = "\n".join(element.format(i, _as_json(case)) for i, case in enumerate(clips))
     parts = {
-        "__STYLE__": _part(STYLE),
-        "__SCRIPT__": "\n".join(map(_part, SCRIPTS)),
+        "__STYLE__": page_part(STYLE),
+        "__SCRIPT__": "\n".join(map(page_part, SCRIPTS)),
         "__DATA__": _as_json(data),
         "__VIDEOS__": held,
     }
     # in one pass: what a part says is no mark
-    return re.sub("|".join(parts), lambda mark: parts[mark[0]], _part(TEMPLATE))
+    return re.sub("|".join(parts), lambda mark: parts[mark[0]], page_part(TEMPLATE))
 
 
 @functools.cache
 def page_digest() -> str:
     """Of the files that a page is made of: a report made with others is written again. Reset: cache_clear."""
-    return hashlib.sha256("".join(map(_part, (TEMPLATE, STYLE, *SCRIPTS))).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(map(page_part, (TEMPLATE, STYLE, *SCRIPTS))).encode()).hexdigest()[:16]
 
 
-def _part(name: str) -> str:
+def page_part(name: str) -> str:
+    """A file of the page as text; other pages share the style and the theme."""
     return resources.files("parklab.studio.page").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,5 +1,4 @@
-"use strict";
-/* data, words for figures, the theme, and the settings of the view, which stand in the address */
+/* data, words for figures, and the settings of the view, which stand in the address */
 const data = JSON.parse(document.getElementById("data").textContent),
   settings = data.settings,
   cases = data.cases;
@@ -36,30 +35,6 @@ const dot = (name) => {
   const d = make("span", { class: "dot" });
   d.style.background = colour(name);
   return d;
-};
-
-/* theme: the reader's own choice is remembered, the system's is the default; browsers may refuse to store */
-const root = document.documentElement,
-  THEME = "parkattn.theme";
-function remembered() {
-  try {
-    return localStorage.getItem(THEME);
-  } catch {
-    return null;
-  }
-}
-function showTheme(theme) {
-  root.dataset.theme = theme;
-  $("theme").setAttribute("aria-pressed", theme === "dark");
-}
-showTheme(remembered() || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-$("theme").onclick = () => {
-  showTheme(root.dataset.theme === "dark" ? "light" : "dark");
-  try {
-    localStorage.setItem(THEME, root.dataset.theme);
-  } catch {
-    /* shown all the same */
-  }
 };
 
 /* one setting each: its first value, and how a word of the address becomes one (undefined: not one of its values) */

@@ -33,30 +33,28 @@ function showCurve() {
       }),
     );
   curveCursor = shape("line", {
-    y1: -6,
-    y2: 106,
+    y1: -5,
+    y2: 105,
     stroke: "var(--ink)",
     "stroke-width": 1.5,
     "vector-effect": "non-scaling-stroke",
   });
   svg.append(curveCursor);
-  box.append(
-    svg,
-    make("span", { class: "top" }, high.toFixed(1) + " dB"),
-    make("span", { class: "bottom" }, low.toFixed(1) + " dB"),
-  );
+  const plot = make("div", { class: "plot" }, svg),
+    key = make("div", { class: "key" });
+  /* words stand above the plot, where neither a curve nor the playhead crosses them */
+  for (const m of rows) key.append(make("span", m === shownRow ? { class: "shown" } : {}, dot(m.name), m.label));
+  key.append(make("span", {}, `${low.toFixed(1)} to ${high.toFixed(1)} dB`));
   if (shownRow && !isEqual(shownRow)) {
     const frame = shownRow.worst_frame.frame,
-      place = (100 * (frame + 0.5)) / frames,
-      point = make("i"),
-      worst = make("span", { class: "worst" }, `worst, ${decibel(shownRow.worst_frame.psnr)}`);
+      point = make("i");
     point.style.background = colour(shownRow.name);
-    point.style.left = place + "%";
-    point.style.top = `calc(6px + (100% - 12px) * ${py(shownRow.psnr.per_frame[frame]) / 100})`;
-    worst.style.left = clamp(place, 24, 84) + "%";
-    box.append(point);
-    box.append(worst);
+    point.style.left = (100 * (frame + 0.5)) / frames + "%";
+    point.style.top = py(shownRow.psnr.per_frame[frame]) + "%";
+    plot.append(point);
+    key.append(make("span", {}, dot(shownRow.name), `worst, ${decibel(shownRow.worst_frame.psnr)}`));
   }
+  box.append(key, plot);
 }
 function showCurveAt(frame) {
   const row = rowOf(compared()),

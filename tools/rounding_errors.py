@@ -1,0 +1,202 @@
+"""What rounding Q K^T or P V to 8 bits costs beside what bf16 costs already, scheme by scheme, in the definitions alone.
+
+    park capture "a red circle moves right over blue waves" --frames 29 --height 160 --width 192 --steps 10 --capture-steps 2,6 --values \
+        --guidance 1 --out out/calls.safetensors
+    python tools/rounding_errors.py out/calls.safetensors
+
+writes benchmarks/results/rounding.json. Inputs are rounded to bf16 first. Every error is relative, against float64 of the
+same inputs and the same plan; all schemes round the weights, once more than the sum of weights, and the output to bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parkattn.files import write_atomically
+from parkattn.methods import make_method
+from parkattn.ops.attend.definition import LEVELS, _turned
+from parkattn.planned import PlannedMethod, make_plan
+from parkattn.segments import segment_mean
+from parkattn.site import CallSite
+from parklab.bench.problems import Shape, mixture
+from parklab.experiments.captures import read_captures
+from parklab.record import environment
+
+RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/rounding.json"
+DENSITIES = (1.0, 0.25, 0.10)
+ROWS = 64  # queries per head whose output is compared
+GAUSSIAN = Shape(3, 4096, 8, 32)
+
+
+class Head(NamedTuple):
+    """One head in float64, every value one of bf16; blocks by name."""
+
+    q: Tensor  # [n d]
+    k: Tensor  # [m d]
+    v: Tensor
+    query_block: Tensor  # [n]
+    key_block: Tensor  # [m]
+    kept: Tensor  # [query blocks, key blocks]
+
+
+Factors = list[tuple[Tensor, Tensor]]
+"""Scores are the sum of q k^T over these."""
+
+
+def rounded(x: Tensor, over: tuple[int, ...] | Tensor = (-1,), levels: int = LEVELS) -> Tensor:
+    """x by steps of which `levels` reach the largest entry: of each row, of all, or of the rows that share a name."""
+    if isinstance(over, Tensor):
+        reach = torch.zeros(int(over.max()) + 1, dtype=x.dtype).scatter_reduce(0, over, x.abs().amax(-1), "amax")
+        reach = reach[over].unsqueeze(-1)
+    else:
+        reach = x.abs().amax(over, keepdim=True)
+    step = reach.clamp(min=1e-12) / levels
+    return (x / step + 0.5).floor() * step
+
+
+def block_means(x: Tensor, names: Tensor) -> Tensor:
+    return segment_mean(x, names, int(names.max()) + 1)[0][names].bfloat16().double()
+
+
+def directions(head: Head, count: int) -> Tensor:
+    """[d count]: orthonormal, along which q and k together are largest."""
+    k = head.k - head.k.mean(0)
+    q_moments, k_moments = head.q.T @ head.q, k.T @ k
+    return torch.linalg.eigh(q_moments / q_moments.trace() + k_moments / k_moments.trace())[1][:, -count:]
+
+
+def exact(head: Head) -> Factors:
+    return [(head.q, head.k)]
+
+
+def int8(head: Head, steps: tuple[int, ...] = (-2, -1), turn: bool = True) -> Factors:
+    q, k = (_turned(x) if turn else x for x in (head.q, head.k))
+    return [(rounded(q), rounded(k - k.mean(0), steps))]
+
+
+def without_block_means(head: Head, queries: bool, each: bool) -> Factors:
+    """q.k = q.c + q.(k - c), c the mean of the key's block in bf16; with `queries` also q.(k - c) = a.(k - c) + (q -
+    a).(k - c). The products with means are not rounded.
+    """
+    c = block_means(head.k, head.key_block)
+    a = block_means(head.q, head.query_block) if queries else torch.zeros_like(head.q)
+    q, k = rounded(_turned(head.q - a)), rounded(_turned(head.k - c), (-1,) if each else head.key_block)
+    return [(q, k), (head.q, c), (a, head.k - c)]
+
+
+def two_terms(head: Head, queries: bool, keys: bool) -> Factors:
+    """A rounded part and the rounded rest: as many more products."""
+    q, k = _turned(head.q), _turned(head.k - head.k.mean(0))
+    fine = LEVELS * 2 * LEVELS
+    return [(rounded(q, levels=fine if queries else LEVELS), rounded(k, (-2, -1), fine if keys else LEVELS))]
+
+
+def strong_apart(head: Head, count: int, kind: torch.dtype = torch.float16) -> Factors:
+    """The strongest directions of a head in another dtype, the rest in INT8."""
+    along, k = directions(head, count), head.k - head.k.mean(0)
+    strong_q, strong_k = (x @ along for x in (head.q, k))
+    q, rest = head.q - strong_q @ along.T, k - strong_k @ along.T
+    strong = strong_q.to(kind).double(), strong_k.to(kind).double()
+    return [(rounded(_turned(q)), rounded(_turned(rest), (-2, -1))), strong]
+
+
+SCHEMES: dict[str, Callable[[Head], Factors]] = {
+    "bf16": exact,
+    "INT8, as it is": int8,
+    "INT8, no turn": lambda head: int8(head, turn=False),
+    "INT8, a step per key": lambda head: int8(head, (-1,)),
+    "INT8, K minus its block's mean": lambda head: without_block_means(head, False, False),
+    "INT8, K minus its block's mean, a step per key": lambda head: without_block_means(head, False, True),
+    "INT8, K and Q minus their blocks' means": lambda head: without_block_means(head, True, False),
+    "INT8, q in two terms": lambda head: two_terms(head, True, False),
+    "INT8, q and k in two terms": lambda head: two_terms(head, True, True),
+    "INT8, 8 directions in fp16": lambda head: strong_apart(head, 8),
+    "INT8, 16 directions in bf16": lambda head: strong_apart(head, 16, torch.bfloat16),
+    "INT8, 16 directions in fp16": lambda head: strong_apart(head, 16),
+    "INT8, 32 directions in fp16": lambda head: strong_apart(head, 32),
+}
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
+
+def weighted_bf16(weights: Tensor, v: Tensor) -> Tensor:
+    return weights.bfloat16().double() @ v
+
+
+def weighted_fp8(weights: Tensor, v: Tensor, centred: bool) -> Tensor:
+    """P V with both in FP8 and exact sums: the largest weight of a row is 1, a column of v has a step of its own."""
+    centre = v.mean(0) if centred else torch.zeros_like(v[0])
+    reach = (v - centre).abs().amax(0).clamp(min=1e-12) / LARGEST
+    p = (weights.float() * LARGEST).to(FP8).double() / LARGEST
+    return p @ (((v - centre) / reach).float().to(FP8).double() * reach) + p.sum(-1, keepdim=True) * centre
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "FP8 P V": lambda p, v: weighted_fp8(p, v, False),
+    "FP8 P V, V minus its mean": lambda p, v: weighted_fp8(p, v, True),
+}
+
+
+def outputs(head: Head, rows: Tensor, scheme: str) -> Tensor:
+    """The output of some rows as a kernel with this rounding would have it; `exact` in float64."""
+    scores = torch.stack([q[rows] @ k.T for q, k in SCHEMES.get(scheme, exact)(head)]).sum(0) * head.q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~head.kept[head.query_block[rows]][:, head.key_block], -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    if scheme == "exact":
+        return weights @ head.v / weights.sum(-1, keepdim=True)
+    found = PRODUCTS.get(scheme, weighted_bf16)(weights, head.v) / weights.sum(-1, keepdim=True)
+    return found.bfloat16().double()
+
+
+def heads_of(q: Tensor, k: Tensor, v: Tensor, density: float) -> Iterator[Head]:
+    """Blocks and plan are PARK's; at density 1 every block is kept."""
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    method = make_method("park", top_p=None, top_k=density)
+    assert isinstance(method, PlannedMethod)
+    plan = make_plan(q.float(), k.float(), method.planner, CallSite(step=3, total_steps=10), None)
+    for h in range(q.shape[1]):
+        names = plan.queries.labels[0, h].long(), plan.keys.labels[0, h].long()
+        yield Head(q[0, h].double(), k[0, h].double(), v[0, h].double(), *names, plan.mask[0, h])
+
+
+def problems(calls: Path) -> Iterator[tuple[str, list[tuple[Tensor, Tensor, Tensor]]]]:
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    q, k, v = (mixture(GAUSSIAN, 64, cpu) for _ in range(3))
+    yield "Gaussian mixtures", [(q, k, v)]
+    found = []
+    for call in read_captures(calls)[0]:
+        assert call.site.values is not None
+        found.append((call.q, call.k, call.site.values))
+    yield "captures", found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calls", type=Path, help="file of park capture --values")
+    table = []
+    for problem, tensors in problems(parser.parse_args().calls):
+        for density in DENSITIES:
+            wrong, whole = dict.fromkeys([*SCHEMES, *PRODUCTS], 0.0), 0.0
+            for head in (head for given in tensors for head in heads_of(*given, density)):
+                picked = torch.linspace(0, len(head.q) - 1, ROWS).long()
+                wanted = outputs(head, picked, "exact")
+                whole += wanted.square().sum().item()
+                for scheme in wrong:
+                    wrong[scheme] += (outputs(head, picked, scheme) - wanted).square().sum().item()
+            for scheme, square in wrong.items():
+                row = {"problem": problem, "density": density, "scheme": scheme, "error": (square / whole) ** 0.5}
+                table.append(row | {"ratio": (square / wrong["bf16"]) ** 0.5})
+                print(json.dumps(table[-1]), flush=True)
+    write_atomically(RESULT, json.dumps({"rows": table, "environment": environment()}, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()
