@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
-from parkattn.backend import ReferenceBackend, resolve
-from parkattn.backend.triton import TritonBackend
+from parkattn.backend import resolve
+from parkattn.ops import REFERENCE, Backend, importance
 from parkattn.ops.attend.definition import attend, dense_attention
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import ESTIMATORS
@@ -124,11 +124,11 @@ def test_the_spread_of_scores_is_that_of_the_definition(scale):
     labels = torch.where(KEY_VALID.unsqueeze(1), torch.arange(48) % 5, 5).int().expand(2, 2, 48)
     keys = Clustering(labels, *segment_mean(k, labels, 5))
     how = {"valid": KEY_VALID, "query_valid": query_valid, "scale": scale}
-    found = TritonBackend("interpreted", gluon=False).score_spread(q, k, keys, **how)
+    found = importance.score_spread(Backend("triton"), q, k, keys, **how)
     assert (found > 0).all()
     # sums of squares in fp32, one taken from the other
     assert torch.allclose(
-        found, ReferenceBackend("").score_spread(q.double(), k.double(), keys, **how).float(), rtol=1e-4
+        found, importance.score_spread(REFERENCE, q.double(), k.double(), keys, **how).float(), rtol=1e-4
     )
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from parkattn import CallSite, Park, ParkConfig, park_attention
 from parkattn.backend import resolve
+from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.cluster.definition import initial_tokens
+from parkattn.ops.importance.definition import ESTIMATORS
 
 few = settings(
     deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
@@ -48,7 +50,7 @@ def test_auto_takes_triton_on_cuda_with_the_reason_for_its_attention_kernel(gpu,
     chosen = resolve("auto", CUDA, torch.bfloat16, head_dim)
     assert chosen.name == "triton"
     assert f"attention in {kernel} because" in chosen.reason
-    assert chosen.gluon == (kernel == "Gluon")
+    assert chosen.hopper == (kernel == "Gluon")
 
 
 @pytest.mark.parametrize(
@@ -106,14 +108,17 @@ def test_statistics_say_what_computed_a_sparse_step_and_why():
     assert said == ["", *2 * [resolve("auto", CPU, torch.float32, 16).reason]]
 
 
-@pytest.mark.parametrize("verb", ["importance", "attend"])
-def test_out_of_memory_says_how_much_was_asked_for_and_what_to_do(monkeypatch, verb):
+@pytest.mark.parametrize("where", ["importance", "attention"])
+def test_out_of_memory_says_how_much_was_asked_for_and_what_to_do(monkeypatch, where):
     def full(*_args, **_named):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 3.25 GiB. GPU 0 has a total capacity of 139 GiB of which 1 GiB is free."
         )
 
-    monkeypatch.setattr(f"parkattn.backend.ReferenceBackend.{verb}", full)
+    if where == "importance":
+        monkeypatch.setitem(ESTIMATORS, "pama", full)
+    else:
+        monkeypatch.setattr(DefinedAttention, "over_kept", full)
     q = torch.randn(1, 2, 60, 16)
     with pytest.raises(torch.OutOfMemoryError) as refused:
         park_attention(q, q, q, ParkConfig(query_clusters=4, key_clusters=6))

@@ -4,7 +4,9 @@ memory.
 
 import dataclasses
 import os
+import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from interpreted import run_interpreted
 from parkattn import backend, park
-from parkattn.backend import ReferenceBackend, resolve_for
+from parkattn.backend import resolve_for
 from parkattn.methods import make_method
-from parkattn.ops.cluster.definition import Clustering, lloyd
+from parkattn.ops import REFERENCE, Backend, attend, cluster
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.ops.importance.definition import score_spread
+from parkattn.ops.residual.definition import add_residual, factor
+from parkattn.plan import arrange
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parkattn.site import CallSite
@@ -41,32 +47,38 @@ def test_the_triton_backend_under_the_interpreter():
     run_interpreted(__file__, at_least=4)
 
 
-class ShapesOnly(ReferenceBackend):
-    """Stands for kernels that fake tensors cannot run; what planners do around them is theirs."""
+def found_nothing(x, clusters, **_):
+    (b, h, n, d), count, zeros = x.shape, min(clusters, x.shape[2]), x.new_zeros
+    return Clustering(
+        zeros(b, h, n, dtype=torch.int32), zeros(b, h, count, d).float(), zeros(b, h, count, dtype=torch.int32)
+    )
 
-    def kmeans(self, x, clusters, **_):
-        (b, h, n, d), count, zeros = x.shape, min(clusters, x.shape[2]), x.new_zeros
-        return Clustering(
-            zeros(b, h, n, dtype=torch.int32), zeros(b, h, count, d).float(), zeros(b, h, count, dtype=torch.int32)
+
+# stand for kernels that fake tensors cannot run; what planners do around them is theirs
+SHAPES_ONLY = {
+    "cluster": {
+        "kmeans": found_nothing,
+        "cluster_keys": lambda k, q, clusters, metric, **_: found_nothing(k, clusters),
+        "first_centroids": lambda x, clusters, **_: found_nothing(x, clusters).centroids,
+        "lloyd": lambda x, centroids, **_: found_nothing(x, centroids.shape[2]),
+        "round_borders": lambda x, found, multiple: found,
+        "arrange": arrange,
+    },
+    "importance": {
+        "estimate": lambda kind, q, k, query_blocks, queries, keys, *, scale: q.new_zeros(
+            *q.shape[:2], queries.clusters, keys.clusters
+        ).float(),
+        "score_spread": score_spread,
+    },
+    "residual": {"factor": factor, "add_residual": add_residual},
+    "attend": {
+        "AttentionKernel": lambda *_: SimpleNamespace(
+            over_kept=lambda q, k, v, plan, **_: torch.empty_like(q),
+            over_all=lambda q, k, v, **_: torch.empty_like(q),
+            over_both=lambda q, k, v, plan, **_: (torch.empty_like(q), torch.empty_like(q)),
         )
-
-    def cluster_keys(self, k, q, clusters, metric, **_):
-        return self.kmeans(k, clusters)
-
-    def first_centroids(self, x, clusters, **_):
-        return self.kmeans(x, clusters).centroids
-
-    def lloyd(self, x, centroids, **_):
-        return self.kmeans(x, centroids.shape[2])
-
-    def round_borders(self, x, found, multiple):
-        return found
-
-    def importance(self, kind, q, k, query_blocks, queries, keys, *, scale):
-        return q.new_zeros(*q.shape[:2], queries.clusters, keys.clusters).float()
-
-    def attend(self, q, k, v, plan, *, scale, compensate):
-        return torch.empty_like(q)
+    },
+}
 
 
 @pytest.fixture
@@ -74,7 +86,9 @@ def no_values(monkeypatch):
     """A GPU whose tensors have no values: .item(), nonzero, unique, masked_select and boolean indexing of one are
     errors.
     """
-    monkeypatch.setattr(backend, "resolve", lambda *_: ShapesOnly("fake"))
+    monkeypatch.setattr(backend, "resolve", lambda *_: Backend("triton"))
+    for name, kernels in SHAPES_ONLY.items():
+        monkeypatch.setitem(sys.modules, f"parkattn.ops.{name}.kernels", SimpleNamespace(**kernels))
     # gathers as many keys as the device says
     monkeypatch.setattr(token_groups, "attend_gathered", lambda q, *_: torch.empty_like(q))
     monkeypatch.setattr(FakeTensor, "is_cuda", True)
@@ -155,12 +169,11 @@ def problem(batch, tokens, *, padded, text=0):
 @in_interpreter
 def test_lloyd_is_the_definition():
     _, k, _, site = problem(2, 60, padded=30)
-    verbs = resolve_for(k, "triton")
-    assert verbs.name == "triton"
-    start = verbs.first_centroids(k, 40, seed=3, valid=site.key_valid)
-    expected = ReferenceBackend("").first_centroids(k, 40, seed=3, valid=site.key_valid)
+    chosen = resolve_for(k, "triton")
+    assert chosen.name == "triton"
+    start, expected = (cluster.first_centroids(who, k, 40, seed=3, valid=site.key_valid) for who in (chosen, REFERENCE))
     assert torch.equal(start.isnan(), expected.isnan()) and torch.equal(start.nan_to_num(), expected.nan_to_num())
-    found, defined = (step(k, start, iterations=2, valid=site.key_valid) for step in (verbs.lloyd, lloyd))
+    found, defined = (cluster.lloyd(who, k, start, iterations=2, valid=site.key_valid) for who in (chosen, REFERENCE))
     # tokens that lie as near to two centroids as bf16 tells them apart may change sides
     assert (found.labels != defined.labels).float().mean() < 0.02
     means, sizes = segment_mean(k, found.labels, 40)
@@ -182,8 +195,6 @@ def test_a_method_on_the_triton_backend_computes_what_the_definitions_make_of_it
     first, (out, stats) = (method(q, k, v, dataclasses.replace(site, step=step)) for step in (0, 1))
     assert first.stats.phase == stats.phase == "refresh" and float(stats.density) < 1
     compensate = method.config.compensate
-    defined = ReferenceBackend("").attend(
-        q.double(), k.double(), v.double(), stats.plan, scale=None, compensate=compensate
-    )
+    defined = attend.over_kept(REFERENCE, q.double(), k.double(), v.double(), stats.plan, compensate=compensate)
     # bf16 has 8 bits: probabilities are rounded, then the output
     torch.testing.assert_close(out.double(), defined, rtol=0, atol=2 * 2**-8 * float(v.abs().max()))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from definitions import output_rounding
-from parkattn.backend import ReferenceBackend
 from parkattn.methods import make_method
+from parkattn.ops import REFERENCE, attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.reuse import History, count_phases
 from parkattn.site import CallSite
@@ -58,8 +58,8 @@ def test_attention_over_gathered_keys_is_the_definition_of_the_plan(name):
     for seed in range(0, 96, 5):
         given, method = problem(seed), made(name)
         plan = [method(*given.tensors, given.site(step=step, total_steps=50)) for step in (0, 1)][1].stats.plan
-        defined = ReferenceBackend("").attend(*given.tensors, plan, scale=given.scale, compensate=False)
-        found = method.attend(*given.tensors, plan, given.site(), ReferenceBackend(""))
+        defined = attend.over_kept(REFERENCE, *given.tensors, plan, scale=given.scale)
+        found = method.attend(*given.tensors, plan, given.site(), REFERENCE)
         bound = output_rounding(*given.tensors, given.scale, torch.float64)
         torch.testing.assert_close(found, defined, rtol=0, atol=bound)
 
@@ -139,7 +139,7 @@ def test_a_residual_may_be_kept_in_a_low_rank(name):
         method = made(name, residual_rank=rank, top_k=0.1)
         outs = [method(*given.tensors, given.site(step=step, total_steps=50)) for step in (0, 1)]
         bytes_of[rank], errors[rank] = method.state_bytes, (outs[1].out - dense(given)).norm()
-    alone = method.attend(*given.tensors, outs[1].stats.plan, given.site(), ReferenceBackend(""))
+    alone = method.attend(*given.tensors, outs[1].stats.plan, given.site(), REFERENCE)
     assert bytes_of[4] < bytes_of[0]
     assert errors[0] < errors[4] < (alone - dense(given)).norm()
 

@@ -9,7 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from parkattn import CallSite, ParkConfig
-from parkattn.backend.sage import attend_dense_sage, why_no_sage
+from parkattn.ops import REFERENCE, attend
+from parkattn.ops.attend.definition import DefinedAttention
+from parkattn.ops.attend.sage import attend_dense_sage, why_no_sage
 from parkattn.park import Park
 from parklab.bench import card
 from parklab.bench.commands import app
@@ -41,16 +43,8 @@ def test_without_a_gpu_it_is_a_rehearsal_with_every_row(tmp_path):
 
 
 def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
-    backend = card.ReferenceBackend
-    monkeypatch.setattr(
-        card,
-        "ReferenceBackend",
-        lambda *given: SimpleNamespace(attend=wrong, attend_dense=backend(*given).attend_dense),
-    )
-
-    def wrong(q, k, v, plan, **how):
-        return backend("").attend(q, k, v, plan, **how) * 1.2
-
+    right = DefinedAttention.over_kept
+    monkeypatch.setattr(DefinedAttention, "over_kept", lambda *given, **how: right(*given, **how) * 1.2)
     done, kept = run_card(tmp_path)
     assert done.exit_code == 1 and "wrong: error above" in done.stdout
     assert {row["work"] for row in kept["rows"] if row.get("ok") is False} == {
@@ -63,7 +57,7 @@ def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
 def test_sampled_errors_are_those_of_the_definition(compensate):
     q, k, v = (mixture(TINY, 4, CPU, torch.float64) for _ in range(3))
     plan = random_plan(TINY, 0.4, CPU)
-    out = card.ReferenceBackend("").attend(q, k, v, plan, scale=None, compensate=compensate)
+    out = attend.over_kept(REFERENCE, q, k, v, plan, compensate=compensate)
     assert card.sampled_error(out, q, k, v, plan, compensate=compensate) < 1e-12
     assert card.sampled_error(out * 1.01, q, k, v, plan, compensate=compensate) == pytest.approx(0.01)
 

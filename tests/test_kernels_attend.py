@@ -254,7 +254,7 @@ def test_token_order_is_folded_into_loads_and_stores():
 @pytest.mark.parametrize("compensate", [False, True])
 def test_tokens_in_block_order_are_read_in_place(compensate, monkeypatch):
     """Blocks without an order give what the order 0, 1, 2, ... gives, in either memory layout, and gather nothing."""
-    from parkattn.backend.triton import TritonBackend
+    from parkattn.ops.attend.kernels import AttentionKernel
     from parkattn.ops.permute import triton as permute
     from parkattn.plan import Blocks, Plan
 
@@ -268,7 +268,7 @@ def test_tokens_in_block_order_are_read_in_place(compensate, monkeypatch):
             order = torch.arange(labels.shape[-1]).int().expand_as(labels) if ordered else None
             sides.append(Blocks(labels, order, ends.view(2, 2, -1)))
         plan = Plan(*sides, mask.view(2, 2, 4, 9), 4, 9, False, torch.ones(2, 2))
-        return TritonBackend("interpreted", gluon=False).attend(q, k, v, plan, scale=None, compensate=compensate)
+        return AttentionKernel(hopper=False).over_kept(q, k, v, plan, scale=None, compensate=compensate)
 
     expected = run(True)
     monkeypatch.delattr(permute, "gather_rows")

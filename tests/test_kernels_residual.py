@@ -15,7 +15,7 @@ from gluon_on_cpu import on_cpu
 from interpreted import run_interpreted
 from machine_code import compiled
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.ops.residual.definition import LowRank, factor, merge
+from parkattn.ops.residual.definition import LowRank, add_residual, factor, merge
 from parkattn.plan import Blocks, Plan
 from test_kernels_attend import in_interpreter, on_compiler, orders, problem, pytestmark  # noqa: F401 (pytest reads it)
 from test_kernels_attend_builds import SHARED_MEMORY
@@ -61,7 +61,7 @@ def test_a_low_rank_is_added_in_place(rank, tokens):
 
     out, residual = by_token(tokens, 1), factor(by_token(tokens, 2), rank)
     exact = out.double() + residual.expand().double()
-    plain = (residual.add_to(out).double() - exact).abs().max()
+    plain = (add_residual(out, residual).double() - exact).abs().max()
     changed = out.clone(memory_format=torch.preserve_format)
     assert add_low_rank(changed, residual.a, residual.step, residual.b) is changed
     assert (changed.double() - exact).abs().max() <= 2 * plain
@@ -81,11 +81,11 @@ def plan_of(tokens: int, keys: int, *, padding: bool) -> Plan:
 @in_interpreter
 @pytest.mark.parametrize(("compensate", "padding"), [(False, False), (True, False), (True, True)])
 def test_an_anchor_is_dense_attention_and_what_the_sparse_one_misses(compensate, padding):
-    from parkattn.backend.triton import TritonBackend
+    from parkattn.ops.attend.kernels import AttentionKernel
 
-    backend, plan = TritonBackend("interpreted", gluon=False), plan_of(90, 150, padding=padding)
+    kernel, plan = AttentionKernel(hopper=False), plan_of(90, 150, padding=padding)
     q, k, v = by_token(90, 1), by_token(150, 2), by_token(150, 3)
-    dense, residual = backend.attend_anchor(q, k, v, plan, scale=None, compensate=compensate)
+    dense, residual = kernel.over_both(q, k, v, plan, scale=None, compensate=compensate)
     attendable = torch.ones(1, 2, 150, dtype=torch.bool)
     if padding:
         for head in range(2):
@@ -96,19 +96,19 @@ def test_an_anchor_is_dense_attention_and_what_the_sparse_one_misses(compensate,
     unit = HALF * exact.abs().max()
     # each of two parts is rounded, and so is their sum
     assert (dense.double() - exact).abs().max() <= 2 * unit
-    sparse = backend.attend(q, k, v, plan, scale=None, compensate=compensate)
+    sparse = kernel.over_kept(q, k, v, plan, scale=None, compensate=compensate)
     assert (residual.double() - (exact - sparse.double())).abs().max() <= 4 * unit
 
 
 @in_interpreter
 def test_dense_attention_leaves_out_keys_that_are_not_valid():
-    from parkattn.backend.triton import TritonBackend
+    from parkattn.ops.attend.kernels import AttentionKernel
 
     q, k, v = by_token(90, 1), by_token(150, 2), by_token(150, 3)
-    backend = TritonBackend("interpreted", gluon=False)
+    kernel = AttentionKernel(hopper=False)
     scattered = torch.rand(1, 150, generator=torch.Generator().manual_seed(4)) < 0.6
     for valid in (None, torch.arange(150)[None] < 100, scattered):
-        out, lse = backend.attend_dense_with_lse(q, k, v, scale=None, key_valid=valid)
+        out, lse = kernel.over_all_with_lse(q, k, v, scale=None, key_valid=valid)
         exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
         plain = (dense_attention(q, k, v, key_valid=valid).double() - exact).abs().max()
         assert (out.double() - exact).abs().max() <= 2 * plain + HALF * exact.abs().max()
@@ -120,15 +120,15 @@ def test_dense_attention_leaves_out_keys_that_are_not_valid():
 
 @pytest.fixture
 def hopper(module, monkeypatch):  # noqa: F811 (a fixture)
-    """The backend with the Hopper kernels on the CPU"""
-    from parkattn.backend.triton import TritonBackend
+    """Attention in the Hopper kernels on the CPU"""
+    from parkattn.ops.attend.kernels import AttentionKernel
 
     def make(order: dict, precision: str = "bf16"):
         for name, kernel in (("attend.hopper", "attend_hopper_kernel"), ("attend.hopper_dense", "attend_dense_kernel")):
             kernels = module(name)
             setattr(kernels, kernel, on_cpu(getattr(kernels, kernel), **order))
             monkeypatch.setitem(sys.modules, f"parkattn.ops.{name}", kernels)
-        return TritonBackend("on the CPU", True, precision)
+        return AttentionKernel(hopper=True, precision=precision)
 
     return make
 
@@ -142,7 +142,7 @@ def test_the_hopper_kernel_takes_tokens_in_block_order_as_they_lie_copied_once_a
     def run(order):
         sides = (dataclasses.replace(side, order=order(side.tokens)) for side in (plan.queries, plan.keys))
         plain = dataclasses.replace(plan, **dict(zip(("queries", "keys"), sides, strict=True)))
-        return hopper(ORDERS[0]).attend(q, k, v, plain, scale=None, compensate=True)
+        return hopper(ORDERS[0]).over_kept(q, k, v, plain, scale=None, compensate=True)
 
     expected = run(lambda tokens: torch.arange(tokens).int().expand(1, 2, -1))
     gather = permute.gather_rows
@@ -167,9 +167,7 @@ def test_dense_attention_in_the_hopper_kernel(hopper, tokens, precision):
         .abs()
         .max()
     )
-    runs = [
-        hopper(order, precision).attend_dense_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]
-    ]
+    runs = [hopper(order, precision).over_all_with_lse(q, k, v, scale=None, key_valid=valid) for order in ORDERS[:4]]
     assert all(torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1]) for out, lse in runs)
     assert (runs[0][0].double() - exact).abs().max() <= 2 * plain + torch.finfo(torch.bfloat16).eps * exact.abs().max()
 
@@ -178,26 +176,26 @@ def test_dense_attention_in_the_hopper_kernel(hopper, tokens, precision):
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_an_anchor_in_the_hopper_kernel(hopper, precision):
     plan, (q, k, v) = plan_of(90, 150, padding=True), (by_token(90, 1), by_token(150, 2), by_token(150, 3))
-    backend = hopper(ORDERS[1], precision)
-    dense, residual = backend.attend_anchor(q, k, v, plan, scale=None, compensate=True)
-    sparse = backend.attend(q, k, v, plan, scale=None, compensate=True)
+    kernel = hopper(ORDERS[1], precision)
+    dense, residual = kernel.over_both(q, k, v, plan, scale=None, compensate=True)
+    sparse = kernel.over_kept(q, k, v, plan, scale=None, compensate=True)
     unit = HALF * dense.abs().max()
     assert (dense.double() - residual.double() - sparse.double()).abs().max() <= 4 * unit
 
 
 @in_interpreter
 def test_factors_made_without_a_synchronisation_hold_what_the_definition_holds():
-    from parkattn.backend.triton import TritonBackend
+    from parkattn.ops.residual import kernels
 
     residual = by_token(200, 6) * torch.linspace(2, 0.1, 64).half()
     left = [
         (residual.double() - found.expand().double()).square().sum()
-        for found in (TritonBackend("interpreted", gluon=False).factor(residual, 8), factor(residual, 8))
+        for found in (kernels.factor(residual, 8), factor(residual, 8))
     ]
     assert isinstance(factor(residual, 8), LowRank)
     assert left[0] <= left[1] + 0.01 * residual.double().square().sum()
     residual[0, 0, 3, 5], residual[0, 0, 4] = torch.inf, torch.nan
-    assert TritonBackend("interpreted", gluon=False).factor(residual, 8).expand().isfinite().all()
+    assert kernels.factor(residual, 8).expand().isfinite().all()
 
 
 @on_compiler

@@ -31,12 +31,12 @@ def test_an_unknown_version_takes_the_plain_kernels_on_hopper(monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    taken = backend.triton_backend("asked for", torch.device("cuda"), torch.bfloat16, 128)
-    assert taken.gluon and tiles.full_key_tile(128, torch.bfloat16, 90, 512)["GLUON"]
+    taken = backend.resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
+    assert taken.hopper and tiles.full_key_tile(128, torch.bfloat16, 90, 512)["GLUON"]
     for place in (triton_versions, tiles):
         monkeypatch.setattr(place, "why_no_gluon", lambda: why_no_gluon("3.10.0"))
-    taken = backend.triton_backend("asked for", torch.device("cuda"), torch.bfloat16, 128)
-    assert not taken.gluon and taken.reason.endswith("not with 3.10.0")
+    taken = backend.resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
+    assert not taken.hopper and taken.reason.endswith("not with 3.10.0")
     assert "GLUON" not in tiles.full_key_tile(128, torch.bfloat16, 90, 512)
 
 

@@ -9,9 +9,10 @@ import torch
 
 from interpreted import run_interpreted
 from parkattn import ParkConfig, park_attention
-from parkattn.backend import ReferenceBackend, resolve
-from parkattn.backend import triton as triton_module
-from parkattn.backend.triton import TritonBackend, triton_backend
+from parkattn import backend as backend_module
+from parkattn.backend import resolve
+from parkattn.ops import Backend
+from parkattn.ops import attend as attention
 from parkattn.ops.attend.definition import Rounding, attend, attend_with_lse, dense_attention
 from parkattn.plan import Blocks, Plan
 from parklab.research import ResearchConfig
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 CPU = torch.device("cpu")
+DEFINED, KERNELS = (Backend(name, precision="int8") for name in ("reference", "triton"))
 
 
 @outside
@@ -109,11 +111,11 @@ def test_where_there_is_no_int8_the_reason_says_so(monkeypatch):
     assert resolve("auto", CPU, torch.float32, 64, "int8").reason.endswith("Q K^T in INT8")
     odd = resolve("reference", CPU, torch.float32, 96, "int8")
     assert odd.precision == "bf16" and "powers of two, not 96" in odd.reason
-    monkeypatch.setattr(triton_module, "_attention_kernel", lambda *_: (False, "asked for"))
-    wide = triton_backend("here", CPU, torch.bfloat16, 256, "int8")
+    monkeypatch.setattr(backend_module, "_attention_kernel", lambda *_: (False, "asked for"))
+    wide = resolve("triton", CPU, torch.bfloat16, 256, "int8")
     assert wide.precision == "bf16" and "not in INT8, whose kernels have head dims 64 and 128, not 256" in wide.reason
-    assert triton_backend("here", CPU, torch.bfloat16, 128, "int8").precision == "int8"
-    assert "INT8" not in triton_backend("here", CPU, torch.bfloat16, 128).reason
+    assert resolve("triton", CPU, torch.bfloat16, 128, "int8").precision == "int8"
+    assert "INT8" not in resolve("triton", CPU, torch.bfloat16, 128).reason
 
 
 @outside
@@ -158,9 +160,8 @@ def test_the_triton_backend_rounds_as_the_definition_does(compensate, ordered):
     if not ordered:
         sides = (Blocks(side.labels.sort(-1).values, None, side.offsets) for side in (at.queries, at.keys))
         at = Plan(*sides, at.mask, 3, 4, False, torch.ones(1, 2))
-    how = {"scale": None, "compensate": compensate}
-    out = TritonBackend("asked for", False, "int8").attend(q, k, v, at, **how)
-    exact = ReferenceBackend("", "int8").attend(q.double(), k.double(), v.double(), at, **how)
+    out = attention.over_kept(KERNELS, q, k, v, at, compensate=compensate)
+    exact = attention.over_kept(DEFINED, q.double(), k.double(), v.double(), at, compensate=compensate)
     # weights and output are rounded to fp16, and stand-in values
     assert (out.double() - exact).abs().max() <= 4 * torch.finfo(torch.float16).eps * v.abs().max()
 
@@ -168,13 +169,13 @@ def test_the_triton_backend_rounds_as_the_definition_does(compensate, ordered):
 @in_interpreter
 def test_dense_attention_and_an_anchor_in_int8():
     q, k, v = problem(dtype=torch.float16)
-    ours, valid = TritonBackend("asked for", False, "int8"), torch.arange(130)[None] < 111
-    exact = ReferenceBackend("", "int8").attend_dense(q.double(), k.double(), v.double(), scale=None, key_valid=valid)
-    out = ours.attend_dense(q, k, v, scale=None, key_valid=valid)
+    valid = torch.arange(130)[None] < 111
+    exact = attention.over_all(DEFINED, q.double(), k.double(), v.double(), key_valid=valid)
+    out = attention.over_all(KERNELS, q, k, v, key_valid=valid)
     unit = 4 * torch.finfo(torch.float16).eps * v.abs().max()
     assert (out.double() - exact).abs().max() <= unit
-    dense, residual = ours.attend_anchor(q, k, v, plan(), scale=None, compensate=True)
-    sparse = ours.attend(q, k, v, plan(), scale=None, compensate=True)
-    exact = ReferenceBackend("", "int8").attend_dense(q.double(), k.double(), v.double(), scale=None, key_valid=None)
+    dense, residual = attention.over_both(KERNELS, q, k, v, plan(), compensate=True)
+    sparse = attention.over_kept(KERNELS, q, k, v, plan(), compensate=True)
+    exact = attention.over_all(DEFINED, q.double(), k.double(), v.double())
     assert (dense.double() - exact).abs().max() <= unit
     assert (residual.double() - (exact - sparse.double())).abs().max() <= 2 * unit

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parkattn.ops.attend.definition import attend_with_lse, dense_attention
-from parkattn.ops.residual.definition import factor, iterate_directions, merge, quantise, top_directions
+from parkattn.ops.residual.definition import add_residual, factor, iterate_directions, merge, quantise, top_directions
 from parkattn.plan import Blocks
 
 
@@ -78,8 +78,8 @@ def test_iterated_directions_of_a_deficient_residual_are_exact_and_of_none_are_f
 def test_the_sum_is_rounded_once_and_costs_a_32nd_of_the_output():
     residual, out = rows(1, 2, 4096, 128).bfloat16(), rows(1, 2, 4096, 128, seed=1).bfloat16()
     kept = factor(residual, 8)
-    assert kept.add_to(out).dtype == torch.bfloat16
-    assert torch.equal(kept.add_to(out), (out.float() + kept.expand()).bfloat16())
+    assert add_residual(out, kept).dtype == torch.bfloat16
+    assert torch.equal(add_residual(out, kept), (out.float() + kept.expand()).bfloat16())
     factors = 2 * 8 * (128 + 1) * 4
     assert kept.nbytes == out.nbytes // 32 + factors
 

@@ -102,7 +102,7 @@ def prepare(call: Captured) -> Case:
     for tile in sorted({tile for _, tiles in RULES.values() for tile in tiles}, key=lambda tile: tile or 0):
         blocks = whole if tile is None else cut_blocks(whole, found.clusters, tile)[0]
         queries[tile] = blocks, pama(q, k, blocks.labels, blocks.count, keys.labels, keys.clusters)
-    return Case(call, keys, score_spread(q, k, keys.centroids, keys.labels), queries)
+    return Case(call, keys, score_spread(q, k, keys), queries)
 
 
 def density(cases: list[Case], rule: Rule, tile: int | None, budget: float) -> float:

@@ -17,7 +17,7 @@ from page_svg import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, P
 import parkattn
 from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.anchors import anchor_steps, log_signal_to_noise
-from parkattn.backend import attend_dense_and_rest, resolve_for
+from parkattn.ops import REFERENCE, attend, residual
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.cluster.definition import cluster_keys, kmeans
 from parkattn.ops.importance.definition import ESTIMATORS
@@ -193,17 +193,17 @@ def corrections() -> Picture:
     anchor, last = 4, 13
     q, k, v = one_head(anchor)
     config = CONFIG.replace(top_p=0.6)
-    plan, backend = build_plan(q, k, config), resolve_for(q, "reference")
+    plan, backend = build_plan(q, k, config), REFERENCE
     ways = {"nothing": (False, 0), "compensation": (True, 0), "residual": (False, 12), "both": (True, 12)}
     lines: dict[str, list[float]] = {}
     for name, (compensate, rank) in ways.items():
-        _, rest = attend_dense_and_rest(q, k, v, plan, backend, compensate=compensate, scale=None)
-        added = backend.factor(rest, rank) if rank else None
+        _, rest = attend.over_both(backend, q, k, v, plan, compensate=compensate)
+        added = residual.factor(backend, rest, rank) if rank else None
         lines[name] = []
         for step in range(anchor + 1, last + 1):
             at = one_head(step)
             out = park_attention(*at, config.replace(compensate=compensate), plan=plan)
-            out = out if added is None else backend.add_residual(out, added)
+            out = out if added is None else residual.add_residual(backend, out, added)
             exact = dense_attention(*at)
             lines[name].append(((out - exact).norm() / exact.norm()).item())
     said = "; ".join(

@@ -53,7 +53,7 @@ INTERPRET = tests(
 ASIDE = (
     "import torch; from parkattn.backend import resolve; torch.cuda.get_device_capability = lambda device=None: (9, 0); "
     "chosen = resolve('auto', torch.device('cuda'), torch.bfloat16, 128); "
-    "assert not chosen.gluon and 'builds with Triton 3.6 to' in chosen.reason, chosen.reason"
+    "assert not chosen.hopper and 'builds with Triton 3.6 to' in chosen.reason, chosen.reason"
 )
 STEP_ASIDE = {"Hopper kernels step aside": f'python -c "{ASIDE}"'}
 WITHOUT_KERNELS = {"import": IMPORT, "video": VIDEO, **STEP_ASIDE, "core tests": tests(*CORE)}

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.anchors import anchor_steps, log_signal_to_noise
-from parkattn.backend import ReferenceBackend
 from parkattn.methods import configured_method
+from parkattn.ops import REFERENCE, attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import factor
 from parkattn.park import ParkConfig
@@ -46,7 +46,7 @@ def measure() -> dict[str, object]:
     calls = capture_calls(
         pipe, fit_to_pipeline(request, pipe), Selection(layers=LAYERS, values=True, first_branch=True)
     )
-    method, verbs = configured_method("park", "fast", top_p=TOP_P, residual_rank=RANK), ReferenceBackend("")
+    method = configured_method("park", "fast", top_p=TOP_P, residual_rank=RANK)
     squares: dict[tuple[int, int], list[float]] = {}
     for layer in LAYERS:
         by_step = {call.site.step: call for call in calls if call.site.layer == layer}
@@ -56,7 +56,7 @@ def measure() -> dict[str, object]:
 
             def sparse(step: int, plan=plan, by_step=by_step):
                 found = by_step[step]
-                return verbs.attend(found.q, found.k, found.site.values, plan, scale=None, compensate=True)
+                return attend.over_kept(REFERENCE, found.q, found.k, found.site.values, plan, compensate=True)
 
             kept = factor(exact[first] - sparse(first), RANK).expand()
             for step in range(first + 1, min(first + REACH, ASKED["steps"] - 1) + 1):

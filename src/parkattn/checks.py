@@ -120,6 +120,14 @@ def asks_for_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def expect_no_gradient(backend: str, *tensors: Tensor) -> None:
+    if asks_for_gradient(*tensors):
+        raise ValueError(
+            f"q, k, v: expected tensors without gradient with backend={backend!r}, got requires_grad=True; "
+            "call under torch.no_grad(), or use backend='reference', which has a gradient."
+        )
+
+
 def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
     """bool [b, m] on k's device, with at least one True per row, which is not checked on a GPU."""
     expect_tensor("key_valid", key_valid)

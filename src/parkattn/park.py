@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from parkattn.anchors import passed_since_first
-from parkattn.backend import attend_planned, planning, resolve_for
+from parkattn.backend import resolve_for
 from parkattn.checks import (
     expect_attention_inputs,
     expect_choice,
@@ -23,14 +23,17 @@ from parkattn.checks import (
     expect_finite,
     expect_flag,
     expect_fraction,
+    expect_no_gradient,
+    expect_scale,
     shown,
 )
 from parkattn.models import SIZES
+from parkattn.ops import attend, cluster, importance
 from parkattn.ops.cluster.borders import fitting_multiple
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.plan import Blocks, Plan, assign_roles, cut_blocks
-from parkattn.planned import PlannedMethod, plan_key
+from parkattn.planned import PlannedMethod, plan_key, planning
 from parkattn.registry import MethodEntry
 from parkattn.segments import segment_mean
 from parkattn.settings import KEY_GRANULE, QUERY_TILE, Clusters, KeyMetric, PlannedConfig, Selection
@@ -173,7 +176,7 @@ class ParkPlanner:
         self.falls_to = falls_to
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = 0 if site.text is None else site.text.stop - site.text.start
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
@@ -183,46 +186,40 @@ class ParkPlanner:
         iterations = config.kmeans_iterations if warm is None else config.warm_iterations
         old_queries, old_keys = (None, None) if warm is None else (_clusters_of(warm), warm.keys.labels)
 
-        queries = verbs.kmeans(
-            q, counts.queries, iterations=iterations, seed=config.seed, start=old_queries, valid=roles.clustered_queries
-        )
-        keys = verbs.cluster_keys(
-            k,
-            q,
-            counts.keys,
-            config.metric,
-            iterations=iterations,
-            seed=config.seed,
-            start=old_keys,
-            valid=roles.clustered_keys,
-            query_valid=roles.clustered_queries,
+        how: dict[str, Any] = {"iterations": iterations, "seed": config.seed}
+        queries_of, keys_of = roles.clustered_queries, roles.clustered_keys
+        queries = cluster.kmeans(backend, q, counts.queries, **how, start=old_queries, valid=queries_of)
+        keys = cluster.cluster_keys(
+            backend, k, q, counts.keys, config.metric, **how, start=old_keys, valid=keys_of, query_valid=queries_of
         )
         if counts.query_multiple > 1:
-            queries = verbs.round_borders(
-                q, queries, fitting_multiple(counts.query_multiple, q.shape[2], queries.clusters)
-            )
+            multiple = fitting_multiple(counts.query_multiple, q.shape[2], queries.clusters)
+            queries = cluster.round_borders(backend, q, queries, multiple)
         if counts.key_multiple > 1:
-            keys = verbs.round_borders(k, keys, fitting_multiple(counts.key_multiple, k.shape[2], keys.clusters))
-        query_blocks = verbs.arrange(*roles.query_blocks(queries.labels, queries.clusters))
+            multiple = fitting_multiple(counts.key_multiple, k.shape[2], keys.clusters)
+            keys = cluster.round_borders(backend, k, keys, multiple)
+        query_blocks = cluster.arrange(backend, *roles.query_blocks(queries.labels, queries.clusters))
         memory = {}
         if config.query_tile is not None:
             query_blocks, memory[CLUSTER_OF_TILE] = cut_blocks(query_blocks, queries.clusters, config.query_tile)
             queries = _tiles(q, query_blocks, memory[CLUSTER_OF_TILE].shape[-1], config.importance)
-        key_blocks = verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters))
-        importance = verbs.importance(config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
+        key_blocks = cluster.arrange(backend, *roles.key_blocks(keys.labels, keys.clusters))
+        attention = importance.estimate(backend, config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
         share = config.top_p
         if share is not None and self.falls_to is not None:
             share += (self.falls_to - share) * passed_since_first(site)
         if share is None:
             assert config.top_k is not None
-            mask = select_top_k(importance, config.top_k, sizes=keys.sizes)
+            mask = select_top_k(attention, config.top_k, sizes=keys.sizes)
         elif config.budget == "row":
-            mask = select_top_p(importance, share, sizes=keys.sizes, floor=config.floor)
+            mask = select_top_p(attention, share, sizes=keys.sizes, floor=config.floor)
         else:
-            spread, of = None, {"valid": roles.clustered_keys, "query_valid": roles.clustered_queries}
+            spread = None
             if config.budget == "error" and config.compensate:
-                spread = verbs.score_spread(q, k, keys, scale=site.scale, **of)
-            mask = select_shared(importance, share, sizes=keys.sizes, floor=config.floor, spread=spread)
+                spread = importance.score_spread(
+                    backend, q, k, keys, valid=keys_of, query_valid=queries_of, scale=site.scale
+                )
+            mask = select_shared(attention, share, sizes=keys.sizes, floor=config.floor, spread=spread)
         return Plan(
             query_blocks,
             key_blocks,
@@ -230,7 +227,7 @@ class ParkPlanner:
             queries.clusters,
             keys.clusters,
             padding=site.key_valid is not None,
-            estimated_mass=kept_mass(importance, mask, queries.sizes),
+            estimated_mass=kept_mass(attention, mask, queries.sizes),
             memory=memory,
         )
 
@@ -273,11 +270,15 @@ def build_plan(
     config = _expect_config(config)
     if start is not None:
         _expect_plan("start", start)
-    site = CallSite(text=text, key_valid=key_valid, scale=scale)
-    with planning(q, k, site, config.check_finite):
-        return ParkPlanner(config).plan(
-            q.detach(), k.detach(), site, start if start is not None and start.fits(q, k) else None
-        )
+    expect_attention_inputs(q, k)
+    expect_scale(scale)
+    return _plan(q, k, config, CallSite(text=text, key_valid=key_valid, scale=scale), start)
+
+
+def _plan(q: Tensor, k: Tensor, config: ParkConfig, site: CallSite, start: Plan | None = None) -> Plan:
+    with planning(q, k, config.check_finite):
+        earlier = start if start is not None and start.fits(q, k) else None
+        return ParkPlanner(config).plan(q.detach(), k.detach(), site, earlier)
 
 
 def park_attention(
@@ -297,11 +298,15 @@ def park_attention(
     """
     config = _expect_config(config)
     expect_attention_inputs(q, k, v)
+    expect_scale(scale)
     backend = resolve_for(q, config.backend, config.precision)
+    if not backend.differentiable:
+        expect_no_gradient(backend.name, q, k, v)
     if plan is None:
-        plan = build_plan(q, k, config, text=text, key_valid=key_valid, scale=scale)
+        plan = _plan(q, k, config, CallSite(text=text, key_valid=key_valid, scale=scale))
     else:
         _expect_plan("plan", plan)
+        plan.expect_fit(q, k)
         if text is not None or key_valid is not None:
             raise ValueError(
                 "text, key_valid: expected None beside a plan, which holds them already, got a value; pass them to build_plan."
@@ -309,7 +314,7 @@ def park_attention(
         if config.check_finite:
             expect_finite("q", q)
             expect_finite("k", k)
-    return attend_planned(q, k, v, plan, backend, scale=scale, compensate=config.compensate)
+    return attend.over_kept(backend, q, k, v, plan, scale=scale, compensate=config.compensate)
 
 
 class Park(PlannedMethod):

@@ -152,6 +152,15 @@ class Plan:
             and self.mask.device == q.device
         )
 
+    def expect_fit(self, q: Tensor, k: Tensor) -> None:
+        """Raises where the plan was built for other tensors."""
+        if not self.fits(q, k):
+            sides = f"queries {list(self.queries.labels.shape)} and keys {list(self.keys.labels.shape)}"
+            raise ValueError(
+                f"plan: expected one built for q {list(q.shape)} and k {list(k.shape)} on {q.device}, "
+                f"got one for {sides} on {self.mask.device}; make another plan."
+            )
+
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
         return Plan(

@@ -7,35 +7,28 @@ plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  �
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from parkattn.backend import (
-    Backend,
-    attend_dense_and_rest,
-    attend_every_key,
-    attend_planned,
-    outside_autocast,
-    planning,
-    resolve_for,
+from parkattn.backend import resolve_for
+from parkattn.checks import (
+    asks_for_gradient,
+    expect_attention_inputs,
+    expect_call_site,
+    expect_finite,
+    expect_key_valid,
 )
-from parkattn.backend.sage import attend_dense_sage, sage_version, why_no_sage
-from parkattn.checks import asks_for_gradient, expect_attention_inputs, expect_call_site, expect_key_valid
+from parkattn.ops import Backend, attend, explained_memory, outside_autocast, residual
 from parkattn.ops.attend.definition import dense_attention
+from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sage
 from parkattn.ops.residual.definition import LowRank
 from parkattn.plan import Blocks, Plan, expect_whole_plan
-from parkattn.reuse import (
-    HeldPlan,
-    History,
-    Phase,
-    PhaseRule,
-    PlanStore,
-    Schedule,
-    always_runs,
-)
+from parkattn.reuse import HeldPlan, History, Phase, PhaseRule, PlanStore, Schedule, always_runs
 from parkattn.settings import PlannedConfig
 from parkattn.site import AttentionOutput, AttentionStats, CallSite, SiteKey
 
@@ -114,7 +107,7 @@ class PlannedMethod:
         phase, held = self._usable(phase, key, *asked, v, backend)
         if phase.name == "anchor":
             return self._anchor(phase, key, q, k, v, site, backend, held)
-        residual = density = imbalance = None
+        missed = density = imbalance = None
         if phase.name == "refresh" or held is None:
             made = self._plan(
                 key, *asked, backend, held, self.between if self.config.anchors is not None else self.planner
@@ -122,10 +115,10 @@ class PlannedMethod:
             imbalance = self._keep(key, made, site)
             plan = for_batch(made.plan, q)
         else:
-            plan, residual, density = for_batch(held.plan, q), held.residual, held.density
+            plan, missed, density = for_batch(held.plan, q), held.residual, held.density
         out = self._sparse(q, k, v, plan, site, self.attend(q, k, v, plan, site, backend))
-        if residual is not None:
-            out = backend.add_residual(out, residual)
+        if missed is not None:
+            out = residual.add_residual(backend, out, missed)
         error = None
         if self.config.guard_rows:
             error = sampled_error(q, k, v, out, self.config.guard_rows, scale=site.scale, key_valid=site.key_valid)
@@ -151,11 +144,11 @@ class PlannedMethod:
         kept, stats = None, AttentionStats("anchor", phase.reason, q.new_ones(q.shape[:2]), backend=backend.reason)
         rank = self.config.rank_for(q.shape[2])
         if rank:
-            out, residual = attend_dense_and_rest(q, k, v, plan, backend, **self._how(site))
+            out, missed = attend.over_both(backend, q, k, v, plan, **self._how(site))
             with torch.no_grad():
                 if self.repair is not None:
-                    residual = out - self._sparse(q, k, v, plan, site, out - residual)
-                kept = backend.factor(residual.detach(), rank)
+                    missed = out - self._sparse(q, k, v, plan, site, out - missed)
+                kept = residual.factor(backend, missed.detach(), rank)
         else:
             out, stats = self._dense(phase, q, k, v, site, backend)
         imbalance = self._keep(key, made, site, kept)
@@ -169,7 +162,7 @@ class PlannedMethod:
         if why_no is None:
             out, by = attend_dense_sage(q, k, v, scale=site.scale), f"dense steps by SageAttention {sage_version()}"
         elif self.config.own_dense and (backend.differentiable or not asks_for_gradient(q, k, v)):
-            out, by = attend_every_key(q, k, v, backend, scale=site.scale, key_valid=site.key_valid), backend.reason
+            out, by = attend.over_all(backend, q, k, v, scale=site.scale, key_valid=site.key_valid), backend.reason
         else:
             out = (
                 site.dense()
@@ -204,7 +197,7 @@ class PlannedMethod:
         """A new plan, or with `share_branches` the one that another branch made at this step."""
         if self.config.share_branches:
             sibling = self.plans.sibling(key, site.step)
-            other = None if sibling is None else self.plans.get(sibling, backend.arrange, site.key_valid)
+            other = None if sibling is None else self.plans.get(sibling, backend, site.key_valid)
             usable = other is not None and other.plan.fits(q, k) and (other.text, other.grid) == (site.text, site.grid)
             if other is not None and usable and other.plan.padding == (site.key_valid is not None):
                 return _Made(other.plan, sibling)
@@ -226,7 +219,7 @@ class PlannedMethod:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, site: CallSite, backend: Backend) -> Tensor:
         """Attention over the plan's blocks, as the backend computes it."""
-        return attend_planned(q, k, v, plan, backend, **self._how(site))
+        return attend.over_kept(backend, q, k, v, plan, **self._how(site))
 
     def _how(self, site: CallSite) -> dict[str, Any]:
         return {"scale": site.scale, "compensate": self.config.compensate}
@@ -238,7 +231,7 @@ class PlannedMethod:
 
         With a residual a first plan is built at an anchor, and without a schedule of anchors every plan is.
         """
-        held = self.plans.get(key, backend.arrange, site.key_valid)
+        held = self.plans.get(key, backend, site.key_valid)
         if held is not None and not held.plan.fits(q, k):
             phase, held = Phase("refresh", "the number of tokens changed"), None
         if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
@@ -281,11 +274,21 @@ def for_batch(plan: Plan, q: Tensor) -> Plan:
     return dataclasses.replace(plan, queries=queries, keys=keys, mask=twice(plan.mask), estimated_mass=mass, bias=bias)
 
 
+@contextlib.contextmanager
+def planning(q: Tensor, k: Tensor, check_finite: bool = False) -> Iterator[None]:
+    """Around a planner: a plan that lives for steps keeps no graph of this one."""
+    if check_finite:
+        expect_finite("q", q)
+        expect_finite("k", k)
+    with torch.no_grad(), outside_autocast(q), explained_memory(q, k, "a plan"):
+        yield
+
+
 def make_plan(
     q: Tensor, k: Tensor, planner: Planner, site: CallSite, earlier: Plan | None, check_finite: bool = False
 ) -> Plan:
     """What the planner decides, checked."""
-    with planning(q, k, site, check_finite):
+    with planning(q, k, check_finite):
         plan = planner.plan(
             q.detach(), k.detach(), site, earlier if earlier is not None and earlier.fits(q, k) else None
         )

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from parkattn.anchors import anchor_count, anchor_steps, levels_of, outlived
 from parkattn.balance import Ranks, reassign
+from parkattn.ops import REFERENCE, Backend, cluster
 from parkattn.ops.residual.definition import LowRank
-from parkattn.plan import Blocks, Plan, arrange
+from parkattn.plan import Blocks, Plan
 from parkattn.settings import Timetable
 from parkattn.site import CallSite, SiteKey
 
@@ -181,17 +182,15 @@ class PlanStore:
         self._orders: dict[SiteKey, Tensor] = {}  # the head at each place of all ranks; absent: the model's order
         self._share_branches = share_branches
 
-    def get(
-        self, key: SiteKey, arrange: Callable[[Tensor, int], Blocks] = arrange, key_valid: Tensor | None = None
-    ) -> HeldPlan | None:
-        """arrange: the backend's sort of labels into blocks; key_valid [b m]: padding as it is now (`repadded`)."""
+    def get(self, key: SiteKey, backend: Backend = REFERENCE, key_valid: Tensor | None = None) -> HeldPlan | None:
+        """backend: sorts labels into blocks; key_valid [b m]: padding as it is now (`repadded`)."""
         if key not in self._held:
             return None
         held = self._held[key]
         packed = held.packed
         if packed.padding and key_valid is not None and key_valid.shape == packed.keys.labels.shape[::2]:
             packed = packed.repadded(key_valid)
-        return HeldPlan(packed.unpack(arrange), held.step, held.text, held.grid, held.residual, packed.density)
+        return HeldPlan(packed.unpack(backend), held.step, held.text, held.grid, held.residual, packed.density)
 
     def put(
         self,
@@ -279,9 +278,9 @@ class _PackedSide(NamedTuple):
     def moved(self, move: Callable[[Tensor], Tensor]) -> _PackedSide:
         return self._replace(labels=move(self.labels), offsets=None if self.offsets is None else move(self.offsets))
 
-    def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Blocks:
+    def unpack(self, backend: Backend) -> Blocks:
         return (
-            arrange(self.labels, self.blocks)
+            cluster.arrange(backend, self.labels, self.blocks)
             if self.offsets is None
             else Blocks(self.labels.to(torch.int32), None, self.offsets)
         )
@@ -309,12 +308,12 @@ class _PackedPlan(NamedTuple):
         counts = plan.mask.shape, plan.query_clusters, plan.key_clusters, plan.padding
         return cls(queries, keys, bits, *counts, plan.estimated_mass, plan.bias, plan.memory, plan.density(), nbytes)
 
-    def unpack(self, arrange: Callable[[Tensor, int], Blocks]) -> Plan:
+    def unpack(self, backend: Backend) -> Plan:
         mask = unpack_bits(self.bits, self.mask_shape)
         counts = self.query_clusters, self.key_clusters, self.padding
         return Plan(
-            self.queries.unpack(arrange),
-            self.keys.unpack(arrange),
+            self.queries.unpack(backend),
+            self.keys.unpack(backend),
             mask,
             *counts,
             self.estimated_mass,

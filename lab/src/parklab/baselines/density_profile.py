@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.backend import outside_autocast
 from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_file, expect_fraction
 from parkattn.files import write_atomically
+from parkattn.ops import outside_autocast
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.plan import assign_roles
 from parkattn.segments import aligned, compute_dtype

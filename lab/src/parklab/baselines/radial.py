@@ -76,7 +76,7 @@ class RadialPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         b, h = q.shape[:2]
         frames, height, width = expect_grid(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -86,8 +86,8 @@ class RadialPlanner:
             queries, keys = tiles(q, config.block), tiles(k, config.block)
         else:
             of_cell = (torch.arange(frames * height * width, device=q.device) // config.block).view(1, 1, -1)
-            queries = arrange_queries(of_cell, count, q, site, roles, verbs)
-            keys = arrange_keys(of_cell, count, k, site, roles, verbs)
+            queries = arrange_queries(of_cell, count, q, site, roles, backend)
+            keys = arrange_keys(of_cell, count, k, site, roles, backend)
         if q.is_cuda:
             kept = kept.pin_memory()  # a copy from pageable memory would wait for the GPU
         mask = roles.extend(kept.to(q.device, non_blocking=True).expand(b, h, count, count))

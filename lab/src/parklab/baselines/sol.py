@@ -85,7 +85,7 @@ class SolPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         sides = cut_both_sides(q, k, site, config.block, config.block)
         queries, keys = sides.queries, sides.keys
         pooled_queries, pooled_keys = queries.means(q) * (sides.scale * math.log2(math.e)), keys.means(k)
@@ -98,7 +98,7 @@ class SolPlanner:
             counts = (blocks * config.topk + 0.5).floor().clamp(min=1).minimum(blocks)
             mask = keep_best(scores, counts.unsqueeze(-1), occupied.unsqueeze(-2))
         mask |= neighbours(queries.count, keys.count, q.device) | in_sink(keys, config).unsqueeze(-2)
-        return sides.plan(mask, verbs)
+        return sides.plan(mask, backend)
 
 
 def threshold(queries: Tensor, keys: Tensor, scores: Tensor, occupied: Tensor, config: SolConfig) -> Tensor:

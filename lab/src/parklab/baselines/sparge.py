@@ -89,7 +89,7 @@ class SpargePlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         sides = cut_both_sides(q, k, site, config.block_q, config.block_k)
         queries, keys = sides.queries, sides.keys
         pooled_queries, query_similarity = pool(q, queries, smooth=False)
@@ -109,7 +109,7 @@ class SpargePlanner:
         mask |= ~coherent_queries.unsqueeze(-1) | ~coherent_keys.unsqueeze(-2)
         if config.attention_sink:
             mask[..., 0] = True
-        return sides.plan(mask, verbs, torch.where(unknown, 1.0, kept_mass(scores, mask, queries.sizes)))
+        return sides.plan(mask, backend, torch.where(unknown, 1.0, kept_mass(scores, mask, queries.sizes)))
 
 
 def pool(x: Tensor, runs: Runs, *, smooth: bool) -> tuple[Tensor, Tensor]:

@@ -47,8 +47,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parkattn.backend import outside_autocast, resolve_for
+from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fraction, expect_positive
+from parkattn.ops import cluster, outside_autocast
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, Roles, assign_roles
@@ -114,14 +115,15 @@ class SparsePrPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         warm = earlier if config.warm_start else None
         held = {} if warm is None else warm.memory
         kmeans = partial(
-            verbs.kmeans,
+            cluster.kmeans,
+            backend,
             iterations=config.kmeans_iterations if warm is None else config.warm_iterations,
             seed=config.seed,
         )
@@ -132,19 +134,21 @@ class SparsePrPlanner:
         found = kmeans(
             features, counts.keys, start=None if warm is None else warm.keys.labels, valid=roles.clustered_keys
         )
-        keys = in_original_space(k, with_borders(verbs, features, found, counts.key_multiple))
+        keys = in_original_space(k, with_borders(backend, features, found, counts.key_multiple))
 
         factor, query_basis = metric_factor(centroid_covariance(keys), config.query_rank, held.get("query_basis"))
         features = query_features(q, factor)
         found = kmeans(
             features, counts.queries, start=None if warm is None else warm.queries.labels, valid=roles.clustered_queries
         )
-        found = with_borders(verbs, features, found, counts.query_multiple)
+        found = with_borders(backend, features, found, counts.query_multiple)
         queries = in_original_space(q, found)
 
         taken = (queries.sizes > 0).sum(-1).clamp(max=config.probes if config.repair else 0)
         sizes = keys.sizes.long().unsqueeze(-2).expand(*keys.sizes.shape[:2], queries.clusters, -1)
-        score = self._score(queries, keys, verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters)), q, k, site)
+        score = self._score(
+            queries, keys, cluster.arrange(backend, *roles.key_blocks(keys.labels, keys.clusters)), q, k, site
+        )
         budget = key_budget(q, k, site, roles, config.density, taken)[..., None, None]
         mask = fill_blocks(score.masked_fill(sizes == 0, -torch.inf), sizes, budget)
         memory = {
@@ -152,7 +156,7 @@ class SparsePrPlanner:
         }
         if config.repair:
             memory |= probe_rows(features, found, config.probes)
-        return planned_blocks(verbs, roles, queries, keys, mask, centroid_weights(queries, keys, site.scale), memory)
+        return planned_blocks(backend, roles, queries, keys, mask, centroid_weights(queries, keys, site.scale), memory)
 
     def _score(
         self, queries: Clustering, keys: Clustering, blocks: Blocks, q: Tensor, k: Tensor, site: CallSite

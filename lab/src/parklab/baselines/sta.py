@@ -75,7 +75,7 @@ class StaPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         b, h = q.shape[:2]
         grid = expect_grid(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -84,8 +84,8 @@ class StaPlanner:
         of_cell = tile_of_cell(grid, config.tile, q.device).view(1, 1, -1)
         seen = torch.stack([sliding_window(tiles, window, q.device) for window in config.windows(h)])
         return Plan(
-            arrange_queries(of_cell, count, q, site, roles, verbs),
-            arrange_keys(of_cell, count, k, site, roles, verbs),
+            arrange_queries(of_cell, count, q, site, roles, backend),
+            arrange_keys(of_cell, count, k, site, roles, backend),
             roles.extend(seen.unsqueeze(0).expand(b, h, count, count)),
             count,
             count,

@@ -120,7 +120,7 @@ class SvgPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        verbs = resolve_for(q, self.config.backend)
+        backend = resolve_for(q, self.config.backend)
         b, h = q.shape[:2]
         bands = self.bands(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -131,8 +131,8 @@ class SvgPlanner:
         own = temporal.unsqueeze(-1)
         rows_count, columns_count = seen.shape
         return Plan(
-            arrange_queries(torch.where(own, of_query[1], of_query[0]), rows_count, q, site, roles, verbs),
-            arrange_keys(torch.where(own, of_key[1], of_key[0]), columns_count, k, site, roles, verbs),
+            arrange_queries(torch.where(own, of_query[1], of_query[0]), rows_count, q, site, roles, backend),
+            arrange_keys(torch.where(own, of_key[1], of_key[0]), columns_count, k, site, roles, backend),
             roles.extend(seen.expand(b, h, -1, -1)),
             rows_count,
             columns_count,

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parkattn.backend import Backend, resolve_for
+from parkattn.backend import resolve_for
+from parkattn.ops import Backend, cluster
 from parkattn.ops.cluster.borders import fitting_multiple
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import centroid_log_mass, kept_mass
@@ -92,18 +93,18 @@ class Svg2Planner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        queries, keys, memory = cluster_both(verbs, q, k, site, roles, earlier, config)
+        queries, keys, memory = cluster_both(backend, q, k, site, roles, earlier, config)
         weights = centroid_weights(queries, keys, site.scale)
         ranked, order = by_weight(weights, keys)
         keep = first_ranks(ranked, config, share_of(keys, config.floor), keys)
         mask = torch.zeros_like(keep).scatter_(-1, order, keep)
-        return planned_blocks(verbs, roles, queries, keys, mask, weights, memory)
+        return planned_blocks(backend, roles, queries, keys, mask, weights, memory)
 
 
 def cluster_both(
-    verbs: Backend, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None, config: AuthorsClusters
+    backend: Backend, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None, config: AuthorsClusters
 ) -> tuple[Clustering, Clustering, dict[str, Tensor]]:
     """Clusters of queries and of keys by plain k-means, and what the next call begins from: the centroids, in q's
     dtype.
@@ -118,18 +119,18 @@ def cluster_both(
         start = None if earlier is None or not config.warm_start else earlier.memory.get(name)
         iterations = config.kmeans_iterations if start is None else config.warm_iterations
         if start is None:
-            start = verbs.first_centroids(x, count, seed=config.seed, valid=valid)
-        clusters = verbs.lloyd(x, start, iterations=iterations, valid=valid)
+            start = cluster.first_centroids(backend, x, count, seed=config.seed, valid=valid)
+        clusters = cluster.lloyd(backend, x, start, iterations=iterations, valid=valid)
         memory[name] = clusters.centroids.to(q.dtype)
-        found.append(with_borders(verbs, x, clusters, multiple))
+        found.append(with_borders(backend, x, clusters, multiple))
     return found[0], found[1], memory
 
 
-def with_borders(verbs: Backend, x: Tensor, found: Clustering, multiple: int) -> Clustering:
+def with_borders(backend: Backend, x: Tensor, found: Clustering, multiple: int) -> Clustering:
     """Clusters as blocks that begin at multiples, where a user asks for it; clusters that do not exist stay marked."""
     if multiple == 1:
         return found
-    rounded = verbs.round_borders(x, found, fitting_multiple(multiple, x.shape[2], found.clusters))
+    rounded = cluster.round_borders(backend, x, found, fitting_multiple(multiple, x.shape[2], found.clusters))
     return rounded._replace(centroids=rounded.centroids.masked_fill(found.centroids.isnan(), torch.nan))
 
 
@@ -172,7 +173,7 @@ def first_ranks(ranked: Tensor, selection: FlooredSelection, least: Tensor, keys
 
 
 def planned_blocks(
-    verbs: Backend,
+    backend: Backend,
     roles: Roles,
     queries: Clustering,
     keys: Clustering,
@@ -183,8 +184,8 @@ def planned_blocks(
     """The plan of a mask [b h c_q c_k] over clusters; weights: the estimated attention it is to be judged by."""
     mask = mask & (keys.sizes > 0).unsqueeze(-2) & (queries.sizes > 0).unsqueeze(-1)
     return Plan(
-        verbs.arrange(*roles.query_blocks(queries.labels, queries.clusters)),
-        verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters)),
+        cluster.arrange(backend, *roles.query_blocks(queries.labels, queries.clusters)),
+        cluster.arrange(backend, *roles.key_blocks(keys.labels, keys.clusters)),
         roles.extend(mask),
         queries.clusters,
         keys.clusters,

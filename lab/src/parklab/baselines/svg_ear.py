@@ -37,6 +37,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.checks import expect_positive
+from parkattn.ops import cluster
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, assign_roles
 from parkattn.planned import PlannedMethod, values_of
@@ -87,10 +88,10 @@ class SvgEarPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         v = values_of(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        queries, keys, memory = cluster_both(verbs, q, k, site, roles, earlier, config)
+        queries, keys, memory = cluster_both(backend, q, k, site, roles, earlier, config)
         weights = centroid_weights(queries, keys, site.scale)
         ranked, order = by_weight(weights, keys)
         sizes = keys.sizes.long().unsqueeze(-2).expand(order.shape)
@@ -101,12 +102,12 @@ class SvgEarPlanner:
         guaranteed = torch.zeros_like(covered).scatter_(-1, order, first.expand(order.shape))
 
         error = replacement_error(
-            queries, keys, verbs.arrange(*roles.key_blocks(keys.labels, keys.clusters)), k, v, site.scale
+            queries, keys, cluster.arrange(backend, *roles.key_blocks(keys.labels, keys.clusters)), k, v, site.scale
         )
         # n_u is the same along a row and changes no order
         score = error.scaled.clamp(min=LEAST_ERROR).log() + 2 * error.largest - config.gamma * sizes.log()
         filled = fill_blocks(score.masked_fill(guaranteed | (sizes == 0), -torch.inf), sizes, left)
-        return planned_blocks(verbs, roles, queries, keys, guaranteed | filled, weights, memory)
+        return planned_blocks(backend, roles, queries, keys, guaranteed | filled, weights, memory)
 
 
 class ReplacementError(NamedTuple):

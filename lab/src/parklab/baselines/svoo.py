@@ -46,6 +46,7 @@ from torch.nn.functional import normalize
 
 from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_fraction, shown
+from parkattn.ops import cluster
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
@@ -133,7 +134,7 @@ class SvooPlanner:
         )
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         kept = None if earlier is None or "query_centroids" not in earlier.memory else earlier
         if kept is None or reclusters(site.step, dense_prefix(config, site.total_steps), config.recluster_interval):
@@ -150,7 +151,7 @@ class SvooPlanner:
         mask = torch.zeros_like(keep).scatter_(-1, order, keep)
         if kept is None:
             memory = {"query_centroids": queries.centroids, "key_centroids": keys.centroids}
-            return planned_blocks(verbs, roles, queries, keys, mask, weights, memory)
+            return planned_blocks(backend, roles, queries, keys, mask, weights, memory)
         # the blocks are the old ones, so nothing is sorted again
         mask = mask & (keys.sizes > 0).unsqueeze(-2)
         return dataclasses.replace(
@@ -160,7 +161,7 @@ class SvooPlanner:
     def _cluster(
         self, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None
     ) -> tuple[Clustering, Clustering]:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         valid = roles.clustered_queries, roles.clustered_keys
@@ -170,14 +171,16 @@ class SvooPlanner:
         else:
             seed = (config.seed + site.step) % LARGEST_SEED
             sides = zip((q, k), counts[:2], valid, strict=True)
-            starts = [verbs.first_centroids(x, count, seed=seed, valid=members) for x, count, members in sides]
+            starts = [
+                cluster.first_centroids(backend, x, count, seed=seed, valid=members) for x, count, members in sides
+            ]
             iterations = config.kmeans_iterations
         queries, keys = co_cluster(
             q, k, starts[0], starts[1], iterations=iterations, query_valid=valid[0], key_valid=valid[1]
         )
         queries, keys = (
-            with_borders(verbs, q, queries, counts.query_multiple),
-            with_borders(verbs, k, keys, counts.key_multiple),
+            with_borders(backend, q, queries, counts.query_multiple),
+            with_borders(backend, k, keys, counts.key_multiple),
         )
         return queries._replace(centroids=queries.centroids.to(q.dtype)), keys._replace(
             centroids=keys.centroids.to(q.dtype)

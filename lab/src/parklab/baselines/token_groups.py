@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from parkattn.backend import Backend, explained_memory, outside_autocast, resolve_for
+from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_fraction
+from parkattn.ops import Backend, cluster, explained_memory, outside_autocast, residual
 from parkattn.plan import Plan, assign_roles
 from parkattn.planned import PlannedMethod, Planner
 from parkattn.reuse import HeldPlan, History, Phase, Schedule, always_dense, dense_prefix
@@ -128,7 +129,9 @@ class GroupedMethod(PlannedMethod):
             missed = done.out.detach() - self.attend(q.detach(), k.detach(), v.detach(), plan, site, backend)
         kept = {name: tensor for name, tensor in plan.memory.items() if name != "residual"}
         plan = replace(plan, memory=kept if rank else {**kept, "residual": missed})
-        self.plans.put(key, plan, site.step, site.text, backend.factor(missed, rank) if rank else None, site.grid)
+        self.plans.put(
+            key, plan, site.step, site.text, residual.factor(backend, missed, rank) if rank else None, site.grid
+        )
         return done
 
     def _usable(
@@ -178,7 +181,7 @@ def plan_tokens(
 
     always [groups m]: keys that are kept in any case; log_sums [b h n]: of an earlier step, for its mass; remember: keep this one's.
     """
-    (b, h, n, _), verbs = q.shape, resolve_for(q, config.backend)
+    (b, h, n, _), backend = q.shape, resolve_for(q, config.backend)
     roles = assign_roles(q, k, site.text, site.key_valid)
     runs = cut_runs(k, roles.clustered_keys, 1, site)
     groups = -(-(n - site.text_tokens) // size)
@@ -207,8 +210,8 @@ def plan_tokens(
         labels[i, j], mass[i, j], sums[i, j] = found.labels(n), head.mass, head.log_sums
         mask[i, j] = head.mask if runs.order is None else head.mask.index_select(1, runs.order[i, : runs.count])
     return Plan(
-        verbs.arrange(*roles.query_blocks(labels, groups)),
-        runs.key_blocks(k, roles, verbs),
+        cluster.arrange(backend, *roles.query_blocks(labels, groups)),
+        runs.key_blocks(k, roles, backend),
         mask if roles.clustered_keys is None else roles.extend(mask),
         groups,
         runs.count,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parkattn.backend import Backend
+from parkattn.ops import Backend, cluster
 from parkattn.plan import Blocks, Plan, Roles, assign_roles, tiles
 from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
@@ -54,15 +54,15 @@ class Runs:
         dtype, sizes = compute_dtype(x.dtype), self.sizes.clamp(min=1).unsqueeze(-1)
         return torch.cat([self.gather(heads).sum(3, dtype=dtype) / sizes for heads in x.split(HEADS_AT_ONCE, 1)], 1)
 
-    def query_blocks(self, q: Tensor, roles: Roles, verbs: Backend) -> Blocks:
+    def query_blocks(self, q: Tensor, roles: Roles, backend: Backend) -> Blocks:
         if self.labels is None:
             return tiles(q, self.size)
-        return for_all_heads(verbs.arrange(*roles.query_blocks(self.labels, self.count)), q)
+        return for_all_heads(cluster.arrange(backend, *roles.query_blocks(self.labels, self.count)), q)
 
-    def key_blocks(self, k: Tensor, roles: Roles, verbs: Backend) -> Blocks:
+    def key_blocks(self, k: Tensor, roles: Roles, backend: Backend) -> Blocks:
         if self.labels is None:
             return tiles(k, self.size)
-        return for_all_heads(verbs.arrange(*roles.key_blocks(self.labels, self.count)), k)
+        return for_all_heads(cluster.arrange(backend, *roles.key_blocks(self.labels, self.count)), k)
 
 
 def cut_runs(x: Tensor, video: Tensor | None, size: int, site: CallSite) -> Runs:
@@ -87,11 +87,11 @@ class TwoSides:
     roles: Roles
     scale: float
 
-    def plan(self, mask: Tensor, verbs: Backend, estimated_mass: Tensor | None = None) -> Plan:
+    def plan(self, mask: Tensor, backend: Backend, estimated_mass: Tensor | None = None) -> Plan:
         """The plan of a mask [b h qb kb] over runs; key runs without a token are taken off."""
         return Plan(
-            self.queries.query_blocks(self.q, self.roles, verbs),
-            self.keys.key_blocks(self.k, self.roles, verbs),
+            self.queries.query_blocks(self.q, self.roles, backend),
+            self.keys.key_blocks(self.k, self.roles, backend),
             self.roles.extend(mask & (self.keys.sizes > 0).unsqueeze(-2)),
             self.queries.count,
             self.keys.count,
@@ -129,16 +129,16 @@ def expect_grid(q: Tensor, k: Tensor, site: CallSite) -> tuple[int, int, int]:
     return frames, height, width
 
 
-def arrange_queries(of_cell: Tensor, count: int, q: Tensor, site: CallSite, roles: Roles, verbs: Backend) -> Blocks:
+def arrange_queries(of_cell: Tensor, count: int, q: Tensor, site: CallSite, roles: Roles, backend: Backend) -> Blocks:
     """Query blocks from the block of each cell [1 or b, 1 or h, cells]; cells that are padding leave their block."""
     labels = _label_tokens(of_cell, count, site, roles.clustered_queries)
-    return for_all_heads(verbs.arrange(*roles.query_blocks(labels, count)), q)
+    return for_all_heads(cluster.arrange(backend, *roles.query_blocks(labels, count)), q)
 
 
-def arrange_keys(of_cell: Tensor, count: int, k: Tensor, site: CallSite, roles: Roles, verbs: Backend) -> Blocks:
+def arrange_keys(of_cell: Tensor, count: int, k: Tensor, site: CallSite, roles: Roles, backend: Backend) -> Blocks:
     """Key blocks from the block of each cell [1 or b, 1 or h, cells]; cells that are padding leave their block."""
     labels = _label_tokens(of_cell, count, site, roles.clustered_keys)
-    return for_all_heads(verbs.arrange(*roles.key_blocks(labels, count)), k)
+    return for_all_heads(cluster.arrange(backend, *roles.key_blocks(labels, count)), k)
 
 
 def _label_tokens(of_cell: Tensor, count: int, site: CallSite, video: Tensor | None) -> Tensor:

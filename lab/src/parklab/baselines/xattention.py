@@ -77,7 +77,7 @@ class XAttentionPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, verbs = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, resolve_for(q, self.config.backend)
         sides = cut_both_sides(q, k, site, config.block, config.block)
         queries, keys = sides.queries, sides.keys
         factor = sides.scale / (config.stride * config.norm)
@@ -87,7 +87,7 @@ class XAttentionPlanner:
             mask[..., 0] = True
         if config.keep_recent:
             mask |= torch.eye(queries.count, keys.count, dtype=torch.bool, device=q.device)
-        return sides.plan(mask, verbs, kept_mass(importance, mask, queries.sizes))
+        return sides.plan(mask, backend, kept_mass(importance, mask, queries.sizes))
 
 
 def antidiagonal_importance(q: Tensor, k: Tensor, queries: Runs, keys: Runs, stride: int, factor: float) -> Tensor:

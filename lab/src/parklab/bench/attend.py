@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.backend import Backend, ReferenceBackend, resolve
-from parkattn.backend.triton import INT8_HEAD_DIMS, TritonBackend
-from parkattn.ops.attend.definition import attend_with_lse
+from parkattn.backend import INT8_HEAD_DIMS, resolve
+from parkattn.ops import Backend, attend
+from parkattn.ops.attend.definition import DefinedAttention, attend_with_lse
 from parkattn.ops.permute.definition import gather
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore
-from parkattn.settings import KEY_GRANULE, PRECISIONS, QUERY_TILE
+from parkattn.settings import KEY_GRANULE, PRECISIONS, QUERY_TILE, Precision
 from parkattn.site import SiteKey
 from parklab.bench.problems import (
     HUNYUAN,
@@ -58,8 +58,12 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 def kernels_for(device: torch.device, dim: int) -> list[str]:
     """The attention kernels this device runs at this head dim; the first is what the Triton backend takes."""
-    backend = resolve("triton", device, torch.bfloat16, dim)
-    return ["gluon", "triton"] if isinstance(backend, TritonBackend) and backend.gluon else ["triton"]
+    return ["gluon", "triton"] if resolve("triton", device, torch.bfloat16, dim).hopper else ["triton"]
+
+
+def backend_of(kernel: str, precision: Precision = "bf16") -> Backend:
+    """With one of `kernels_for`."""
+    return Backend("triton", f"{kernel} asked for", precision, hopper=kernel == "gluon")
 
 
 def gate(
@@ -179,16 +183,16 @@ def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, everything: bo
     store.put(key, plan, 0)
 
     def reuse(backend: Backend, compensate: bool) -> Tensor:
-        held = store.get(key, backend.arrange)
+        held = store.get(key, backend)
         assert held is not None
-        return backend.attend(q, k, v, held.plan, scale=None, compensate=compensate)
+        return attend.over_kept(backend, q, k, v, held.plan, compensate=compensate)
 
     calls: dict[str, tuple[str, Call]] = {}
     kernels = kernels_for(q.device, q.shape[-1])
     for kernel, precision in itertools.product(kernels if everything else kernels[:1], PRECISIONS):
         if precision == "int8" and q.shape[-1] not in INT8_HEAD_DIMS:
             continue
-        ours = TritonBackend(f"{kernel} asked for", kernel == "gluon", precision)
+        ours = backend_of(kernel, precision)
         label = kernel if precision == "bf16" else f"{kernel} int8"
         calls[label] = label, partial(reuse, ours, False)
         calls[f"{label} compensated"] = label, partial(reuse, ours, True)
@@ -261,15 +265,15 @@ def _gate_int8(kernel: str, shape: Shape, compensate: bool, device: torch.device
     """The whole call, rounding included, against the definition with float64 weights and values."""
     plan = random_plan(shape, 0.35, device, seed=shape.dim, empty=True)
     q, k, v = rows(shape, device)
-    ours = TritonBackend(f"{kernel} asked for", kernel == "gluon", "int8")
+    ours = backend_of(kernel, "int8")
     place = torch.device("cpu") if small else device
 
     def definition(kind: torch.dtype) -> Tensor:
         a, b, c = (x.to(place, kind) for x in (q, k, v))
-        return ReferenceBackend("", "int8").attend(a, b, c, plan.to(place), scale=None, compensate=compensate)
+        return DefinedAttention("int8").over_kept(a, b, c, plan.to(place), scale=None, compensate=compensate)
 
     exact, plain = definition(torch.float64).to(device), definition(torch.bfloat16).to(device).double()
-    call = partial(ours.attend, q, k, v, plan, scale=None, compensate=compensate)
+    call = partial(attend.over_kept, ours, q, k, v, plan, compensate=compensate)
     name = f"{kernel} int8 d{shape.dim}{' compensated' if compensate else ''}, {shape.query_blocks} query blocks"
     # weights are rounded in the kernel alone
     allowed = 2 * (plain - exact).abs().max() + 2 * torch.finfo(q.dtype).eps * exact.abs().max()

@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.backend import Backend, ReferenceBackend
-from parkattn.backend.sage import attend_dense_sage, sage_version, why_no_sage
-from parkattn.backend.triton import TritonBackend
 from parkattn.checks import first_line
+from parkattn.ops import Backend, attend
+from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sage
 from parkattn.plan import Plan
 from parkattn.segments import segment_mean
 from parkattn.settings import KEY_GRANULE, PRECISIONS, QUERY_TILE
-from parklab.bench.attend import kernels_for
+from parklab.bench.attend import backend_of, kernels_for
 from parklab.bench.official import BF16_ERROR, INT8_ERROR
 from parklab.bench.problems import TINY, WAN_14B, Shape, mixture, random_plan
 from parklab.bench.timing import free_memory, gpu_environment, steady_ms
@@ -117,14 +116,14 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, shape: Shape, device: torch.device) -
     )
     engines = list(_engines(q, device))
     for kernel, ours in engines:
-        call = partial(ours.attend_dense, q, k, v, scale=None, key_valid=None)
+        call = partial(attend.over_all, ours, q, k, v)
         yield Row("dense", kernel, call, allowed=_allowed(kernel))
     for density in DENSITIES:
         # mean keys stand for skipped blocks, as in the profiles, at the lower density
         compensate = density == DENSITIES[-1]
         plan = random_plan(shape, density, device, multiples=(1, 1) if shape is TINY else (QUERY_TILE, KEY_GRANULE))
         for kernel, ours in engines:
-            call = partial(ours.attend, q, k, v, plan, scale=None, compensate=compensate)
+            call = partial(attend.over_kept, ours, q, k, v, plan, compensate=compensate)
             work = f"sparse {density:.2f}{', compensated' if compensate else ''}"
             yield Row(work, kernel, call, plan, compensate, _allowed(kernel))
 
@@ -144,10 +143,7 @@ def _engines(q: Tensor, device: torch.device) -> Iterator[tuple[str, Backend]]:
     for kernel in ("definition",) if definition else kernels_for(device, q.shape[-1]):
         for precision in PRECISIONS:
             name = kernel if precision == "bf16" else f"{kernel} int8"
-            if definition:
-                yield name, ReferenceBackend("rehearsal", precision)
-            else:
-                yield name, TritonBackend(f"{kernel} asked for", kernel == "gluon", precision)
+            yield name, Backend("reference", "rehearsal", precision) if definition else backend_of(kernel, precision)
 
 
 def _measured(row: Row, density: float, q: Tensor, k: Tensor, v: Tensor, repeats: int) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.backend.sage import attend_dense_sage, sage_version, why_no_sage
-from parkattn.backend.triton import TritonBackend, triton_backend
+from parkattn.backend import resolve
+from parkattn.ops import Backend, attend, residual
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.ops.residual.definition import factor
+from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sage
+from parkattn.ops.residual.definition import add_residual, factor
 from parkattn.park import ParkConfig
 from parkattn.planned import sampled_error
 from parkattn.reuse import History, PlanStore
+from parkattn.settings import PRECISIONS
 from parkattn.site import CallSite, SiteKey
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import (
@@ -55,7 +57,7 @@ def gate(device: torch.device, *, rehearse: bool = False, full: bool = False) ->
     yield from _gate_adaptive(device)
     for dim in (TINY.dim,) if rehearse else (64, 128, 256) if full else (WAN_14B.dim,):
         for dtype in (torch.bfloat16, torch.float16) if full else (torch.bfloat16,):
-            ours = triton_backend("asked for", device, dtype, dim)
+            ours = resolve("triton", device, dtype, dim)
             # 17,000 rows in one block: long enough that no tile is shared
             shapes = (TINY,) if rehearse else (Shape(3, 1500, 12, 70, dim), Shape(2, 17_000, 12, 70, dim))
             for shape in shapes:
@@ -91,7 +93,9 @@ def _adaptive_phases(device: torch.device) -> list[str]:
     return names
 
 
-def _gate_dense(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _gate_dense(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    from parkattn.ops.attend.kernels import AttentionKernel  # Triton, where there is none this module is read too
+
     q, k, v = rows(shape, device, dtype)
     k, v = k[:, :, : min(shape.tokens, 1500)], v[:, :, : min(shape.tokens, 1500)]
     keys = k.shape[2]
@@ -102,7 +106,7 @@ def _gate_dense(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: t
     }
     for padding, valid in paddings.items():
         with _unsynchronised(device):
-            out, lse = ours.attend_dense_with_lse(q, k, v, scale=None, key_valid=valid)
+            out, lse = AttentionKernel(ours.hopper).over_all_with_lse(q, k, v, scale=None, key_valid=valid)
         exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
         plain = dense_attention(q, k, v, key_valid=valid).double()
         allowed = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
@@ -111,12 +115,12 @@ def _gate_dense(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: t
         scores = q.double() @ k.double().mT * shape.dim**-0.5
         exact_lse = (scores if valid is None else scores.masked_fill(~valid[:, None, None], -torch.inf)).logsumexp(-1)
         yield verdict(f"{name}: lse", (lse.double() - exact_lse).abs().max(), 2e-3)
-        again = partial(ours.attend_dense, q, k, v, scale=None, key_valid=valid)
+        again = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid)
         yield verdict(f"{name}: repeats bit-equal", 0 if repeats_equal(again, 3) else 1, 0)
         del scores, exact_lse
 
 
-def _gate_anchor(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _gate_anchor(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     plan = random_plan(shape, 0.35, device, empty=True)
     q, k, v = rows(shape, device, dtype)
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double())
@@ -124,19 +128,19 @@ def _gate_anchor(ours: TritonBackend, shape: Shape, dtype: torch.dtype, device: 
     for compensate in (False, True):
         name = f"anchor d{shape.dim} {str(dtype)[6:]}{' compensated' if compensate else ''}"
         with _unsynchronised(device):
-            dense, residual = ours.attend_anchor(q, k, v, plan, scale=None, compensate=compensate)
-            kept = ours.factor(residual, RANK)
+            dense, missed = attend.over_both(ours, q, k, v, plan, scale=None, compensate=compensate)
+            kept = residual.factor(ours, missed, RANK)
         # two parts are rounded, and their sum
         yield verdict(f"{name}: dense", (dense.double() - exact).abs().max(), 2 * unit)
-        sparse = ours.attend(q, k, v, plan, scale=None, compensate=compensate)
-        yield verdict(f"{name}: residual", (residual.double() - (exact - sparse.double())).abs().max(), 4 * unit)
-        energy, best = residual.double().square().sum(), factor(residual, RANK)
-        left, least = ((residual.double() - x.expand().double()).square().sum() for x in (kept, best))
+        sparse = attend.over_kept(ours, q, k, v, plan, scale=None, compensate=compensate)
+        yield verdict(f"{name}: residual", (missed.double() - (exact - sparse.double())).abs().max(), 4 * unit)
+        energy, best = missed.double().square().sum(), factor(missed, RANK)
+        left, least = ((missed.double() - x.expand().double()).square().sum() for x in (kept, best))
         yield verdict(f"{name}: energy that rank {RANK} leaves out", left, least + 0.01 * energy)
         wanted = sparse.double() + kept.expand().double()
-        plain = (kept.add_to(sparse).double() - wanted).abs().max()
+        plain = (add_residual(sparse, kept).double() - wanted).abs().max()
         with _unsynchronised(device):
-            added = ours.add_residual(sparse.clone(memory_format=torch.preserve_format), kept)
+            added = residual.add_residual(ours, sparse.clone(memory_format=torch.preserve_format), kept)
         yield verdict(f"{name}: residual added", (added.double() - wanted).abs().max(), 2 * plain + unit)
 
 
@@ -148,61 +152,51 @@ def measure(
     rehearse: bool = False,
 ) -> Iterator[dict[str, Any]]:
     shape = TINY if rehearse else WAN_14B
-    ours, plan = (
-        triton_backend("asked for", device, torch.bfloat16, shape.dim),
-        random_plan(shape, DENSITY, device, multiples=(64, 32)),
-    )
+    ours, int8 = (resolve("triton", device, torch.bfloat16, shape.dim, precision) for precision in PRECISIONS)
+    plan = random_plan(shape, DENSITY, device, multiples=(64, 32))
     q, k, v = rows(shape, device)
     together = [x.contiguous() for x in (q, k, v)]
     calls: dict[str, Call] = dict(dense_calls(q, k, v))
-    calls["ours"] = partial(ours.attend_dense, q, k, v, scale=None, key_valid=None)
-    int8 = triton_backend("asked for", device, torch.bfloat16, shape.dim, "int8")
-    calls["ours, int8"] = partial(int8.attend_dense, q, k, v, scale=None, key_valid=None)
+    calls["ours"] = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=None)
+    calls["ours, int8"] = partial(attend.over_all, int8, q, k, v, scale=None, key_valid=None)
     if why_no_sage(q, k, v) is None:
         calls[f"sageattention {sage_version()}"] = partial(attend_dense_sage, q, k, v, scale=None)
-    calls["ours, rows of a head together"] = partial(ours.attend_dense, *together, scale=None, key_valid=None)
-    calls["anchor, compensated"] = partial(ours.attend_anchor, q, k, v, plan, scale=None, compensate=True)
+    calls["ours, rows of a head together"] = partial(attend.over_all, ours, *together, scale=None, key_valid=None)
+    calls["anchor, compensated"] = partial(attend.over_both, ours, q, k, v, plan, scale=None, compensate=True)
     flops = dict.fromkeys(calls, 1.0)
-    _, residual = ours.attend_anchor(q, k, v, plan, scale=None, compensate=True)
-    kept = ours.factor(residual, RANK)
-    calls["factor"] = partial(ours.factor, residual, RANK)
+    _, missed = attend.over_both(ours, q, k, v, plan, scale=None, compensate=True)
+    kept = residual.factor(ours, missed, RANK)
+    calls["factor"] = partial(residual.factor, ours, missed, RANK)
     reuse = "reuse, compensated"
-    calls[reuse] = partial(ours.attend, q, k, v, plan, scale=None, compensate=True)
-    calls["add residual"] = partial(ours.add_residual, torch.empty_like(q), kept)
+    calls[reuse] = partial(attend.over_kept, ours, q, k, v, plan, scale=None, compensate=True)
+    calls["add residual"] = partial(residual.add_residual, ours, torch.empty_like(q), kept)
     beside = {"add residual": reuse}
     tiled = {
         "tiles": tiled_plan(plan, QUERY_TILE, apart=False),
         "tiles apart": tiled_plan(plan, QUERY_TILE, apart=True),
     }
     for name, other in tiled.items():
-        calls[f"{reuse}, {name}"] = partial(ours.attend, q, k, v, other, scale=None, compensate=True)
+        calls[f"{reuse}, {name}"] = partial(attend.over_kept, ours, q, k, v, other, scale=None, compensate=True)
         beside[f"{reuse}, {name}"] = reuse
     for name, other in {"blocks": plan, "tiles": tiled["tiles"]}.items():
         held = PlanStore()
         held.put(HERE, other, 0)
-        calls[f"{name} out of the store"] = partial(held.get, HERE, ours.arrange)
+        calls[f"{name} out of the store"] = partial(held.get, HERE, ours)
         beside[f"{name} out of the store"] = reuse
     case = "tiny" if rehearse else "wan2.1-14b"
     yield from _timed(case, shape, calls, flops, repeats, beside, kept.nbytes)
-    del q, k, v, together, calls, residual, kept, plan, tiled, held
+    del q, k, v, together, calls, missed, kept, plan, tiled, held
     free_memory()
 
     shape = TINY if rehearse else HUNYUAN._replace(tokens=HUNYUAN.tokens + 256)
-    ours = triton_backend("asked for", device, torch.bfloat16, shape.dim)
+    ours, int8 = (resolve("triton", device, torch.bfloat16, shape.dim, precision) for precision in PRECISIONS)
     q, k, v = rows(shape, device)
     valid = torch.arange(shape.tokens, device=device)[None] < shape.tokens - shape.tokens // 600
     padded: dict[str, Call] = {
         "without a mask": next(iter(dense_calls(q, k, v).values())),
         "stock, with a mask": partial(dense_attention, q, k, v, key_valid=valid),
-        "ours, padded": partial(ours.attend_dense, q, k, v, scale=None, key_valid=valid),
-        "ours, int8, padded": partial(
-            triton_backend("asked for", device, torch.bfloat16, shape.dim, "int8").attend_dense,
-            q,
-            k,
-            v,
-            scale=None,
-            key_valid=valid,
-        ),
+        "ours, padded": partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid),
+        "ours, int8, padded": partial(attend.over_all, int8, q, k, v, key_valid=valid),
     }
     case = "tiny, padded" if rehearse else "hunyuan, padded"
     yield from _timed(case, shape, padded, dict.fromkeys(padded, 1.0), repeats, {}, None)

@@ -7,15 +7,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parkattn.backend import resolve
-from parkattn.backend.flashinfer import flashinfer_backend
+from parkattn.ops.attend.definition import DefinedAttention
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import WAN_14B, Case, Shape, random_plan, rows, verdict
 from parklab.bench.timing import free_memory, steady_ms
+
+if TYPE_CHECKING:
+    from parkattn.ops.attend.flashinfer import FlashInferAttention
 
 KERNELS = ("fa2", "fa3")
 
@@ -25,19 +27,22 @@ def installed(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
 
 
+def flashinfer_attention(kernel: str) -> FlashInferAttention:
+    from parkattn.ops.attend.flashinfer import FlashInferAttention
+
+    return FlashInferAttention(kernel=kernel)
+
+
 def gate(device: torch.device, *, rehearse: bool = False, kernels: tuple[str, ...] = KERNELS) -> Iterator[Case]:
     """Against the float64 definition, with empty blocks."""
     shape = Shape(3, 1500, 12, 70)
     plan = random_plan(shape, 0.35, device, empty=True)
     for kernel in kernels:
         for dtype in (torch.bfloat16, torch.float16):
-            backend = flashinfer_backend("asked for", device, dtype, shape.dim, kernel=kernel)
             q, k, v = rows(shape, device, dtype)
-            reference = partial(
-                resolve("reference", device, dtype, shape.dim).attend, plan=plan, scale=None, compensate=False
-            )
+            reference = partial(DefinedAttention().over_kept, plan=plan, scale=None, compensate=False)
             exact, plain = reference(q.double(), k.double(), v.double()), reference(q, k, v).double()
-            found = backend.attend(q, k, v, plan, scale=None, compensate=False)
+            found = flashinfer_attention(kernel).over_kept(q, k, v, plan, scale=None, compensate=False)
             allowed = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
             yield verdict(f"flashinfer {kernel} {str(dtype)[6:]}", (found.double() - exact).abs().max(), allowed)
 
@@ -56,12 +61,12 @@ def measure(
     calls = dict([next(iter(dense_calls(q, k, v).items()))])
     in_order = [x[0].contiguous() for x in (q, k, v)]
     for kernel in kernels:
-        backend = flashinfer_backend("asked for", device, q.dtype, shape.dim, kernel=kernel)
-        wrapper = backend.planned(q, k, plan)
-        calls[f"flashinfer {kernel}: its plan"] = partial(backend.planned, q, k, plan)
+        attention = flashinfer_attention(kernel)
+        wrapper = attention.planned(q, k, plan)
+        calls[f"flashinfer {kernel}: its plan"] = partial(attention.planned, q, k, plan)
         calls[f"flashinfer {kernel}: attention alone"] = partial(wrapper.run, *in_order)
         calls[f"flashinfer {kernel}: all of a reuse step"] = partial(
-            backend.attend, q, k, v, plan, scale=None, compensate=False
+            attention.over_kept, q, k, v, plan, scale=None, compensate=False
         )
     times = steady_ms(calls, repeats)
     baseline = next(iter(times))

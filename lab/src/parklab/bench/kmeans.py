@@ -50,7 +50,7 @@ def _gate_borders(x: Tensor, labels: Tensor, centroids: Tensor) -> Iterator[Case
     """Borders where they belong, and the definition's labels but for tokens whose place is a matter of rounding."""
     from parkattn.ops.cluster import borders_triton as borders
     from parkattn.ops.cluster import triton as cluster
-    from parkattn.ops.cluster.borders import round_borders
+    from parkattn.ops.cluster.borders import round_labels
     from parkattn.segments import segment_sizes
 
     multiple, count = 32 if x.shape[2] > 1000 else 4, centroids.shape[2]
@@ -63,7 +63,7 @@ def _gate_borders(x: Tensor, labels: Tensor, centroids: Tensor) -> Iterator[Case
     )
     yield verdict("round_borders: tokens lost", (ends[..., -1] != x.shape[2]).sum(), 0)
     # one token per border may stand on the other side of a near tie
-    differing = (found != round_borders(x, labels, centroids, multiple)).sum()
+    differing = (found != round_labels(x, labels, centroids, multiple)).sum()
     yield verdict("round_borders: labels unlike the definition's", differing, count * x.shape[1])
 
 

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parkattn.backend import attend_every_key, attend_planned, resolve_for
+from parkattn.backend import resolve_for
 from parkattn.checks import first_line
 from parkattn.methods import make_method
+from parkattn.ops import attend
 from parkattn.ops.permute.definition import gather
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.site import CallSite
@@ -65,29 +66,27 @@ class Package(NamedTuple):
 
 
 def with_flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    from parkattn.backend.flashinfer import flashinfer_backend
+    from parkattn.ops.attend.flashinfer import FlashInferAttention
 
     plan = random_plan(Shape(q.shape[1], q.shape[2], 128, 512, q.shape[3]), DENSITY, q.device)
-    wrapper = flashinfer_backend("asked for", q.device, q.dtype, q.shape[3]).planned(q, k, plan)
+    wrapper = FlashInferAttention().planned(q, k, plan)
     in_blocks = [gather(x, side)[0] for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys))]
-    ours = partial(attend_planned, q, k, v, plan, resolve_for(q, "auto"))
+    ours = partial(attend.over_kept, resolve_for(q, "auto"), q, k, v, plan)
     return Call(partial(wrapper.run, *in_blocks), ours, order=plan.queries.permutation().long())
 
 
 def with_comfy_kitchen(q: Tensor, k: Tensor, v: Tensor) -> Call:
     package: Any = importlib.import_module("comfy_kitchen")
     by_token = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    attend, plan = _planned("sol", {"topk": DENSITY}, q, k, v, CallSite(step=30, total_steps=50))
+    ours, plan = _planned("sol", {"topk": DENSITY}, q, k, v, CallSite(step=30, total_steps=50))
     compiled = package.sol_attn_is_available(q.device)
-    return Call(
-        lambda: package.sol_attn(*by_token, topk_ratio=DENSITY).transpose(1, 2), attend, plan, compiled=compiled
-    )
+    return Call(lambda: package.sol_attn(*by_token, topk_ratio=DENSITY).transpose(1, 2), ours, plan, compiled=compiled)
 
 
 def with_sageattention(q: Tensor, k: Tensor, v: Tensor) -> Call:
     sageattn: Any = importlib.import_module("sageattention").sageattn
     by_head = [x.contiguous() for x in (q, k, v)]
-    ours = partial(attend_every_key, q, k, v, resolve_for(q, "auto"))
+    ours = partial(attend.over_all, resolve_for(q, "auto"), q, k, v)
     return Call(lambda: sageattn(*by_head, tensor_layout="HND"), ours)
 
 
@@ -97,9 +96,9 @@ def with_fastvideo(q: Tensor, k: Tensor, v: Tensor) -> Call:
     by_tile = [x[:, :, order].contiguous() for x in (q, k, v)]
     windows, name = [list(STA_WINDOW)] * q.shape[1], "x".join(map(str, STA_GRID))
     site = CallSite(step=30, total_steps=50, grid=STA_GRID)
-    attend, plan = _planned("sta", {"tile": STA_TILE, "window": STA_WINDOW}, q, k, v, site)
+    ours, plan = _planned("sta", {"tile": STA_TILE, "window": STA_WINDOW}, q, k, v, site)
     theirs = partial(ops.sliding_tile_attention, *by_tile, windows, 0, False, name)
-    return Call(theirs, attend, plan, order.expand(q.shape[:3]), compiled=ops.sta_fwd is not None)
+    return Call(theirs, ours, plan, order.expand(q.shape[:3]), compiled=ops.sta_fwd is not None)
 
 
 def _planned(
@@ -110,7 +109,7 @@ def _planned(
     assert isinstance(method, PlannedMethod)
     make = partial(make_plan, q, k, method.planner, site, None)
     backend, compensate = resolve_for(q, "auto"), method.config.compensate
-    return partial(attend_planned, q, k, v, make(), backend, compensate=compensate), make
+    return partial(attend.over_kept, backend, q, k, v, make(), compensate=compensate), make
 
 
 PACKAGES = {

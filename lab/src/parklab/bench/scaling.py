@@ -17,6 +17,7 @@ import torch
 from parkattn.backend import resolve
 from parkattn.checks import expect_choice
 from parkattn.files import explained, make_folder, write_atomically
+from parkattn.ops import attend
 from parkattn.park import ParkConfig, build_plan
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import TINY, WAN_1_3B, Shape, mixture, random_plan, rows
@@ -104,7 +105,7 @@ def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict
     backend = resolve("triton", device, torch.bfloat16, base.dim)
     for density in (0.5, 1.0) if rehearse else DENSITIES:
         plan, q, k, v = random_plan(base, density, device), *rows(base, device)
-        call = partial(backend.attend, q, k, v, plan, scale=None, compensate=False)
+        call = partial(attend.over_kept, backend, q, k, v, plan)
         yield _point("density", "attention", base, plan.density().mean().item(), call, repeats)
         del plan, q, k, v, call
         free_memory()
@@ -113,7 +114,7 @@ def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict
         blocks = {side: getattr(base, side) * length // base.tokens for side in ("query_blocks", "key_blocks")}
         shape = base._replace(tokens=length, **blocks)
         plan, q, k, v = random_plan(shape, AT_DENSITY, device), *rows(shape, device)
-        call = partial(backend.attend, q, k, v, plan, scale=None, compensate=False)
+        call = partial(attend.over_kept, backend, q, k, v, plan)
         yield _point("length", "attention", shape, plan.density().mean().item(), call, repeats)
         yield _point("length", "dense", shape, 1.0, next(iter(dense_calls(q, k, v).values())), min(repeats, 3))
         # a plan has as many clusters at every length: that is what the presets do

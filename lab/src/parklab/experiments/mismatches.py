@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from parkattn.backend import resolve_for
+from parkattn.ops import cluster
 from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k, select_top_p
 from parkattn.plan import Blocks, arrange, tiles
 from parklab.experiments.captures import Captured
@@ -35,11 +36,11 @@ def measure_call(call: Captured, config: ResearchConfig, device: str = "cpu") ->
     """config: the numbers of blocks, k-means iterations and the metric of QRKC."""
     q, k = call.to(device).video_tokens()
     scale, counts = call.site.scale, config.counts(q.shape[2], k.shape[2])
-    verbs = resolve_for(q, config.backend)
+    backend = resolve_for(q, config.backend)
     asked: dict[str, Any] = {"iterations": config.kmeans_iterations, "seed": config.seed}
-    clusters = verbs.kmeans(q, counts.queries, **asked)
+    clusters = cluster.kmeans(backend, q, counts.queries, **asked)
     found = {
-        metric: verbs.cluster_keys(k, q, counts.keys, config.replace(key_metric=metric), **asked)
+        metric: cluster.cluster_keys(backend, k, q, counts.keys, config.replace(key_metric=metric), **asked)
         for metric in ("euclidean", "query-response")
     }
     queries = arrange(clusters.labels, clusters.clusters)

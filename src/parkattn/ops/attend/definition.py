@@ -1,7 +1,7 @@
 """Attention over the kept blocks only (eq. sparse_attention, with the softmax taken over the kept keys), and dense
 attention.
 
-q, k and v come in block order. Work and memory follow the kept token pairs: each query block meets the concatenation of
+`attend` takes q, k and v in block order. Work and memory follow the kept token pairs: each query block meets the concatenation of
 its key blocks in one fused attention call, so a CPU gains what sparsity allows.
 
 precision="int8" takes Q K^T from q and k rounded to 8 bits (`Rounding`), and the weights of v as otherwise. A
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.plan import Blocks
+from parkattn.ops.permute.definition import gather, scatter
+from parkattn.plan import Blocks, Plan
 from parkattn.segments import compute_dtype, segment_mean
 from parkattn.settings import Precision
 
@@ -63,6 +65,41 @@ def _turned(x: Tensor) -> Tensor:
     while len(signs) < x.shape[-1]:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     return x.to(signs.dtype) @ signs * x.shape[-1] ** -0.5
+
+
+@dataclass(frozen=True)
+class DefinedAttention:
+    """The definitions, around which tokens are put in block order and back. Any device and floating dtype."""
+
+    precision: Precision = "bf16"
+
+    def over_kept(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool
+    ) -> Tensor:
+        out = attend(
+            gather(q, plan.queries),
+            gather(k, plan.keys),
+            gather(v, plan.keys),
+            plan.queries,
+            plan.keys,
+            plan.mask,
+            scale=scale,
+            compensate=plan.compensable() if compensate else None,
+            bias=plan.bias,
+            precision=self.precision,
+        )
+        return scatter(out, plan.queries)
+
+    def over_all(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
+        return dense_attention(q, k, v, scale=scale, key_valid=key_valid, precision=self.precision)
+
+    def over_both(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool
+    ) -> tuple[Tensor, Tensor]:
+        # padding keys are the last block of every head
+        valid = plan.keys.labels[:, 0] < plan.keys.count - 1 if plan.padding else None
+        dense = self.over_all(q, k, v, scale=scale, key_valid=valid)
+        return dense, dense - self.over_kept(q, k, v, plan, scale=scale, compensate=compensate)
 
 
 def attend(

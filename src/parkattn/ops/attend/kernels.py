@@ -26,9 +26,9 @@ from .triton import attend_ragged
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The Hopper kernel (gluon) or the plain Triton one, and the numbers that Q K^T is computed in."""
+    """The Hopper kernels or the plain Triton one, and the numbers that Q K^T is computed in."""
 
-    gluon: bool
+    hopper: bool
     precision: Precision = "bf16"
 
     def over_kept(
@@ -37,7 +37,10 @@ class AttentionKernel:
         over, stand_ins = self._attention(q, k, v, plan, scale, compensate)
         return over(plan.mask, **stand_ins)[0]
 
-    def over_all(
+    def over_all(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None) -> Tensor:
+        return self.over_all_with_lse(q, k, v, scale=scale, key_valid=key_valid)[0]
+
+    def over_all_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, key_valid: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """softmax(Q K^T scale) V and its log-sum-exp [b h n]; key_valid bool [b m].
@@ -46,7 +49,7 @@ class AttentionKernel:
         contiguous. With key_valid keys and values are gathered, those that count first: which do is known on the GPU
         alone.
         """
-        if self.gluon:
+        if self.hopper:
             return self._dense_hopper(q, k, v, scale, key_valid)
         (b, h, n, _), m = q.shape, k.shape[2]
         both = torch.arange(2, dtype=torch.int32, device=q.device).expand(
@@ -152,7 +155,7 @@ class AttentionKernel:
         if rounding is not None:
             rows, row_steps = permute.round_rows(q, order)
             steps = row_steps, rounding[1] / d
-        if self.gluon:
+        if self.hopper:
             from .hopper import attend_hopper
 
             # tokens in block order are read in place, but copied first where the memory is [b n h d]: the copy engine

@@ -9,19 +9,26 @@ paper: a multiple of 1 is exactly the paper. DESIGN.md has what it costs.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from parkattn.checks import expect_count
-from parkattn.segments import by_head, compute_dtype, heads, segment_sizes
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.segments import by_head, compute_dtype, heads, segment_mean, segment_sizes
 
 # a block must hold this many multiples on average, else the multiple is halved
 MULTIPLES_PER_BLOCK = 2
 
 
-def round_borders(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) -> Tensor:
+def round_borders(x: Tensor, found: Clustering, multiple: int) -> Clustering:
+    """The clusters of x [b h n d] as blocks that begin at multiples; 1 changes nothing."""
+    if multiple == 1:
+        return found
+    labels = round_labels(x, found.labels, found.centroids, multiple)
+    return Clustering(labels, *segment_mean(x, labels, found.clusters))
+
+
+def round_labels(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) -> Tensor:
     """Labels [b h n] of x [b h n d] in clusters with these means [b h c d] -> labels of as many blocks, numbered along
     the chain.
 
@@ -29,11 +36,10 @@ def round_borders(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) -
     clustered (label c) stay so. Blocks may be empty.
     """
     expect_count("multiple", multiple)
-    return (
-        labels
-        if multiple == 1
-        else by_head([partial(_round_head, multiple=multiple)(*head) for head in heads(x, labels, centroids)], x)
-    )
+    if multiple == 1:
+        return labels
+    rounded = [_round_head(x_h, labels_h, means_h, multiple) for x_h, labels_h, means_h in heads(x, labels, centroids)]
+    return by_head(rounded, x)
 
 
 def fitting_multiple(multiple: int, tokens: int, clusters: int) -> int:

@@ -6,14 +6,16 @@ a warm start begins from the means under earlier labels; an empty cluster stays 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_count, expect_fraction, expect_heads
 from parkattn.segments import aligned, by_head, compute_dtype, heads, segment_mean, segment_sizes
-from parkattn.settings import METRIC_ROOTS, MetricRoot
+from parkattn.settings import METRIC_ROOTS, KeyMetric, MetricRoot
+
+QRKC = KeyMetric()
 
 
 class Clustering(NamedTuple):
@@ -190,22 +192,26 @@ def cluster_keys(
     k: Tensor,
     q: Tensor,
     clusters: int,
+    metric: KeyMetric = QRKC,
     *,
-    alpha: float = 0.05,
-    epsilon: float = 1e-6,
-    s_min: float = 1e-12,
-    root: MetricRoot = "cholesky",
     iterations: int = 10,
     seed: int = 0,
     start: Tensor | None = None,
     valid: Tensor | None = None,
     query_valid: Tensor | None = None,
 ) -> Clustering:
-    """QRKC: k-means of K R, where distances are squared QK-score errors (eq. qrkc_objective); centroids stay in key
-    space.
+    """QRKC of k [b h m d]: k-means of K R, where distances are squared QK-score errors under q (eq. qrkc_objective).
+
+    Centroids stay in key space. With key_metric="euclidean" it is k-means of k.
     """
-    factor = metric_root(stabilise(query_metric(q, query_valid), alpha=alpha, epsilon=epsilon, s_min=s_min), root)
-    transformed = by_head([keys.to(r.dtype) @ r for keys, r in heads(k, factor)], k)
-    labels, _, sizes = kmeans(transformed, clusters, iterations=iterations, seed=seed, start=start, valid=valid)
+    how: dict[str, Any] = {"iterations": iterations, "seed": seed, "start": start, "valid": valid}
+    if metric.key_metric == "euclidean":
+        return kmeans(k, clusters, **how)
+    moments = query_metric(q, query_valid)
+    root = metric_root(
+        stabilise(moments, alpha=metric.alpha, epsilon=metric.epsilon, s_min=metric.s_min), metric.metric_root
+    )
+    transformed = by_head([keys.to(r.dtype) @ r for keys, r in heads(k, root)], k)
+    labels, _, sizes = kmeans(transformed, clusters, **how)
     centroids, _ = segment_mean(k, labels, sizes.shape[-1])
     return Clustering(labels, centroids, sizes)

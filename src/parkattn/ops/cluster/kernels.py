@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parkattn.plan import Blocks
 from parkattn.settings import KeyMetric
 
 from ..rows import expect_dense_rows
@@ -18,13 +19,7 @@ SAFE_SHRINKAGE = 0.01
 
 
 def kmeans(
-    x: Tensor,
-    clusters: int,
-    *,
-    iterations: int,
-    seed: int,
-    start: Tensor | None = None,
-    valid: Tensor | None = None,
+    x: Tensor, clusters: int, *, iterations: int, seed: int, start: Tensor | None = None, valid: Tensor | None = None
 ) -> Clustering:
     expect_dense_rows(x=x)
     return _kmeans(x, clusters, seed, iterations, start, valid)
@@ -41,7 +36,6 @@ def first_centroids(x: Tensor, clusters: int, *, seed: int, valid: Tensor | None
 
 
 def lloyd(x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None = None) -> Clustering:
-
     expect_dense_rows(x=x)
     b, h, count, d = centroids.shape
     at = centroids.float().reshape(b * h, count, d)
@@ -65,7 +59,6 @@ def cluster_keys(
     valid: Tensor | None = None,
     query_valid: Tensor | None = None,
 ) -> Clustering:
-
     expect_dense_rows(k=k, q=q)
     if metric.key_metric == "euclidean":
         return _kmeans(k, clusters, seed, iterations, start, valid)
@@ -83,8 +76,12 @@ def cluster_keys(
     return Clustering(labels, cluster.segment_mean(k, order, offsets).view(*k.shape[:2], count, -1), sizes)
 
 
-def round_borders(x: Tensor, found: Clustering, multiple: int) -> Clustering:
+def arrange(labels: Tensor, count: int) -> Blocks:
+    labels = labels.to(torch.int32)
+    return Blocks(labels, *cluster.sort_labels(labels, count))
 
+
+def round_borders(x: Tensor, found: Clustering, multiple: int) -> Clustering:
     if multiple == 1:
         return found
     labels = borders.round_borders(x, *found, multiple)
@@ -92,28 +89,9 @@ def round_borders(x: Tensor, found: Clustering, multiple: int) -> Clustering:
     return Clustering(labels, cluster.segment_mean(x, order, offsets).view_as(found.centroids), offsets.diff(dim=-1))
 
 
-def score_spread(
-    q: Tensor,
-    k: Tensor,
-    keys: Clustering,
-    *,
-    valid: Tensor | None,
-    query_valid: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    """Centroids are means, so E^T E = K^T K - sum_v n_v c_v c_v^T: no pass over single keys' errors."""
-
-    sizes, centroids = keys.sizes.float(), keys.centroids.float()
-    weighted = centroids * (sizes / sizes.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
-    errors = cluster.query_metric(k, valid) - weighted.mT @ centroids
-    square = (cluster.query_metric(q, query_valid) * errors).sum((-2, -1))
-    return square.clamp(min=0).sqrt() * abs(q.shape[-1] ** -0.5 if scale is None else scale)
-
-
 def _kmeans(
     x: Tensor, clusters: int, seed: int, iterations: int, start: Tensor | None, valid: Tensor | None
 ) -> Clustering:
-
     count = min(clusters, x.shape[2])
     if start is not None:
         start = start.clamp(max=count)

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_fraction
+from parkattn.ops.cluster.definition import Clustering
+from parkattn.plan import Blocks
 from parkattn.segments import by_head, compute_dtype, heads, membership, segment_mean
 
 QUERIES_AT_ONCE = 1024  # bounds the [queries, keys] scores of the full-key estimators
@@ -129,9 +131,9 @@ def exact(
 def score_spread(
     q: Tensor,
     k: Tensor,
-    centroids: Tensor,
-    key_labels: Tensor,
+    keys: Clustering,
     *,
+    valid: Tensor | None = None,
     query_valid: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -139,24 +141,33 @@ def score_spread(
 
         s^2 = mean_ij (q_i . (k_j - c_v(j)) / sqrt(d))^2 = <Q^T Q, E^T E> / (n m d),    E_j = k_j - c_v(j).
 
-    QRKC makes it small. centroids [b h c d]; keys with a label >= c and queries not in query_valid [b n] take no part.
+    QRKC makes it small. Queries and keys that are not in query_valid [b n] and valid [b m] take no part.
     """
     factor = abs(_scale(q, scale))  # a spread has no sign
-    valid = q.new_ones(q.shape[:1] + q.shape[2:3], dtype=torch.bool) if query_valid is None else query_valid
-    chosen = valid.unsqueeze(1).expand(q.shape[:3])
 
-    def one_head(queries: Tensor, rows: Tensor, keys: Tensor, labels: Tensor, centers: Tensor) -> Tensor:
-        centers, count = centers.to(compute_dtype(q.dtype)), len(centers)
-        member = labels < count
-        queries = queries.to(centers.dtype) * rows.unsqueeze(-1)
-        errors = (keys.to(centers.dtype) - centers[labels.long().clamp(max=count - 1)]) * member.unsqueeze(-1)
+    def of_every_head(chosen: Tensor | None, x: Tensor) -> Tensor:
+        everyone = x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool)
+        return (everyone if chosen is None else chosen).unsqueeze(1).expand(x.shape[:3])
+
+    def one_head(queries: Tensor, rows: Tensor, keys: Tensor, member: Tensor, labels: Tensor, at: Tensor) -> Tensor:
+        at, count = at.to(compute_dtype(q.dtype)), len(at)
+        queries = queries.to(at.dtype) * rows.unsqueeze(-1)
+        errors = (keys.to(at.dtype) - at[labels.long().clamp(max=count - 1)]) * member.unsqueeze(-1)
         total = ((queries.T @ queries) * (errors.T @ errors)).sum()
         return (total / (rows.sum() * member.sum()).clamp(min=1)).sqrt() * factor
 
-    return by_head([one_head(*head) for head in heads(q, chosen, k, key_labels, centroids)], q).float()
+    sides = q, of_every_head(query_valid, q), k, of_every_head(valid, k)
+    return by_head([one_head(*head) for head in heads(*sides, keys.labels, keys.centroids)], q).float()
 
 
 ESTIMATORS = {"pama": pama, "query-centroid": query_centroid, "full-key": full_key, "exact": exact}
+
+
+def estimate(
+    kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
+) -> Tensor:
+    """Attention between clusters [b h c_q c_k]; the first c_q of query_blocks are the clusters."""
+    return ESTIMATORS[kind](q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -44,10 +44,6 @@ class LowRank:
         """A B [b h n d] fp32"""
         return self.a.float() @ (self.step.unsqueeze(-1) * self.b)
 
-    def add_to(self, out: Tensor) -> Tensor:
-        """out + A B, rounded once to out's dtype."""
-        return (out.to(compute_dtype(out.dtype)) + self.expand()).to(out.dtype)
-
     def moved(self, move: Callable[[Tensor], Tensor]) -> LowRank:
         """That of other heads: `move` brings them here, tensor by tensor."""
         return LowRank(move(self.a), move(self.step), move(self.b))
@@ -70,9 +66,18 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def factor(residual: Tensor, rank: int) -> LowRank:
-    """residual [b h n d] -> its best approximation of that rank, in 8 bits."""
+    """residual [b h n d] -> its best approximation of that rank, in 8 bits.
+
+    Where dense attention is not finite there is nothing to keep, and eigenvectors of NaN raise.
+    """
+    residual = residual.where(residual.isfinite(), 0.0)
     rows = residual.to(compute_dtype(residual.dtype))
-    return quantise(residual, top_directions(rows.mT @ rows, rank))
+    return quantise(residual, top_directions(rows.mT @ rows, min(rank, *residual.shape[2:])))
+
+
+def add_residual(out: Tensor, residual: LowRank) -> Tensor:
+    """out [b h n d] + A B, rounded once to out's dtype."""
+    return (out.to(compute_dtype(out.dtype)) + residual.expand()).to(out.dtype)
 
 
 def top_directions(gram: Tensor, rank: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Parts of attention merged into the dense output and its residual, a low rank added to an output: one pass each.
 
-The definitions are `parkattn.ops.residual.definition.merge` and `LowRank.add_to`.
+The definitions are `merge` and `add_residual` of `definition.py`.
 """
 
 import torch

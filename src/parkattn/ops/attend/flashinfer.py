@@ -1,5 +1,4 @@
-"""Attention through FlashInfer's variable-block wrapper, as the paper ran it; everything before it by the Triton
-kernels.
+"""Attention through FlashInfer's variable-block wrapper, as the paper ran it; everything else by the Triton kernels.
 
 The wrapper expands the plan to token indices and copies them to the host on every call: it synchronises, and no CUDA
 graph can capture it. Kept as the baseline that the Triton backend is measured against.
@@ -15,37 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.backend.triton import TritonBackend, on_its_gpu, triton_backend
 from parkattn.plan import Plan
-from parkattn.settings import Precision
+
+from ..permute import triton as permute
+from .kernels import AttentionKernel
 
 WORKSPACE_BYTES = 128 * 1024 * 1024  # what FlashInfer's documentation recommends
 
 
-def flashinfer_backend(
-    why: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    precision: Precision = "bf16",
-    kernel: str = "auto",
-) -> FlashInferBackend:
-    """kernel: fa2, fa3, or auto for FlashInfer's own choice; the first use of one compiles it, for up to 90 s."""
-    _flashinfer()
-    triton_backend(why, device, dtype, head_dim)
-    own = f"; Q K^T in {str(dtype)[6:]}, since FlashInfer's kernel has no INT8" if precision == "int8" else ""
-    return FlashInferBackend(f"{why}: Triton kernels, attention in FlashInfer ({kernel}){own}", False, kernel=kernel)
-
-
 @dataclass(frozen=True)
-class FlashInferBackend(TritonBackend):
-    name: str = "flashinfer"
+class FlashInferAttention(AttentionKernel):
+    """Over kept blocks; over every key it is the plain Triton kernel."""
+
+    hopper: bool = False
     kernel: str = "auto"
+    """fa2, fa3, or auto for FlashInfer's own choice; the first use of one compiles it, for up to 90 s."""
 
-    @on_its_gpu
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool) -> Tensor:
-        from parkattn.ops.permute import triton as permute
-
+    def over_kept(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool
+    ) -> Tensor:
         if compensate:
             raise ValueError(
                 "compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'."
@@ -55,15 +42,14 @@ class FlashInferBackend(TritonBackend):
             permute.gather_rows(x, side.permutation().contiguous())
             for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys))
         )
-        return permute.scatter_rows(
-            wrapper.run(*rows), plan.queries.permutation().contiguous(), out=torch.empty_like(q)
-        )
+        out = torch.empty_like(q)
+        return permute.scatter_rows(wrapper.run(*rows), plan.queries.permutation().contiguous(), out=out)
 
     def planned(self, q: Tensor, k: Tensor, plan: Plan, *, scale: float | None = None) -> Any:
         """FlashInfer's wrapper with its own plan made: token indices, on the host too."""
         b, h, _, d = q.shape
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-        wrapper = _flashinfer().VariableBlockSparseAttentionWrapper(workspace, backend=self.kernel)
+        wrapper = flashinfer_package().VariableBlockSparseAttentionWrapper(workspace, backend=self.kernel)
         wrapper.plan(
             block_mask_map=plan.mask.flatten(0, 1),
             block_row_sz=plan.queries.sizes.flatten(0, 1),
@@ -78,7 +64,7 @@ class FlashInferBackend(TritonBackend):
         return wrapper
 
 
-def _flashinfer() -> ModuleType:
+def flashinfer_package() -> ModuleType:
     try:
         return importlib.import_module("flashinfer")
     except ImportError:
