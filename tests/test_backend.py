@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
 from parkattn.backend import resolve
-from parkattn.ops import REFERENCE, Backend, importance
+from parkattn.ops import REFERENCE, Backend, cluster, importance
 from parkattn.ops.attend.definition import attend, dense_attention
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import ESTIMATORS
@@ -219,7 +219,7 @@ def test_a_stored_plan_is_sorted_again_by_the_kernels():
     plan = build_plan(q, k, config_for(backend="reference"), text=slice(60, 70))
     store = PlanStore()
     store.put(("transformer", 0, "branch"), plan, 3)
-    held = store.get(("transformer", 0, "branch"), resolve("triton", q.device, q.dtype, 64).arrange)
+    held = store.get(("transformer", 0, "branch"), resolve("triton", q.device, q.dtype, 64))
     expect_same_plan(held.plan, plan)
     expected = arrange(plan.keys.labels, plan.keys.count)
     assert torch.equal(held.plan.keys.order, expected.order) and held.plan.keys.order.dtype == torch.int32
@@ -246,12 +246,12 @@ def test_importance_rows_sum_to_one_and_match_their_definition():
     config = config_for()
     options = {"iterations": 1, "seed": config.seed}
     queries, keys = (
-        backend.kmeans(q, config.query_clusters, **options),
-        backend.cluster_keys(k, q, config.key_clusters, config, **options),
+        cluster.kmeans(backend, q, config.query_clusters, **options),
+        cluster.cluster_keys(backend, k, q, config.key_clusters, config, **options),
     )
-    blocks = backend.arrange(queries.labels, queries.clusters)
+    blocks = cluster.arrange(backend, queries.labels, queries.clusters)
     for kind in ("pama", "query-centroid"):
-        found = backend.importance(kind, q, k, blocks, queries, keys, scale=None)
+        found = importance.estimate(backend, kind, q, k, blocks, queries, keys, scale=None)
         exact = ESTIMATORS[kind](q.double(), k.double(), queries.labels, queries.clusters, keys.labels, keys.clusters)
         # scores move by one rounding of a centroid, |q| |c| eps / sqrt(d), and weights by at most that share
         slack = torch.finfo(q.dtype).eps * q.double().norm(dim=-1).max() * keys.centroids.norm(dim=-1).max() / 8
@@ -266,7 +266,7 @@ def test_what_has_no_kernel_is_refused_with_the_alternative():
     nothing = Clustering(q[..., 0].int(), q[:, :, :1], q[..., :1, 0].int())
     for kind in ("exact", "full-key"):
         with pytest.raises(ValueError, match=r"importance: .* use backend='reference'"):
-            resolve("triton", q.device, q.dtype, 64).importance(kind, q, q, plan.queries, nothing, nothing, scale=None)
+            importance.estimate(Backend("triton"), kind, q, q, plan.queries, nothing, nothing, scale=None)
     with pytest.raises(ValueError, match=r"v: .* use backend='reference'"):
         park_attention(q, q, q[..., :32], config, plan=plan)
     with pytest.raises(ValueError, match=r"scale: .* use backend='reference'"):

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from interpreted import run_interpreted
 from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.ops.cluster.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_borders
+from parkattn.ops.cluster.borders import (
+    MULTIPLES_PER_BLOCK,
+    fitting_multiple,
+    nearest_chain,
+    round_borders,
+    round_labels,
+)
+from parkattn.ops.cluster.definition import Clustering
 from parkattn.segments import segment_mean, segment_sizes
 from parklab.research import ResearchConfig
 
@@ -60,7 +67,7 @@ def clustered(seed: int, n: int, count: int, d: int = 8, dtype: torch.dtype = to
 @given(seed=st.integers(0, 2**31), n=st.integers(1, 300), count=st.integers(1, 20), multiple=st.integers(2, 40))
 def test_borders_lie_on_multiples_and_no_token_is_lost(seed, n, count, multiple):
     x, labels, centroids = clustered(seed, n, count)
-    rounded = round_borders(x, labels, centroids, multiple)
+    rounded = round_labels(x, labels, centroids, multiple)
     before, after = segment_sizes(labels, count), segment_sizes(rounded, count)
     assert torch.equal(rounded == count, labels == count)  # who was not clustered still is not
     assert torch.equal(before.sum(-1), after.sum(-1))
@@ -78,7 +85,17 @@ def test_borders_lie_on_multiples_and_no_token_is_lost(seed, n, count, multiple)
 @outside
 def test_a_multiple_of_one_changes_nothing():
     x, labels, centroids = clustered(0, 100, 7)
-    assert round_borders(x, labels, centroids, 1) is labels
+    found = Clustering(labels, centroids, segment_sizes(labels, 7))
+    assert round_labels(x, labels, centroids, 1) is labels and round_borders(x, found, 1) is found
+
+
+@outside
+def test_rounded_clusters_have_the_means_and_sizes_of_their_own_tokens():
+    x, labels, centroids = clustered(0, 100, 7)
+    rounded = round_borders(x, Clustering(labels, centroids, segment_sizes(labels, 7)), 8)
+    assert torch.equal(rounded.labels, round_labels(x, labels, centroids, 8)) and (rounded.labels != labels).any()
+    means, sizes = segment_mean(x, rounded.labels, 7)
+    assert torch.equal(rounded.centroids, means) and torch.equal(rounded.sizes, sizes)
 
 
 @outside
@@ -89,7 +106,7 @@ def test_tokens_move_to_the_neighbour_and_the_nearest_of_them_move_first():
         None, None, :, None
     ].double()
     labels = torch.tensor([2] * 5 + [0] * 5 + [1] * 3)[None, None].int()
-    rounded = round_borders(x, labels, segment_mean(x, labels, 3)[0], 4)
+    rounded = round_labels(x, labels, segment_mean(x, labels, 3)[0], 4)
     # 0.9 is nearest to the cluster at 10 and joins it; so do 20.0 and 20.1
     assert rounded[0, 0].tolist() == [1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 1, 1]
 
@@ -123,10 +140,10 @@ def test_equal_centroids_are_visited_by_index_and_nan_still_gives_an_order():
 @outside
 def test_a_head_does_not_depend_on_the_others():
     x, labels, centroids = clustered(3, 200, 9, heads=3)
-    whole = round_borders(x, labels, centroids, 16)
+    whole = round_labels(x, labels, centroids, 16)
     for head in range(3):
         alone = slice(head, head + 1)
-        assert torch.equal(round_borders(x[:, alone], labels[:, alone], centroids[:, alone], 16), whole[:, alone])
+        assert torch.equal(round_labels(x[:, alone], labels[:, alone], centroids[:, alone], 16), whole[:, alone])
 
 
 @outside
@@ -204,7 +221,7 @@ def test_kernels_give_the_definition_s_labels(seed, n, count, multiple):
     centroids, sizes = segment_mean(x, labels, count)
     found = borders.round_borders(x, labels, centroids, sizes, multiple)
     assert found.dtype == torch.int32
-    assert torch.equal(found, round_borders(x, labels, centroids, multiple))
+    assert torch.equal(found, round_labels(x, labels, centroids, multiple))
 
 
 @in_interpreter

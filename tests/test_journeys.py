@@ -88,10 +88,10 @@ def layer_of(name: str) -> int:
     return next(i for i, line in enumerate(contracts[1]["layers"]) if module in line.replace(" ", "").split("|"))
 
 
-@pytest.mark.parametrize("kind", ["cpu call", "reuse step"])
-def test_a_journey_is_short_goes_down_and_is_drawn_in_the_design(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "most"), [("cpu call", 12), ("reuse step", 13)])
+def test_a_journey_is_short_goes_down_and_is_drawn_in_the_design(kind, most, monkeypatch):
     journey = cpu_call() if kind == "cpu call" else reuse_step(monkeypatch)
-    assert len(journey.files) <= 11, journey.files
+    assert len(journey.files) <= most, journey.files
     climbs = [(a, b) for a, b in journey.calls if layer_of(a) > layer_of(b)]
     assert not climbs, climbs
     drawn = re.search(rf"```text\n{kind}\n(.*?)```", (PROJECT / "DESIGN.md").read_text(), flags=re.DOTALL)

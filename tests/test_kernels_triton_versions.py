@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from parkattn.backend import triton as backend
+from parkattn.backend import resolve
 from parkattn.ops import triton_versions
 from parkattn.ops.triton_versions import why_no_gluon
 
@@ -31,11 +31,11 @@ def test_an_unknown_version_takes_the_plain_kernels_on_hopper(monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    taken = backend.resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
+    taken = resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
     assert taken.hopper and tiles.full_key_tile(128, torch.bfloat16, 90, 512)["GLUON"]
     for place in (triton_versions, tiles):
         monkeypatch.setattr(place, "why_no_gluon", lambda: why_no_gluon("3.10.0"))
-    taken = backend.resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
+    taken = resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
     assert not taken.hopper and taken.reason.endswith("not with 3.10.0")
     assert "GLUON" not in tiles.full_key_tile(128, torch.bfloat16, 90, 512)
 

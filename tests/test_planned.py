@@ -7,6 +7,7 @@ import torch
 
 from parkattn import CallSite, Park, ParkConfig
 from parkattn.backend import resolve_for
+from parkattn.ops import attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import build_plan
 from parkattn.planned import sampled_error
@@ -36,9 +37,9 @@ def test_a_backend_gives_dense_attention_and_what_the_plan_misses_of_it(text, pa
     plan = build_plan(q, k, SMALL, text=text, key_valid=key_valid, scale=0.2)
     assert plan.density().max() < 0.9
     backend = resolve_for(q, "reference")
-    dense, missed = backend.attend_anchor(q, k, v, plan, scale=0.2, compensate=True)
+    dense, missed = attend.over_both(backend, q, k, v, plan, scale=0.2, compensate=True)
     torch.testing.assert_close(dense, dense_attention(q, k, v, scale=0.2, key_valid=key_valid))
-    torch.testing.assert_close(dense - missed, backend.attend(q, k, v, plan, scale=0.2, compensate=True))
+    torch.testing.assert_close(dense - missed, attend.over_kept(backend, q, k, v, plan, scale=0.2, compensate=True))
 
 
 def test_an_anchor_returns_dense_attention():

@@ -31,7 +31,7 @@ def small_config(case, **changes):
 
 
 def attend_in_token_order(q, k, v, query_labels, key_labels, mask, **options):
-    """The permutation around `attend`, done with the library's own verbs."""
+    """The permutation around `attend`, done with the library's own operations."""
     queries, keys = arrange(query_labels, mask.shape[2]), arrange(key_labels, mask.shape[3])
     return scatter(
         attend(gather(q, queries), gather(k, keys), gather(v, keys), queries, keys, mask, **options), queries

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import pama, score_spread, select_shared, select_top_k, select_top_p
 from parkattn.segments import segment_mean
 from strategies import normal
@@ -77,8 +78,8 @@ def test_the_spread_is_the_mean_squared_distance_of_scores_from_those_of_centroi
     labels = torch.randint(0, 4, (2, 2, 12), generator=torch.Generator().manual_seed(13), dtype=torch.int32)
     valid = torch.ones(2, 9, dtype=torch.bool)
     valid[0, 6:] = False
-    centroids, _ = segment_mean(k, labels, 3)  # label 3 takes no part
-    found = score_spread(q, k, centroids, labels, query_valid=valid)
+    centroids, sizes = segment_mean(k, labels, 3)  # label 3 takes no part
+    found = score_spread(q, k, Clustering(labels, centroids, sizes), query_valid=valid)
     for b, h in itertools.product(range(2), range(2)):
         squares = [
             float(q[b, h, i] @ (k[b, h, j] - centroids[b, h, labels[b, h, j]])) ** 2 / 4
@@ -93,7 +94,7 @@ def test_the_spread_is_the_mean_squared_distance_of_scores_from_those_of_centroi
 def test_what_a_stand_in_gets_wrong_vanishes_with_the_spread():
     q, labels = normal(14, 1, 1, 6, 4), torch.arange(8).view(1, 1, 8).int() // 2
     k = normal(15, 1, 1, 4, 4).repeat_interleave(2, dim=2)
-    assert float(score_spread(q, k, segment_mean(k, labels, 4)[0], labels)) == 0
+    assert float(score_spread(q, k, Clustering(labels, *segment_mean(k, labels, 4)))) == 0
     importance = pama(q, k, torch.zeros(1, 1, 6, dtype=torch.int32), 1, labels, 4)
     kept = select_shared(importance, 0.9, sizes=torch.full((1, 1, 4), 2), spread=torch.zeros(1, 1))
     assert int(kept.sum()) == 1

@@ -7,9 +7,7 @@ plan(q, k, site, earlier)  ──▶  Plan  ──▶  attend over its blocks  �
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,10 +18,9 @@ from parkattn.checks import (
     asks_for_gradient,
     expect_attention_inputs,
     expect_call_site,
-    expect_finite,
     expect_key_valid,
 )
-from parkattn.ops import Backend, attend, explained_memory, outside_autocast, residual
+from parkattn.ops import Backend, attend, outside_autocast, planning, residual
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sage
 from parkattn.ops.residual.definition import LowRank
@@ -272,16 +269,6 @@ def for_batch(plan: Plan, q: Tensor) -> Plan:
     mass, bias = (None if x is None else twice(x) for x in (plan.estimated_mass, plan.bias))
     queries, keys = of_both(plan.queries), of_both(plan.keys)
     return dataclasses.replace(plan, queries=queries, keys=keys, mask=twice(plan.mask), estimated_mass=mass, bias=bias)
-
-
-@contextlib.contextmanager
-def planning(q: Tensor, k: Tensor, check_finite: bool = False) -> Iterator[None]:
-    """Around a planner: a plan that lives for steps keeps no graph of this one."""
-    if check_finite:
-        expect_finite("q", q)
-        expect_finite("k", k)
-    with torch.no_grad(), outside_autocast(q), explained_memory(q, k, "a plan"):
-        yield
 
 
 def make_plan(

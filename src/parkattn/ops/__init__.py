@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from parkattn.checks import shape_of
+from parkattn.checks import expect_finite, shape_of
 from parkattn.settings import Precision
 
 Given = ParamSpec("Given")
@@ -92,6 +92,16 @@ def outside_autocast(q: Tensor) -> Iterator[None]:
         yield
         return
     with torch.autocast(device, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def planning(q: Tensor, k: Tensor, check_finite: bool = False) -> Iterator[None]:
+    """Around a planner: a plan that lives for steps keeps no graph of this one."""
+    if check_finite:
+        expect_finite("q", q)
+        expect_finite("k", k)
+    with torch.no_grad(), outside_autocast(q), explained_memory(q, k, "a plan"):
         yield
 
 

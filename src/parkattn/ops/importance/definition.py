@@ -141,7 +141,8 @@ def score_spread(
 
         s^2 = mean_ij (q_i . (k_j - c_v(j)) / sqrt(d))^2 = <Q^T Q, E^T E> / (n m d),    E_j = k_j - c_v(j).
 
-    QRKC makes it small. Queries and keys that are not in query_valid [b n] and valid [b m] take no part.
+    QRKC makes it small. Queries not in query_valid [b n], keys not in valid [b m] and keys with a label >= c take no
+    part.
     """
     factor = abs(_scale(q, scale))  # a spread has no sign
 
@@ -151,7 +152,7 @@ def score_spread(
 
     def one_head(queries: Tensor, rows: Tensor, keys: Tensor, member: Tensor, labels: Tensor, at: Tensor) -> Tensor:
         at, count = at.to(compute_dtype(q.dtype)), len(at)
-        queries = queries.to(at.dtype) * rows.unsqueeze(-1)
+        queries, member = queries.to(at.dtype) * rows.unsqueeze(-1), member & (labels < count)
         errors = (keys.to(at.dtype) - at[labels.long().clamp(max=count - 1)]) * member.unsqueeze(-1)
         total = ((queries.T @ queries) * (errors.T @ errors)).sum()
         return (total / (rows.sum() * member.sum()).clamp(min=1)).sqrt() * factor
@@ -167,7 +168,8 @@ def estimate(
     kind: str, q: Tensor, k: Tensor, query_blocks: Blocks, queries: Clustering, keys: Clustering, *, scale: float | None
 ) -> Tensor:
     """Attention between clusters [b h c_q c_k]; the first c_q of query_blocks are the clusters."""
-    return ESTIMATORS[kind](q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
+    estimator = ESTIMATORS[kind]
+    return estimator(q, k, queries.labels, queries.clusters, keys.labels, keys.clusters, scale=scale)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

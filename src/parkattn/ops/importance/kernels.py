@@ -22,7 +22,7 @@ def estimate(
     """
     if kind not in ("pama", "query-centroid"):
         raise ValueError(
-            f"importance: expected pama or query-centroid with backend='triton', got {kind!r}; use backend='reference'."
+            f"importance: expected pama or query-centroid, which have kernels, got {kind!r}; use backend='reference'."
         )
     b, h, _, d = q.shape
     centroids, sizes = keys.centroids.to(q.dtype).view(b * h, -1, d), keys.sizes.reshape(b * h, -1).contiguous()
