@@ -151,6 +151,25 @@ def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_compo
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_whole_run_leaves_out_the_forwards_of_given_steps_and_is_composed_of_the_others(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
+    monkeypatch.setitem(whole_models.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
+    how = {"full": True, "rehearse": True, "profile": "fast", "turn": lambda: 60.0}
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", forecast=(6, 8, 10, 11, 12, 47), **how)
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    (forwards,) = (line for line in lines if line["benchmark"] == "e2e profile")
+    (run,) = (line for line in lines if line["benchmark"] == "e2e profile run" and line["method"] == "park")
+    assert run["steps_by_phase"]["forecast"] == [6, 8, 10, 11, 12, 47]
+    assert run["calls"] == {"dense": 2, "refresh": 0, "reuse": 74, "anchor": 12}
+    assert run["composed_s"] == pytest.approx(forwards["runs"]["fast"]["park_s"] - 6 * forwards["reuse_s"])
+    assert sum(run["composed"]["steps"].values()) == 50
+    stock = forwards["baselines"]["stock"]
+    assert run["composed"]["speedup"]["stock"] == pytest.approx(50 * stock / run["composed_s"])
+    with pytest.raises(RuntimeError, match=r"forecast steps \[\], expected \[16\].*so nothing was recorded"):
+        e2e.run_section("wan2.1-1.3b", tmp_path / "s.jsonl", forecast=(16,), **how)  # an anchor
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_profile_on_compiled_blocks_has_no_stock_to_compare_with():
     prepared = e2e_profile.prepare_profile(ALIKE["wan2.1-1.3b"], CPU, "quality", 0.25, compiled=True)
     found = e2e_profile.measure_profile(prepared)
@@ -166,3 +185,6 @@ def test_what_no_profile_or_density_is_is_refused_before_anything_starts(tmp_pat
         e2e_turns.run_all(tmp_path / "r.jsonl", profile="fastest")
     with pytest.raises(ValueError, match="density: expected"):
         e2e_turns.run_all(tmp_path / "r.jsonl", density=0.0)
+    for chosen in ({}, {"profile": "fast"}, {"full": True}, {"profile": "fast", "full": True, "precision": "int8"}):
+        with pytest.raises(ValueError, match="forecast: expected --full and --profile"):
+            e2e_turns.run_all(tmp_path / "r.jsonl", forecast=(6,), **chosen)

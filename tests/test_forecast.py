@@ -11,18 +11,27 @@ from parkattn import ParkConfig
 from parkattn.anchors import anchor_count, anchor_steps, log_signal_to_noise
 from parkattn.dense import Dense
 from parkattn.engine import Engine
-from parkattn.engine.forecast import LONGEST
+from parkattn.engine.forecast import CLOSE, LONGEST
 from parkattn.park import Park
 from parklab.research import ResearchConfig
 
-STEPS = 40
-LEVELS = tuple(3 * s / (1 + 2 * s) for s in (1 - step / STEPS for step in range(STEPS)))  # a flow with shift 3
+STEPS = 50
+
+
+def levels(steps: int) -> tuple[float, ...]:
+    """Of a flow with shift 3."""
+    return tuple(3 * s / (1 + 2 * s) for s in (1 - step / steps for step in range(steps)))
+
+
+LEVELS = levels(STEPS)
 U = log_signal_to_noise(STEPS, LEVELS)
 FORM = "any"
 GENERATOR = torch.Generator().manual_seed(0)
 BASE, TILT, BEND = (
     torch.linalg.qr(torch.randn(64, 3, generator=GENERATOR, dtype=torch.float64))[0].T.float().unsqueeze(1) * 10
 )
+# a line through two roundings is wrong by at most 1 + 2 g / h of them, and rows are no longer than LONGEST
+ROUNDING = (1 + 2 * LONGEST) * 4 * torch.finfo(torch.float32).eps * 30
 
 
 def engine(tolerance: float = 0.01, method=None) -> Engine:
@@ -62,10 +71,7 @@ def test_an_exactly_linear_model_is_forecast_exactly():
     got, computed = drive(engine(1e-3), line)
     assert len(skipped(computed)) > STEPS / 2
     for (step, _), out in got.items():
-        # a line through two roundings is wrong by at most 1 + 2 g / h of them, and rows are no longer than LONGEST
-        torch.testing.assert_close(
-            out, line(step), rtol=0, atol=(1 + 2 * LONGEST) * 4 * torch.finfo(torch.float32).eps * 30
-        )
+        torch.testing.assert_close(out, line(step), rtol=0, atol=ROUNDING)
 
 
 def rows_of(steps: set[int]) -> list[list[int]]:
@@ -101,21 +107,89 @@ def test_a_row_of_forecasts_leaves_no_more_than_the_tolerance_in_the_latents(out
         assert left <= factor * tolerance + rounding and len(row) <= LONGEST
 
 
+# of a second derivative that is the same everywhere, and of one that doubles over the run
+CURVES = {
+    "parabola": (lambda u: BASE + 0.02 * u**2 * BEND, 1.1),
+    "exponential": (lambda u: BASE + math.exp(math.log(2) * (u - U[0]) / (U[-1] - U[0])) * BEND, 2.2),
+}
+
+
+def short_run(steps: int, tolerance: float, curve):
+    """The log signal-to-noise of each step, what the pipeline gets, and the steps that were computed."""
+    made, u = Engine(Dense(tolerance)), log_signal_to_noise(steps, levels(steps))
+    made.begin_run(steps, levels(steps))
+    got, computed = drive(made, lambda step, _: curve(u[step]), steps=range(steps))
+    return u, {step: out for (step, _), out in got.items()}, [step for step, _ in computed]
+
+
+def left_behind(u, step, line, true) -> float:
+    error = ((line - true).norm() / true.norm()).item()
+    return error * (u[step + 1] - u[step]) / (1 + math.exp(u[step]))
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("tolerance", [5e-4, 2e-3, 6e-3])
+@pytest.mark.parametrize("steps", [4, 8, 10, 30, 50])
+def test_a_run_of_any_length_computes_what_it_must_and_no_more(steps, tolerance, name):
+    """What a forecast would leave in the latents decides, at 4 steps as at 50: within `factor`, by which the curve's
+    second derivative, and |y|, differ between a comparison and a forecast.
+    """
+    curve, factor = CURVES[name]
+    u, got, computed = short_run(steps, tolerance, curve)
+    left, row = 0.0, 0
+    for step in range(4 if steps < CLOSE else 3, steps - 1):  # the first steps are compared, the last is computed
+        before = [at for at in computed if at < step][-2:]
+        slope = (curve(u[before[1]]) - curve(u[before[0]])) / (u[before[1]] - u[before[0]])
+        line = curve(u[before[1]]) + (u[step] - u[before[1]]) * slope
+        would = left + left_behind(u, step, line, curve(u[step]))
+        if step in computed:
+            assert would > tolerance / factor or row == LONGEST
+            left, row = 0.0, 0
+        else:
+            assert would <= factor * tolerance + 1e-6 * LONGEST
+            torch.testing.assert_close(got[step], line, rtol=0, atol=ROUNDING)
+            left, row = would, row + 1
+
+
+def test_longer_strides_leave_fewer_forecasts_and_four_steps_none():
+    for curve, _ in CURVES.values():
+        shares = [1 - len(short_run(steps, 6e-3, curve)[2]) / steps for steps in (4, 8, 10, 30, 50)]
+        assert shares[0] == 0 and shares == sorted(shares) and shares[-1] > 0.5
+
+
+@pytest.mark.parametrize("steps", [8, 10, 16, 30])
+def test_in_short_runs_one_comparison_that_happens_to_be_exact_is_not_believed(steps):
+    """A curve that bends one way, and then the other: where it crosses its line the comparison says nothing."""
+    u = log_signal_to_noise(steps, levels(steps))
+    turn = steps // 2  # the outputs of the steps before, at and after it are on a line
+
+    def curve(x):
+        return BASE + 5 * max(0.0, u[turn - 1] - x) ** 2 * BEND + 5 * max(0.0, x - u[turn + 1]) ** 2 * BEND
+
+    made = Engine(Dense(2e-3))
+    made.begin_run(steps, levels(steps))
+    _, computed = drive(made, lambda step, _: curve(u[step]), steps=range(steps))
+    assert {turn - 1, turn, turn + 1, turn + 2} <= {step for step, _ in computed}
+    errors = [each() for each in made.log.forwards.errors]
+    assert all(error < 0.2 for error in errors)
+
+
 def test_a_higher_tolerance_computes_less_and_zero_computes_everything():
     counts = [len(drive(engine(tolerance), parabola)[1]) for tolerance in (0.0, 3e-4, 2e-3, 2e-2)]
     assert counts[0] == STEPS and counts == sorted(counts, reverse=True) and counts[-1] < counts[1]
 
 
-def test_the_first_three_steps_and_the_last_are_computed():
-    left_out = skipped(drive(engine(1.0), line)[1])
-    assert min(left_out) == 3 and max(left_out) == STEPS - 2
+@pytest.mark.parametrize(("steps", "first"), [(50, 3), (49, 4), (10, 4), (6, 4), (5, None), (4, None)])
+def test_the_first_three_or_in_short_runs_four_steps_and_the_last_are_computed(steps, first):
+    left_out = set(range(steps)) - set(short_run(steps, 1.0, lambda u: BASE + u * TILT)[2])
+    assert min(left_out) == first and max(left_out) < steps - 1 if first else not left_out
 
 
 @pytest.mark.parametrize("profile", ["paper", "quality", "fast"])
 def test_dense_steps_and_anchors_are_computed(profile):
     config = ResearchConfig.profile(profile, tolerance=1.0, dense_last_steps=3)
     left_out = skipped(drive(engine(method=Park(config)), line)[1])
-    kept = range(8) if profile == "paper" else anchor_steps(anchor_count(config, STEPS), STEPS, LEVELS)
+    kept = range(10) if profile == "paper" else anchor_steps(anchor_count(config, STEPS), STEPS, LEVELS)
     assert left_out and not left_out & {*kept, *range(STEPS - 3, STEPS)}
 
 

@@ -12,7 +12,7 @@ import torch
 diffusers = pytest.importorskip("diffusers")
 import tiny_families as families  # noqa: E402
 import tiny_pipelines as tiny  # noqa: E402
-from parkattn import disable, enable, summary  # noqa: E402
+from parkattn import ParkConfig, disable, enable, summary  # noqa: E402
 from parkattn.hosts.diffusers.session import session_of  # noqa: E402
 from parklab.research import ResearchConfig  # noqa: E402
 from test_hosts_diffusers import everything_on, tolerance  # noqa: E402
@@ -45,6 +45,27 @@ def test_without_a_tolerance_nothing_is_put_on_a_forward_and_nothing_changes(wan
     assert not torch.equal(tiny.run_wan(wan, steps=STEPS), kept)
     enable(wan, FORECAST, tolerance=0)
     assert torch.equal(tiny.run_wan(wan, steps=STEPS), kept)
+
+
+KEEPS_ALL = {
+    **{
+        profile: ("park", profile, {"top_p": 1.0, "query_clusters": 3, "key_clusters": 8})
+        for profile in ParkConfig.PROFILES
+    },
+    "mc-sparse": ("mc-sparse", None, {"top_k": 1.0, "group": 8, "least_tokens": 1, "dense_layers": ()}),
+    "chipmunk": ("chipmunk", None, {"top_k": 1.0, "voxel": (1, 2, 2), "dense_layers": ()}),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS_ALL)
+def test_with_every_block_kept_and_no_tolerance_all_is_stock(wan, name):
+    method, config, changes = KEEPS_ALL[name]
+    stock = tiny.run_wan(wan, steps=STEPS)
+    enable(wan, config, method=method, tolerance=0, **changes)
+    # an anchor's residual is what two computations of one output differ by, and later steps add it
+    torch.testing.assert_close(tiny.run_wan(wan, steps=STEPS), stock, rtol=0, atol=3 * tolerance(stock, steps=STEPS))
+    found = summary(wan)
+    assert found.calls["reuse"] + found.calls["refresh"] > 0 and found.density == 1 and found.forwards == {}
 
 
 def test_forecast_forwards_are_not_run_and_disable_leaves_nothing(wan):
@@ -110,7 +131,10 @@ def test_a_transformer_that_is_compiled_after_enable_runs_every_forward_and_says
     )
 
 
-@pytest.mark.parametrize("between", ["nothing", "a failure between steps", "a failure in a forward", "another size"])
+@pytest.mark.parametrize(
+    "between",
+    ["nothing", "a failure between steps", "a failure in a forward", "a pipeline told to stop", "another size"],
+)
 def test_a_second_video_never_sees_the_first_ones_outputs(wan, between):
     enable(wan, FORECAST)
     fresh = tiny.run_wan(wan, steps=STEPS, seed=1)
@@ -125,6 +149,7 @@ def test_a_second_video_never_sees_the_first_ones_outputs(wan, between):
             stop()
         if step == 5 and between == "a failure in a forward":
             hooks.append(pipe.transformer.proj_out.register_forward_hook(stop))
+        pipe._interrupt = step >= 5 and between == "a pipeline told to stop"  # as diffusers' guide has it
         return tensors
 
     hooks, size = [], {"height": 32} if between == "another size" else {}

@@ -113,6 +113,33 @@ def test_adapters_come_and_go_between_videos_of_few_steps(family, weights, profi
         torch.testing.assert_close(run(pipe, steps=4), plain, rtol=0, atol=tolerance(plain))
 
 
+def test_no_forecast_joins_outputs_of_a_video_before_an_adapter_and_one_after(family, weights):
+    build, run = family
+    # weights are random, so that forwards change much from step to step
+    loose = {"query_clusters": 2, "key_clusters": 4, "tolerance": 0.3}
+
+    def alone(adapted):
+        pipe = build()
+        if adapted:
+            pipe.load_lora_weights(weights, weight_name=FILE)
+        with enable(pipe, "fast", **loose):
+            return run(pipe, steps=12), summary(pipe).steps["forecast"]
+
+    (plain, left_out), (adapted, adapted_left_out) = alone(False), alone(True)
+    assert left_out and adapted_left_out and (adapted - plain).abs().max() > tolerance(plain)
+    pipe = build()
+    with enable(pipe, "fast", **loose):
+        assert torch.equal(run(pipe, steps=12), plain)
+        pipe.load_lora_weights(weights, weight_name=FILE)
+        assert torch.equal(run(pipe, steps=12), adapted) and summary(pipe).steps["forecast"] == adapted_left_out
+        pipe.fuse_lora()
+        torch.testing.assert_close(run(pipe, steps=12), adapted, rtol=0, atol=tolerance(adapted, steps=12))
+        pipe.unfuse_lora()
+        pipe.unload_lora_weights()
+        torch.testing.assert_close(run(pipe, steps=12), plain, rtol=0, atol=tolerance(plain, steps=12))
+        assert summary(pipe).steps["forecast"] == left_out and not summary(pipe).forwards["off"]
+
+
 def test_an_adapter_added_to_the_transformer_leaves_and_takes_no_trace():
     pipe = tiny.wan()
     torch.manual_seed(7)

@@ -175,6 +175,13 @@ class ParkPlanner:
         self.config = config
         self.falls_to = falls_to
 
+    def share(self, site: CallSite) -> float | None:
+        """top_p at this step; None: top_k is set instead."""
+        share = self.config.top_p
+        if share is not None and self.falls_to is not None:
+            share += (self.falls_to - share) * passed_since_first(site)
+        return share
+
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, backend = self.config, resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -205,9 +212,7 @@ class ParkPlanner:
             queries = _tiles(q, query_blocks, memory[CLUSTER_OF_TILE].shape[-1], config.importance)
         key_blocks = cluster.arrange(backend, *roles.key_blocks(keys.labels, keys.clusters))
         attention = importance.estimate(backend, config.importance, q, k, query_blocks, queries, keys, scale=site.scale)
-        share = config.top_p
-        if share is not None and self.falls_to is not None:
-            share += (self.falls_to - share) * passed_since_first(site)
+        share = self.share(site)
         if share is None:
             assert config.top_k is not None
             mask = select_top_k(attention, config.top_k, sizes=keys.sizes)

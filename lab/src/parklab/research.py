@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from parkattn.anchors import anchor_count
-from parkattn.checks import expect_choice, expect_positive
+from parkattn.anchors import UNANCHORED, anchor_count, levels_of, log_signal_to_noise
+from parkattn.checks import expect_choice, expect_fraction, expect_positive
 from parkattn.methods import method_entry
 from parkattn.ops.importance.definition import ESTIMATORS
-from parkattn.park import Park, ParkConfig, WithoutBoth, WithoutPama, WithoutQrkc
+from parkattn.park import Park, ParkConfig, ParkPlanner, WithoutBoth, WithoutPama, WithoutQrkc
 from parkattn.registry import MethodEntry
 from parkattn.reuse import History, Phase, always_dense, unanchored
 from parkattn.settings import KeyMetric, Timetable
@@ -34,10 +36,28 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
     """What top_p = p means: as in `ParkConfig`; mass: as error, without the spread of scores."""
     BUDGETS: ClassVar[tuple[str, ...]] = ("row", "mass", "error")
     """Values of `budget`."""
+    noise_tau: float | None = None
+    """top_p falls from 1 with the noise (iCATS, arXiv 2610.11302): by a logistic curve in log signal-to-noise that has
+    come this far towards top_p where anchors end, and half of the way after the shortest stride of a run; None: it is
+    the same at every step."""
+    anchor_importance: Literal["pama", "query-centroid", "full-key", "exact"] | None = None
+    """`importance` of the plans that anchors make, whose dense pass has computed all scores; None: the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_choice("importance", self.importance, ESTIMATORS)
+        if self.anchor_importance is not None:
+            expect_choice("anchor_importance", self.anchor_importance, ESTIMATORS)
+            if self.anchors is None:
+                raise ValueError(
+                    f"anchor_importance: expected None without anchors, got {self.anchor_importance}; set anchors too."
+                )
+        if self.noise_tau is not None:
+            expect_fraction("noise_tau", self.noise_tau, zero=False)
+            if not 0.5 < self.noise_tau < 1:
+                raise ValueError(f"noise_tau: expected a number between 0.5 and 1, got {self.noise_tau}; take 0.99.")
+            if self.top_p is None or self.refresh_falls:
+                raise ValueError("noise_tau: expected top_p, which falls to it, and no refresh_falls; leave one out.")
         if self.top_k is not None and self.floor:
             raise ValueError(f"floor: expected 0 beside top_k={self.top_k}, got {self.floor}; leave out one of them.")
 
@@ -69,9 +89,47 @@ def studied_entry(name: str) -> MethodEntry:
         return entry
 
     def make(config: ResearchConfig) -> Park:
-        return Park(config.replace(**changes), name)
+        return StudiedPark(config.replace(**changes), name)
 
     return dataclasses.replace(entry, make=make, config=ResearchConfig)
+
+
+class StudiedPlanner(ParkPlanner):
+    """A share that follows noise."""
+
+    config: ResearchConfig
+
+    def share(self, site: CallSite) -> float | None:
+        share, tau = super().share(site), self.config.noise_tau
+        return share if share is None or tau is None else share_by_noise(share, tau, site)
+
+
+class StudiedPark(Park):
+    """PARK with the settings of `ResearchConfig` that its planners do not know."""
+
+    def __init__(self, config: ResearchConfig, name: str = "park") -> None:
+        super().__init__(config, name)
+        if config.noise_tau is None and config.anchor_importance is None:
+            return
+        at_anchors = config.replace(importance=config.anchor_importance or config.importance)
+        self.planner = StudiedPlanner(at_anchors)
+        self.between = StudiedPlanner(config.replace(top_p=config.refresh_top_p or config.top_p))
+
+
+def share_by_noise(least: float, tau: float, site: CallSite) -> float:
+    """iCATS: p + (1 - p) / (1 + exp k (l - l_pivot)), with k = log (tau / (1 - tau)) / (l_sparse - l_pivot).
+
+    l is the log of signal to noise, l_pivot that after the shortest stride, l_sparse that of the last step with anchors.
+    """
+    total, levels = levels_of(site)
+    reached = log_signal_to_noise(total, levels)[: max(1, math.ceil(total * (1 - UNANCHORED)))]
+    strides = [abs(after - before) for before, after in itertools.pairwise(reached)]
+    pivot = reached[strides.index(min(strides)) + 1] if strides else reached[-1]
+    if reached[-1] == pivot:
+        return least
+    steepness = math.log(tau / (1 - tau)) / abs(reached[-1] - pivot)
+    passed = reached[min(site.step, len(reached) - 1)] - pivot
+    return least + (1 - least) / (1 + math.exp(steepness * passed))
 
 
 class AdaptiveSchedule:
@@ -164,3 +222,18 @@ class AdaptivePark(Park):
             error = made.stats.error if site.ranks is None else site.ranks.gather(made.stats.error)
             self.schedule.observe(site, error)
         return made
+
+
+class GivenForecasts(Park):
+    """PARK whose forwards at given steps are forecast whatever their error: seconds of a run that another model had."""
+
+    def __init__(self, config: ParkConfig, steps: Iterable[int]) -> None:
+        super().__init__(config)
+        self.steps = frozenset(steps)
+
+    @property
+    def tolerance(self) -> float:
+        return math.inf
+
+    def computes(self, site: CallSite) -> bool:
+        return site.step not in self.steps or super().computes(site)

@@ -7,7 +7,7 @@
 Each computed forward is compared with the line: e = |line - y| / |y|. By c = e / (g (g + h)) of the last comparison, a
 forecast will be wrong by c g (g + h), and du / (1 + exp u) of that goes into the latents, as a share of the signal in
 them, on the way to the next step. A row of forecasts goes on as long as the sum of these shares is within the
-tolerance.
+tolerance. In runs of fewer than CLOSE steps the larger c of the last two comparisons counts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from parkattn.anchors import levels_of, log_signal_to_noise
 from parkattn.site import CallSite
 
 LONGEST = 4  # steps forecast in a row: an error that has grown since is seen no later
+CLOSE = (
+    50  # steps of a run whose comparisons lie close: below, one alone may be where a curve that bends crosses its line
+)
 
 
 @dataclass
@@ -45,6 +48,14 @@ class ForwardLog:
         self.steps |= other.steps
         self.errors += other.errors
         self.off.update(other.off)
+
+
+class _Comparison(NamedTuple):
+    error: Callable[[], float]  # the largest of a step's branches; waits for the GPU
+    stretch: float  # g (g + h)
+
+    def growth(self) -> float:
+        return self.error() / self.stretch
 
 
 class _Computed(NamedTuple):
@@ -73,8 +84,8 @@ class Forecast:
         self._seen: set[str] = set()  # branches of the step
         self._errors: list[Tensor] = []  # of the branches of the step
         self._stretch = 0.0  # g (g + h) of those
-        self._read: Callable[[], float] | None = None  # the largest of the last computed step
-        self._growth: float | None = None  # e / (g (g + h)) of that step
+        self._compared: list[_Comparison] = []  # the last two; empty after a step without any
+        self._growth: float | None = None  # by those; None: not read yet
 
     @property
     def nbytes(self) -> int:
@@ -139,8 +150,9 @@ class Forecast:
         self._held = {branch: held for branch, held in self._held.items() if held[-1].step >= self._computed_at}
         if not self._held or any(len(held) < 2 for held in self._held.values()):
             return False
-        if self._growth is None and self._read is not None and self._stretch > 0:
-            self._growth = self._read() / self._stretch  # waits for the GPU, once after each computed step
+        wanted = 1 if (site.total_steps or 0) >= CLOSE else 2
+        if self._growth is None and len(self._compared) >= wanted:
+            self._growth = max(each.growth() for each in self._compared[-wanted:])  # once after each computed step
         stretches, u = [self._gaps(site, held)[2] for held in self._held.values()], _positions(site)
         if self._growth is None or min(stretches) <= 0:
             return False
@@ -154,11 +166,16 @@ class Forecast:
     def _end_step(self, log: ForwardLog) -> None:
         """A computed step's errors are read when the next step is decided about."""
         if self._step is not None and not self._skips:
-            self._growth = self._read = None
+            self._growth = None
             if self._errors:
-                self._read = torch.stack(self._errors).max().item
+                self._compared = [
+                    *self._compared[-1:],
+                    _Comparison(torch.stack(self._errors).max().item, self._stretch),
+                ]
                 if self._row:
-                    log.errors.append(self._read)
+                    log.errors.append(self._compared[-1].error)
+            else:
+                self._compared = []
             self._errors, self._row, self._left_behind = [], 0, 0.0
 
 

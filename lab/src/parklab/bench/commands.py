@@ -219,20 +219,17 @@ def e2e(
     precision: Annotated[
         str, typer.Option(help="int8: attention in the model's dtype and in INT8; needs --profile fast.")
     ] = "bf16",
+    forecast: Annotated[
+        list[int] | None, typer.Option(help="With --full: a step that is forecast; repeatable.")
+    ] = None,
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
 ) -> None:
     """Whole models at 720p with random weights: forwards of every kind, memory, and what a run gains."""
     from parklab.bench.e2e_turns import columns_of, run_and_tabulate
 
-    chosen: dict[str, Any] = {
-        "full": full,
-        "compiled": compiled,
-        "rehearse": rehearse,
-        "profile": profile,
-        "density": density,
-    }
-    chosen |= {"float8": float8, "precision": precision}
+    chosen: dict[str, Any] = {"full": full, "compiled": compiled, "rehearse": rehearse, "profile": profile}
+    chosen |= {"density": density, "float8": float8, "precision": precision, "forecast": forecast or ()}
     outcome, rows = run_and_tabulate(record, only=only, **chosen, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"
     anchored = "one forward of each kind; 50 steps against dense: stock, in compiled blocks, in our own kernel"

@@ -5,6 +5,7 @@ run.
     park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
     park bench e2e --compiled --record FILE     the same models after compile_repeated_blocks(fullgraph=True), dense and PARK alike
     park bench e2e --profile fast --record FILE     anchors and corrected reuse at density 0.10 (e2e_profile.py)
+    park bench e2e --profile fast --full --forecast 6 --forecast 8 --record FILE    without the forwards of these steps
     park bench e2e --float8 --record FILE       with float8 linears beside bfloat16 ones (e2e_float8.py)
 
 Weights are random, so nothing is downloaded. Their attention is nearly uniform and a share of its mass would keep
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -270,6 +271,7 @@ def run_section(
     density: float | None = None,
     float8: bool = False,
     precision: str = "bf16",
+    forecast: Sequence[int] = (),
     turn: Callable[[], float] = lambda: math.inf,
 ) -> None:
     """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it
@@ -322,6 +324,7 @@ def run_section(
             density=density,
             compiled=compiled,
             full=full,
+            forecast=forecast,
             rehearse=rehearse,
             turn=turn,
         )

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from parklab.bench.e2e import (
     timed_forward,
     timed_phases,
 )
-from parklab.bench.e2e_run import sparse_density, whole_run
+from parklab.bench.e2e_run import phases_with_forecasts, sparse_density, whole_run
 from parklab.bench.timing import free_memory
 from parklab.bench.whole_models import WholeModel, first_blocks, run_forward
 from parklab.research import ResearchConfig
@@ -236,10 +236,12 @@ def run_profile(
     density: float | None,
     compiled: bool,
     full: bool,
+    forecast: Sequence[int],
     rehearse: bool,
     turn: Callable[[], float],
 ) -> None:
-    """One model's section, as `run_section` does it for the paper preset.
+    """One model's section, as `run_section` does it for the paper preset. forecast: steps of the whole run whose
+    forward is not run.
 
     Every part of the preparation is a line too: where a run was stopped, they say how far it came.
     """
@@ -266,10 +268,11 @@ def run_profile(
     keep({"model": name, "speed_bar": SPEED_BARS.get(name), **found})
     sys.stdout.write(state_sentence(found["memory"]) + "\n")
     sys.stdout.flush()
-    composed_s, left = found["runs"][profile]["park_s"], ends - time.monotonic()
+    config = profile_config(model, profile, prepared.ready.top_k)
+    run = anchored_run(found, phases_with_forecasts(config, RUN_STEPS, forecast), found["baselines"])
+    composed_s, left = run["park_s"], ends - time.monotonic()
     # a run that cannot be finished says nothing
     if full and name == "wan2.1-1.3b" and left > composed_s:
-        config = profile_config(model, profile, prepared.ready.top_k)
-        how: dict[str, Any] = {"config": config, "benchmark": "e2e profile run"}
+        how: dict[str, Any] = {"config": config, "forecast": forecast, "benchmark": "e2e profile run"}
         for line in whole_run(prepared.ready, seconds=left, rehearse=rehearse, **how):
-            keep({"model": name, "profile": profile, "composed_s": composed_s, **line})
+            keep({"model": name, "profile": profile, "composed_s": composed_s, "composed": run, **line})

@@ -11,7 +11,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from parkattn.park import ParkConfig
 from parklab.bench.e2e import RUN_STEPS, Prepared, memory_record, phases_of_run
 from parklab.bench.timing import free_memory, watched
 from parklab.bench.whole_models import WholeModel
+from parklab.research import GivenForecasts
+
+FORECAST = "forecast"  # steps whose forward is not run
 
 
 def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:
@@ -47,24 +51,27 @@ def whole_run(
     steps: int = RUN_STEPS,
     rehearse: bool = False,
     config: ParkConfig | None = None,
+    forecast: Sequence[int] = (),
     benchmark: str = "e2e run",
 ) -> Iterator[dict[str, Any]]:
     """A line for PARK, one for dense, one for the decoded video.
 
     seconds: what there is for all of it; PARK comes first, and a dense run that has no time left stops at a step, and
-    says so. config: None is the model's preset at the density found.
+    says so. config: None is the model's preset at the density found. forecast: steps whose forward is not run.
     """
     ends = time.monotonic() + seconds
     model, device = ready.model, ready.device
     pipe = pipeline(ready.transformer, device)
     config = config or model.config(top_p=None, top_k=ready.top_k)
-    with enable(pipe, config):
+    with enable(pipe, method=GivenForecasts(config, forecast)) if forecast else enable(pipe, config):
         park = generate(pipe, model, steps)
         report = summary(pipe)
     latents = park.pop("latents")
-    phases, layers = phases_of_run(config, steps), len(report.layers)
-    expected = {phase: phases[phase] * layers for phase in (*PHASES, *phases)}
+    phases, layers = phases_with_forecasts(config, steps, forecast), len(report.layers)
+    expected = {phase: phases[phase] * layers for phase in (*PHASES, *phases) if phase != FORECAST}
+    left_out = report.steps.get(FORECAST, [])
     problems = [
+        *([f"forecast steps {left_out}, expected {sorted(forecast)}"] if left_out != sorted(forecast) else []),
         *([f"attention calls {report.calls}, expected {expected}"] if report.calls != expected else []),
         *([f"{report.state_bytes} bytes of plans are left"] if report.state_bytes else []),
         *([] if park["finite"] else ["latents are not finite"]),
@@ -96,6 +103,12 @@ def whole_run(
     free_memory()
     if time.monotonic() < ends:
         yield decoded(latents, device, rehearse=rehearse)
+
+
+def phases_with_forecasts(config: ParkConfig, steps: int, forecast: Sequence[int]) -> Counter[str]:
+    """How many steps of each phase a run has; a forecast one takes the place of a reuse."""
+    phases = phases_of_run(config, steps)
+    return phases + Counter({FORECAST: len(forecast)}) - Counter({"reuse": len(forecast)}) if forecast else phases
 
 
 def generate(

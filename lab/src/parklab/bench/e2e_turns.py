@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from parkattn.checks import expect_choice, expect_fraction
+from parkattn.checks import expect_choice, expect_fraction, expect_indices
 from parkattn.park import ParkConfig
 from parkattn.settings import PRECISIONS
 from parklab.bench.e2e import MODELS, ROOM_FOR_ALL, SECTIONS, run_section
@@ -41,6 +42,7 @@ def run_all(
     density: float | None = None,
     float8: bool = False,
     precision: str = "bf16",
+    forecast: Sequence[int] = (),
     budget_s: float = 1200,
 ) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
@@ -59,6 +61,9 @@ def run_all(
         raise ValueError(f"float8: expected it alone, got {', '.join(others)} beside it; run them one after the other.")
     if density is not None:
         expect_fraction("density", density, zero=False)
+    if forecast and (profile == "paper" or not full or precision != "bf16"):
+        raise ValueError("forecast: expected --full and --profile fast or quality beside it, in bf16; add both.")
+    expect_indices("forecast", tuple(forecast))
     ends = time.monotonic() + budget_s
     names = only or list(SECTIONS)
     for name in names:
@@ -72,6 +77,7 @@ def run_all(
         "density": density,
         "float8": float8,
         "precision": precision,
+        "forecast": list(forecast),
     }
 
     def start(name: str) -> _Section:
