@@ -20,7 +20,8 @@ Clips = Callable[[int, ClipSize, int], Tensor]  # count, size, seed -> clips in 
 class Autoencoding:
     """The autoencoder with its two stages, and what was measured of it.
 
-    sizes: what it trains on by turns, with the number of clips as a share of the batch; measured: where it is judged.
+    sizes: what it trains on by turns, with the number of clips as a share of the batch; measured: where it is judged,
+    on fresh clips.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class Autoencoding:
         clips: Clips,
         sizes: tuple[tuple[ClipSize, float], ...],
         measured: tuple[ClipSize, ...],
+        fresh: Clips | None = None,
     ) -> None:
-        self.config, self.device, self.clips = config, device, clips
+        self.config, self.device, self.clips, self.fresh = config, device, clips, fresh or clips
         self.sizes, self.measured = sizes, measured
         self.vae = build_autoencoder(model).to(device)
         if device.type == "cuda":  # the layout the tensor cores want: no transposes around the convolutions
@@ -102,6 +104,7 @@ class Autoencoding:
             seed = config.seed * 10**7 + index * 10**6 + stage.step
             size, share = self.sizes[stage.step % len(self.sizes)]
             clips = self.clips(round(share * config.autoencoder_batch), size, seed)
+            torch.manual_seed(seed)  # posteriors are drawn from the global generator, which no state holds
             error = descent.gradients(compute, (clips,), size if config.graphs else None)
             descent.step(stage.rate(config.autoencoder_rate, 100))
             stage.record(error)
@@ -116,7 +119,7 @@ class Autoencoding:
         """The reconstruction's PSNR and, if asked, mean and deviation of each latent channel (Wan's config holds them)."""
         latents, psnr = [], []
         for size in self.measured:
-            clips = self.clips(4 if self.config.small else 24, size, 99_991 + size.tokens)
+            clips = self.fresh(4 if self.config.small else 24, size, 99_991 + size.tokens)
             with autocast(self.device):
                 posterior = self.whole.encode(clips)
                 decoded = self.whole.decode(posterior.mode()).float().clamp(-1, 1)
