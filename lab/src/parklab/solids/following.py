@@ -72,11 +72,11 @@ def main() -> None:
         "guidance": asked.guidance, "seed": asked.seed, "bars": BARS,
         "judge_on_renders": accuracy(judge, scenes, size, device),
     }  # fmt: skip
+    sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "rows"}) + "\n")
     if asked.out:
         write_atomically(asked.out, json.dumps(result, indent=1).encode())
     if asked.sheet:
         write_sheet(asked.sheet, clips[: asked.shown], [scene.sentence for scene in scenes[: asked.shown]])
-    sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ was stopped and resumed draws the same. Encoded clips are also files, which a re
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from parklab.sprites.data import ClipSize
 from parklab.sprites.flow import Pool
 from parklab.sprites.recipe import Mixture
-from parklab.sprites.training_state import load_state, save_state
+from parklab.sprites.training_state import load_state, save_state, say
 
 from .grammar import LONGEST, WORDS
 from .motion import Clip, training_clip
@@ -26,6 +27,7 @@ from .recipe import SolidsTrainConfig, library_at
 from .renderer import render
 
 PIXELS_AT_ONCE = 24_000_000  # encoded in one go: enough to fill a GPU
+REPORT_EVERY = 20  # chunks
 LONG_SHARE = 16  # the longest clips cost this many times as much, so there are fewer of them
 
 
@@ -50,6 +52,8 @@ class Shelf:
     chunk: int  # clips rendered together
     latents: dict[ClipSize, Tensor] = field(default_factory=dict)
     made: int = 0
+    rendered_clips: int = 0  # by this process, and how long it took
+    seconds: float = 0.0
 
 
 class Library:
@@ -100,10 +104,12 @@ class Library:
             tensors, record = load_state(path)
             found = tensors if record == self._kind(shelf, end) else {}
         if not found:
+            began = time.monotonic()
             clips = render(shelf.clips[start:end], shelf.rendered, self.device)
             found = {names[size]: self._encoded(shrunk(clips, size)) for size in shelf.sizes}
             self.folder.mkdir(parents=True, exist_ok=True)
             save_state(path, found, self._kind(shelf, end))
+            self._report(shelf, end - start, time.monotonic() - began)
         for size, name in names.items():
             part = found[name]
             if size not in shelf.latents:
@@ -112,6 +118,12 @@ class Library:
                 )
             shelf.latents[size][start:end] = part.to(self.device)
         shelf.made = end
+
+    def _report(self, shelf: Shelf, count: int, seconds: float) -> None:
+        shelf.rendered_clips, shelf.seconds = shelf.rendered_clips + count, shelf.seconds + seconds
+        if shelf.rendered_clips % (REPORT_EVERY * shelf.chunk) == 0:
+            rate = 60 * shelf.rendered_clips / shelf.seconds
+            say(f"{shelf.name}: {shelf.rendered_clips} clips rendered, encoded and kept, {rate:.0f} a minute")
 
     def _kind(self, shelf: Shelf, end: int) -> dict[str, object]:
         """What encoded clips depend on."""

@@ -30,6 +30,7 @@ class SolidsTrainConfig(TrainConfig):
     autoencoder_seconds: float = 70.0
     decoder_seconds: float = 20.0
     decoder_noise: float = 0.10
+    tokens_per_batch: int = 24_576
     least_clips: int = 6
     rate: float = 3e-3
     save_every: float = 60.0
