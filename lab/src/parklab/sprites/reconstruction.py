@@ -91,6 +91,8 @@ class Autoencoding:
                 self._descend(index, compute, save_when_due)
                 # the statistics belong to the encoder, which the second stage leaves alone
                 self.measure(statistics=index == 0)
+            elif self.psnr is None and self.stages[index].step:  # stopped between the last step and its measurement
+                self.measure(statistics=True)
 
     def _descend(
         self, index: int, compute: Callable[[Tensor], tuple[Tensor, Tensor]], save_when_due: Callable[[], None]
