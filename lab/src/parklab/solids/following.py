@@ -1,4 +1,4 @@
-"""python -m parklab.solids.following --model FOLDER [--count 100] [--out FILE.json]   Does the video show what was asked?
+"""python -m parklab.solids.following --model FOLDER [--count 100] [--out FILE.jsonl]   Does the video show what was asked?
 
 Videos of held-out sentences are judged by a classifier that was trained on renders alone (`parklab.solids.judge`):
 colour, shape, material and motion of the first object. The result also says how often the classifier is right on true
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from parkattn.files import write_atomically
+from parklab.record import append_records, environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.following import generate
 from parklab.sprites.gradients import autocast
@@ -41,6 +41,17 @@ def score(scenes: list[Scene], found: list[Verdict]) -> dict:
     return {"prompts": len(scenes), **rates(scenes, found), "by_kind": by_kind, "rows": rows}
 
 
+def trained(folder: Path) -> dict:
+    """How long a checkpoint was trained, by its training.json."""
+    record = json.loads((folder / "training.json").read_text())
+    stages = {
+        name: {"steps": stage["step"], "seconds": round(stage["elapsed"]), "loss": stage["history"][-1][1]}
+        for name, stage in record["stages"].items()
+        if stage["history"]
+    }
+    return {"parameters": record["parameters"], "vae_psnr_db": record["vae_psnr_db"], "stages": stages}
+
+
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--model", type=Path, required=True, help="diffusers folder, or a packed one")
@@ -52,7 +63,7 @@ def main() -> None:
     reader.add_argument("--guidance", type=float, default=3.0)
     reader.add_argument("--seed", type=int, default=0)
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    reader.add_argument("--out", type=Path, help="JSON file for the result")
+    reader.add_argument("--out", type=Path, help="file of JSON lines to append the result to")
     reader.add_argument("--sheet", type=Path, help="PNG file for the first videos")
     reader.add_argument("--shown", type=int, default=8, help="videos of the sheet")
     asked = reader.parse_args()
@@ -67,14 +78,15 @@ def main() -> None:
     options = {"steps": asked.steps, "seed": asked.seed, "guidance": asked.guidance, "batch": batch}
     with autocast(device):
         clips = list(generate(pipeline, scenes, size, **options))
-    result = score(scenes, verdicts(judge, torch.stack(clips))) | {
+    result = {"benchmark": "solids following"} | score(scenes, verdicts(judge, torch.stack(clips))) | {
         "size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": asked.steps,
         "guidance": asked.guidance, "seed": asked.seed, "bars": BARS,
-        "judge_on_renders": accuracy(judge, scenes, size, device),
+        "judge_on_renders": accuracy(judge, scenes, size, device), "training": trained(folder),
+        "environment": environment(),
     }  # fmt: skip
     sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "rows"}) + "\n")
     if asked.out:
-        write_atomically(asked.out, json.dumps(result, indent=1).encode())
+        append_records(asked.out, [result])
     if asked.sheet:
         write_sheet(asked.sheet, clips[: asked.shown], [scene.sentence for scene in scenes[: asked.shown]])
 
