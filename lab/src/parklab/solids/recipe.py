@@ -8,7 +8,7 @@ from parklab.sprites.data import ClipSize
 from parklab.sprites.model import SpriteModelConfig
 from parklab.sprites.recipe import Mixture, TrainConfig
 
-# eight heads would need 101 M weights for attention alone in twelve layers, and seven minutes train few of them
+# eight heads would need 101 M weights for attention alone in twelve layers, and files of about twice the size
 MODEL = SpriteModelConfig(heads=4, layers=12, ffn_dim=1536, text_layers=4, decoder_dim=48)
 TOY = SpriteModelConfig(heads=1, head_dim=32, layers=2, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
 RENDERED = ClipSize(17, 128, 192)  # once, and then shrunk to the smaller sizes
