@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from parklab.sprites import CHECKPOINT, card, following, grammar
+from parklab.sprites.corpus import RADIX
 from parklab.sprites.data import ClipSize, render
 from parklab.sprites.evaluation import evaluate
-from parklab.sprites.flow import RADIX
 from parklab.sprites.gradients import orthogonalised
 from parklab.sprites.model import (
     SpriteModelConfig,

@@ -35,6 +35,7 @@ import forecast_lines  # noqa: F401
 import model_tables  # noqa: F401
 import quality_tables  # noqa: F401
 import run_tables  # noqa: F401
+import solids_tables  # noqa: F401
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
 from records import RESULTS, TABLES, Record, lines, published
 

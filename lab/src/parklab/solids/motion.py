@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .grammar import CAMERAS, COLOURS, MATERIALS, MOTIONS, SHAPES, Scene, draw_training_scene
+from .grammar import CAMERAS, COLOURS, MATERIALS, MOTIONS, SHAPES, Scene, draw_scene, draw_training_scene
 from .shapes import ROLLING, reaches
 
 DRAWN = (
@@ -35,6 +35,12 @@ def training_clip(seed: int, index: int, stream: str = "train") -> Clip:
     """Clip `index` of a stream: its sentence is none of the held-out ones."""
     drawn = random.Random(f"{stream} {seed} {index}")
     return Clip(draw_training_scene(drawn), tuple(drawn.random() for _ in DRAWN))
+
+
+def any_clip(seed: int, index: int, stream: str) -> Clip:
+    """Clip `index` of a stream whose sentences may be held-out ones: for measurements, never for the model."""
+    drawn = random.Random(f"{stream} {seed} {index}")
+    return Clip(draw_scene(drawn), tuple(drawn.random() for _ in DRAWN))
 
 
 def clip_of(scene: Scene, seed: int, index: int = 0) -> Clip:

@@ -26,7 +26,8 @@ STEPS, SHADOW_STEPS = 28, 14
 NEAR = 4e-3  # a ray this close to a solid has hit it
 HARDNESS = 7.0  # of shadows: their edges widen by 1 / HARDNESS of the distance
 HALF_WIDTH = math.tan(math.radians(22.0))  # of the picture, at distance 1
-RAYS_AT_ONCE = 12_000_000
+NOBODY = 2  # owner of a ray that meets no object
+RAYS_AT_ONCE = {"cpu": 1_000_000, "cuda": 48_000_000}  # a CPU is faster with few; the GPU's is not tuned
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,17 @@ def _entering(origin: Tensor, way: Tensor, centre: Tensor, radius: Tensor) -> tu
     return (inside > 0) & (half > along), -along - half, half - along
 
 
-def _march(bodies: Bodies, slot: int, eye: Tensor, way: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """Rays that hit the object of a slot: shape, indices of the rays, distances; one entry a shape."""
+@dataclass(frozen=True)
+class Hits:
+    """Rays that hit the object of a slot: index and distance [n], and where, in the object's coordinates [3, n]."""
+
+    ray: Tensor
+    distance: Tensor
+    local: Tensor
+    normal: Tensor
+
+
+def _march(bodies: Bodies, slot: int, eye: Tensor, way: Tensor) -> Hits:
     pixels = way.shape[2]
     bound = torch.tensor((*BOUNDS, 0.0), device=way.device)[bodies.shape[slot]] * bodies.size[slot]
     centre = bodies.centre[slot][:, :, None]
@@ -98,11 +108,12 @@ def _march(bodies: Bodies, slot: int, eye: Tensor, way: Tensor) -> list[tuple[in
         origin = _to_object(bodies, slot, frame, (eye - bodies.centre[slot])[:, frame]) / scale
         heading = _to_object(bodies, slot, frame, way.flatten(1)[:, ray])
         at, end = enter.flatten()[ray].clamp(min=0) / scale, leave.flatten()[ray] / scale
-        for _ in range(STEPS):
+        for _ in range(STEPS if len(ray) else 0):
             at = at + DISTANCES[shape](origin + heading * at)
-        hit = (DISTANCES[shape](origin + heading * at) < NEAR) & (at < end)
-        found.append((shape, ray[hit], (at * scale)[hit]))
-    return found
+        hit = ((DISTANCES[shape](origin + heading * at) < NEAR) & (at < end)).nonzero()[:, 0]
+        local = (origin + heading * at)[:, hit]
+        found.append((ray[hit], (at * scale)[hit], local, normals(shape, local)))
+    return Hits(*(torch.cat(parts, -1) for parts in zip(*found, strict=True)))
 
 
 def _light_left(bodies: Bodies, slot: int, frame: Tensor, point: Tensor, light: Tensor) -> Tensor:
@@ -115,6 +126,8 @@ def _light_left(bodies: Bodies, slot: int, frame: Tensor, point: Tensor, light: 
     chosen = (meets & (kind >= 0)).nonzero()[:, 0]
     for shape in range(len(SHAPES)):
         some = chosen[kind[chosen] == shape]
+        if not len(some):
+            continue
         of, scale = frame[some], bodies.size[slot][frame[some]]
         origin = _to_object(bodies, slot, of, point[:, some] - bodies.centre[slot][:, of]) / scale
         heading = _to_object(bodies, slot, of, light[:, some])
@@ -181,29 +194,28 @@ def _picture(bodies: Bodies, around: Surroundings, eye: Tensor, way: Tensor) -> 
     """Colours [3, n, pixels] of all rays."""
     frames, pixels = way.shape[1:]
     flat, depth = way.flatten(1), torch.full((frames * pixels,), torch.inf, device=way.device)
-    owner = torch.full((frames * pixels,), 2, dtype=torch.int8, device=way.device)
-    hits = [(slot, *found) for slot in range(2) for found in _march(bodies, slot, eye, way)]
-    for slot, _, ray, distance in hits:
-        nearer = distance < depth[ray]
-        depth[ray[nearer]], owner[ray[nearer]] = distance[nearer], slot
+    owner = torch.full((frames * pixels,), NOBODY, dtype=torch.int8, device=way.device)
+    hits = [_march(bodies, slot, eye, way) for slot in range(2)]
+    for slot, hit in enumerate(hits):
+        owner[hit.ray] = torch.where(hit.distance < depth[hit.ray], slot, owner[hit.ray])
+        depth[hit.ray] = torch.minimum(hit.distance, depth[hit.ray])
     colour = torch.empty_like(flat)
     pixel = 2 * HALF_WIDTH / math.sqrt(pixels * 1.5)
-    up = (flat[1] > -1e-3) & (owner == 2)
-    for mask, kind in ((up, "sky"), (~up & (owner == 2), "floor")):
-        ray = mask.nonzero()[:, 0]
+    up = flat[1] > -1e-3
+    for mask, kind in ((up, "sky"), (~up, "floor")):
+        ray = (mask & (owner == NOBODY)).nonzero()[:, 0]
         frame, some = ray // pixels, flat[:, ray]
         colour[:, ray] = (
             sky_colour(around, frame, some) if kind == "sky" else _floor(bodies, around, frame, eye, some, pixel)
         )
-    for slot, shape, ray, distance in hits:
-        kept = owner[ray] == slot
-        ray, distance = ray[kept], distance[kept]
+    for slot, hit in enumerate(hits):
+        kept = (owner[hit.ray] == slot).nonzero()[:, 0]
+        ray = hit.ray[kept]
         frame = ray // pixels
-        point = eye[:, frame] + flat[:, ray] * distance
-        local = _to_object(bodies, slot, frame, point - bodies.centre[slot][:, frame]) / bodies.size[slot][frame]
-        normal = _to_world(bodies, slot, frame, normals(shape, local))
+        point = eye[:, frame] + flat[:, ray] * hit.distance[kept]
+        normal = _to_world(bodies, slot, frame, hit.normal[:, kept])
         lights = _lights(bodies, around, frame, point + 0.01 * normal, slot)
-        seen = Seen(point, normal, local, flat[:, ray], frame, bodies.colour[slot][frame])
+        seen = Seen(point, normal, hit.local[:, kept], flat[:, ray], frame, bodies.colour[slot][frame])
         colour[:, ray] = paint(seen, bodies.material[slot][frame], around, lights)
     return colour.view_as(way)
 
@@ -211,7 +223,7 @@ def _picture(bodies: Bodies, around: Surroundings, eye: Tensor, way: Tensor) -> 
 @torch.no_grad()
 def render(clips: list[Clip], size: ClipSize, device: torch.device | str = "cpu", samples: int = 2) -> Tensor:
     """Clips [b, 3, frames, height, width] in [-1, 1]; samples: rays a pixel, each way."""
-    at_once = max(1, RAYS_AT_ONCE // (size.frames * size.height * size.width * samples**2))
+    at_once = max(1, RAYS_AT_ONCE[torch.device(device).type] // (size.frames * size.height * size.width * samples**2))
     made = []
     for start in range(0, len(clips), at_once):
         scene = happening(clips[start : start + at_once], size.frames)

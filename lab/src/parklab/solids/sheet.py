@@ -31,8 +31,8 @@ SENTENCES = (
 SIZE = ClipSize(5, 128, 192)
 
 
-def write_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int = 3, width: int = 160) -> None:
-    """A PNG of 256 colours, two clips ([3, frames, h, w] in [0, 1]) a row: some frames and below them the sentence."""
+def write_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int = 3, width: int = 192) -> None:
+    """A PNG, two clips ([3, frames, h, w] in [0, 1]) a row: some frames and below them the sentence."""
     from PIL import Image, ImageDraw
 
     height, label = round(width * clips[0].shape[2] / clips[0].shape[3]), 17
@@ -47,7 +47,7 @@ def write_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int 
             sheet.paste(image.resize((width, height), Image.Resampling.LANCZOS), (left + column * (width + 2), top))
         pen.text((left + 2, top + height + 2), sentence, fill="black")
     buffer = io.BytesIO()
-    sheet.quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+    sheet.save(buffer, "PNG", optimize=True)
     write_atomically(path, buffer.getvalue())
 
 

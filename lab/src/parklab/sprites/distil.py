@@ -29,8 +29,9 @@ from parkattn.files import write_atomically
 
 from . import CHECKPOINT
 from .card import loss_plot, sample_sheet
+from .corpus import RADIX
 from .data import ClipSize
-from .flow import RADIX, TEXT_LENGTHS
+from .flow import TEXT_LENGTHS
 from .following import look, score
 from .gradients import Descent, autocast
 from .grammar import Scene, every_scene, held_out_scenes

@@ -1,4 +1,4 @@
-"""Training text encoder and transformer together by flow matching, on pools of encoded clips."""
+"""Training text encoder and transformer together by flow matching, on encoded clips of any corpus."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .data import ClipSize
 from .gradients import Descent, autocast
-from .grammar import GROUNDS, MOTIONS, SHAPES, TEXTURES, every_scene
 from .model import SpriteModelConfig, build_text_encoder, build_transformer
-from .recipe import TrainConfig, draw_scenes, mixture
+from .recipe import Mixture, TrainConfig
 from .training_state import Stage
 
-RADIX = torch.tensor([len(slot) for slot in (SHAPES, MOTIONS, GROUNDS, TEXTURES)] + [1]).flip(0).cumprod(0).flip(0)
-PIXELS_AT_ONCE = 24_000_000  # rendered and encoded in one go: enough to fill a GPU
 TEXT_LENGTHS = (32,) * 7 + (512,)  # a caller's max_sequence_length must not matter, and 512 is WanPipeline's default
-
-Encode = Callable[[Tensor, ClipSize, int], Tensor]  # scenes, size, seed -> normalised latents
 
 
 @dataclass
 class Pool:
-    """Encoded clips of one size, the oldest replaced first; rows are their sentences' places in `every_scene`."""
+    """Encoded clips of one size, `made` of them so far; rows are their sentences' places in the corpus."""
 
     latents: Tensor
     rows: Tensor
     made: int = 0
     owed: float = 0.0
+
+
+class Corpus(Protocol):
+    """Clips to learn from, with their sentences."""
+
+    words: tuple[str, ...]  # of all sentences
+    sentences: list[str]
+    longest: int  # tokens of the longest sentence, its end included
+    mixture: Mixture
+
+    def pool(self, size: ClipSize, count: int, step: int) -> Pool:
+        """Encoded clips for a step that takes `count` of a size."""
+        ...
 
 
 class Flow:
@@ -43,12 +51,12 @@ class Flow:
         model: SpriteModelConfig,
         config: TrainConfig,
         device: torch.device,
-        scenes: Tensor,
         tokenizer: Any,
-        encode: Encode,
+        corpus: Corpus,
     ) -> None:
-        self.model, self.config, self.device, self.scenes, self.encode = model, config, device, scenes, encode
-        self.transformer, self.text = build_transformer(model).to(device), build_text_encoder(model).to(device)
+        self.model, self.config, self.device, self.corpus = model, config, device, corpus
+        self.transformer = build_transformer(model).to(device)
+        self.text = build_text_encoder(model, corpus.words).to(device)
         modules = {"transformer": self.transformer, "text": self.text}
         self.parameters = {f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters()}
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -62,39 +70,16 @@ class Flow:
         self.descent = Descent(self.parameters, inside)
         self.stage = Stage("transformer", config.steps, config.seconds, 2 if config.small else 50)
         sentences = tokenizer(
-            [s.sentence for s in every_scene()] + [""], padding="max_length", max_length=12, return_tensors="pt"
+            [*corpus.sentences, ""], padding="max_length", max_length=corpus.longest, return_tensors="pt"
         )
         self.token_table, self.mask_table = sentences.input_ids.to(device), sentences.attention_mask.to(device)
-        self.pools: dict[ClipSize, Pool] = {}
 
-    def _pool(self, size: ClipSize, count: int, seed: int) -> Pool:
-        """The pool of a size, part of it renewed."""
-        smallest = min(s.tokens for s, _, _ in mixture(self.config))
-        room = max(2 * count, self.config.pool * smallest // size.tokens)
-        at_once = max(2, min(room, PIXELS_AT_ONCE // (size.frames * size.height * size.width)))
-        if size not in self.pools:
-            shape = (room, self.model.latent_channels, *size.grid)
-            rows = torch.zeros(room, dtype=torch.long, device=self.device)
-            # a quarter at the start, so that no clip is seen too often
-            self.pools[size] = Pool(
-                torch.empty(shape, dtype=torch.bfloat16, device=self.device), rows, owed=max(count, room // 4)
-            )
-        pool = self.pools[size]
-        pool.owed += self.config.fresh * count
-        while pool.owed >= at_once or pool.made < count:
-            some = draw_scenes(self.scenes, at_once, seed + pool.made)
-            slots = (torch.arange(at_once) + pool.made) % room
-            pool.latents[slots.to(self.device)] = self.encode(some, size, seed + 11 * pool.made)
-            pool.rows[slots.to(self.device)] = (some * RADIX).sum(1).to(self.device)
-            pool.made += at_once
-            pool.owed -= at_once
-        return pool
-
-    def draw(self, size: ClipSize, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def draw(self, size: ClipSize, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A batch: clean latents, noise, noise levels, rows of the sentences (the last row is the empty prompt)."""
         config = self.config
+        seed = config.seed * 10**7 + 10**6 + 101 * step
         count = max(2 if config.small else config.least_clips, config.tokens_per_batch // size.tokens)
-        pool = self._pool(size, count, seed)
+        pool = self.corpus.pool(size, count, step)
         cpu, on_device = torch.Generator().manual_seed(seed + 1), torch.Generator(self.device).manual_seed(seed + 2)
         chosen = torch.randperm(min(pool.made, len(pool.rows)), generator=cpu)[:count].to(self.device)
         level = (torch.rand(1, generator=cpu) + torch.arange(count) / count) % 1  # one draw per stratum of [0, 1)
@@ -129,12 +114,12 @@ class Flow:
         stage.begin()
         while stage.progress < 1:
             drawn = random.Random(config.seed * 10**7 + stage.step)
-            sizes = mixture(config)
+            sizes = self.corpus.mixture
             weights = [early + (late - early) * stage.progress for _, early, late in sizes]
             size = drawn.choices([size for size, _, _ in sizes], weights)[0]
             # one length for the larger sizes: every pair of size and length is a graph of its own
             length = drawn.choice(TEXT_LENGTHS) if size in (sizes[0][0], sizes[len(sizes) // 2][0]) else TEXT_LENGTHS[0]
-            self._step(size, length, self.draw(size, config.seed * 10**7 + 10**6 + 101 * stage.step))
+            self._step(size, length, self.draw(size, stage.step))
             save_when_due()
         stage.end()
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -158,9 +158,16 @@ def check_the_rule(scenes: list[Scene], size: ClipSize, seed: int = 0) -> dict:
     }
 
 
+class Told(Protocol):
+    """A scene of any grammar."""
+
+    @property
+    def sentence(self) -> str: ...
+
+
 def generate(
     pipeline: Any,
-    scenes: list[Scene],
+    scenes: Sequence[Told],
     size: ClipSize,
     *,
     steps: int = 16,

@@ -39,18 +39,18 @@ class SpriteModelConfig:
         return asdict(self)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:
     """One token per word of the grammar; the empty prompt (used for guidance) is the end token alone."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: index for index, word in enumerate((PAD, END, UNKNOWN, *WORDS))}
-    words = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
-    words.normalizer = normalizers.Lowercase()
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, vocabulary[END])])
+    vocabulary = {word: index for index, word in enumerate((PAD, END, UNKNOWN, *words))}
+    model = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
+    model.normalizer = normalizers.Lowercase()
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    model.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, vocabulary[END])])
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=model,
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
@@ -59,7 +59,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_text_encoder(config: SpriteModelConfig) -> UMT5EncoderModel:
+def build_text_encoder(config: SpriteModelConfig, words: tuple[str, ...] = WORDS) -> UMT5EncoderModel:
     """Its heads begin by looking at their neighbours: "blue" before a shape and "blue" after "over" are different
     words.
     """
@@ -67,7 +67,7 @@ def build_text_encoder(config: SpriteModelConfig) -> UMT5EncoderModel:
 
     encoder = UMT5EncoderModel(
         UMT5Config(
-            vocab_size=len(WORDS) + 3,
+            vocab_size=len(words) + 3,
             d_model=config.text_dim,
             d_kv=32,
             d_ff=2 * config.text_dim,

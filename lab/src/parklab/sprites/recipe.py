@@ -11,13 +11,14 @@ from .data import ClipSize
 from .grammar import every_scene
 
 # every size the transformer sees, with its share of the steps at the start and at the end of training
-MIXTURE = (
+Mixture = tuple[tuple[ClipSize, float, float], ...]
+MIXTURE: Mixture = (
     (ClipSize(17, 64, 96), 0.75, 0.05),
     (ClipSize(17, 96, 144), 0.15, 0.15),
     (ClipSize(17, 128, 192), 0.10, 0.35),
     (ClipSize(33, 160, 256), 0.00, 0.45),
 )
-SMALL_MIXTURE = ((ClipSize(5, 48, 64), 0.6, 0.4), (ClipSize(9, 48, 48), 0.4, 0.6))
+SMALL_MIXTURE: Mixture = ((ClipSize(5, 48, 64), 0.6, 0.4), (ClipSize(9, 48, 48), 0.4, 0.6))
 # few pixels make fast steps; the longest clips keep the causal convolutions from drifting where clips go on
 AUTOENCODER_SIZES = ((ClipSize(9, 96, 96), 2.0), (ClipSize(33, 64, 96), 1.0))
 # where prompt following is measured; the first is the size of the demo
@@ -54,7 +55,7 @@ class TrainConfig:
     evaluation_seconds: float = 60.0  # no further measurement begins after these
 
 
-def mixture(config: TrainConfig) -> tuple[tuple[ClipSize, float, float], ...]:
+def mixture(config: TrainConfig) -> Mixture:
     return SMALL_MIXTURE if config.small else MIXTURE
 
 

@@ -7,19 +7,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .data import ClipSize, render
+from .data import ClipSize
 from .gradients import Descent, autocast
 from .model import SpriteModelConfig, build_autoencoder
-from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture
+from .recipe import TrainConfig
 from .training_state import Stage, say
 from .whole_clips import WholeClips
 
+Clips = Callable[[int, ClipSize, int], Tensor]  # count, size, seed -> clips in [-1, 1] on the device of training
+
 
 class Autoencoding:
-    """The autoencoder with its two stages, and what was measured of it."""
+    """The autoencoder with its two stages, and what was measured of it.
 
-    def __init__(self, model: SpriteModelConfig, config: TrainConfig, device: torch.device, scenes: Tensor) -> None:
-        self.config, self.device, self.scenes = config, device, scenes
+    sizes: what it trains on by turns, with the number of clips as a share of the batch; measured: where it is judged,
+    on fresh clips.
+    """
+
+    def __init__(
+        self,
+        model: SpriteModelConfig,
+        config: TrainConfig,
+        device: torch.device,
+        clips: Clips,
+        sizes: tuple[tuple[ClipSize, float], ...],
+        measured: tuple[ClipSize, ...],
+        fresh: Clips | None = None,
+    ) -> None:
+        self.config, self.device, self.clips, self.fresh = config, device, clips, fresh or clips
+        self.sizes, self.measured = sizes, measured
         self.vae = build_autoencoder(model).to(device)
         if device.type == "cuda":  # the layout the tensor cores want: no transposes around the convolutions
             for module in self.vae.modules():
@@ -75,22 +91,22 @@ class Autoencoding:
                 self._descend(index, compute, save_when_due)
                 # the statistics belong to the encoder, which the second stage leaves alone
                 self.measure(statistics=index == 0)
+            elif self.psnr is None and self.stages[index].step:  # stopped between the last step and its measurement
+                self.measure(statistics=True)
 
     def _descend(
         self, index: int, compute: Callable[[Tensor], tuple[Tensor, Tensor]], save_when_due: Callable[[], None]
     ) -> None:
         config, stage, descent, parameters = self.config, self.stages[index], self.descents[index], self.trained[index]
-        sizes = ((ClipSize(5, 48, 64), 1.0),) if config.small else AUTOENCODER_SIZES
         self.vae.requires_grad_(False)
         for p in parameters.values():
             p.requires_grad_(True)
         stage.begin()
         while stage.progress < 1:
             seed = config.seed * 10**7 + index * 10**6 + stage.step
-            size, share = sizes[stage.step % len(sizes)]
-            clips = render(
-                draw_scenes(self.scenes, round(share * config.autoencoder_batch), seed), size, seed, self.device
-            )
+            size, share = self.sizes[stage.step % len(self.sizes)]
+            clips = self.clips(round(share * config.autoencoder_batch), size, seed)
+            torch.manual_seed(seed)  # posteriors are drawn from the global generator, which no state holds
             error = descent.gradients(compute, (clips,), size if config.graphs else None)
             descent.step(stage.rate(config.autoencoder_rate, 100))
             stage.record(error)
@@ -104,13 +120,8 @@ class Autoencoding:
     def measure(self, statistics: bool) -> None:
         """The reconstruction's PSNR and, if asked, mean and deviation of each latent channel (Wan's config holds them)."""
         latents, psnr = [], []
-        for size, _, _ in mixture(self.config)[:4]:
-            clips = render(
-                draw_scenes(self.scenes, 4 if self.config.small else 24, 99_991 + size.tokens),
-                size,
-                size.tokens,
-                self.device,
-            )
+        for size in self.measured:
+            clips = self.fresh(4 if self.config.small else 24, size, 99_991 + size.tokens)
             with autocast(self.device):
                 posterior = self.whole.encode(clips)
                 decoded = self.whole.decode(posterior.mode()).float().clamp(-1, 1)
@@ -124,9 +135,9 @@ class Autoencoding:
         say(f"autoencoder PSNR {self.psnr:.2f} dB, latent deviation {self.std.min():.2f} to {self.std.max():.2f}")
 
     @torch.no_grad()
-    def latents(self, scenes: Tensor, size: ClipSize, seed: int) -> Tensor:
-        """Normalised latents of rendered clips, as the transformer sees them."""
+    def latents(self, clips: Tensor) -> Tensor:
+        """Normalised latents of clips, as the transformer sees them."""
         with autocast(self.device):
-            modes = self.whole.encode(render(scenes, size, seed, self.device)).mode().float()
+            modes = self.whole.encode(clips).mode().float()
         shape = (1, -1, 1, 1, 1)
         return ((modes - self.mean.view(shape)) / self.std.view(shape)).bfloat16()

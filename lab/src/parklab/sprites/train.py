@@ -22,10 +22,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from .card import loss_plot, write_card
+from .corpus import SpriteCorpus
+from .data import ClipSize, render
 from .evaluation import evaluate
-from .flow import Flow
+from .flow import Corpus, Flow
 from .model import (
     SpriteModelConfig,
     build_autoencoder,
@@ -34,7 +37,7 @@ from .model import (
     build_tokenizer,
     build_transformer,
 )
-from .recipe import TrainConfig, mixture, train_scenes
+from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture, train_scenes
 from .reconstruction import Autoencoding
 from .training_state import load_state, prefixed, save_state, say, unprefixed
 
@@ -50,16 +53,33 @@ class Trainer:
 
     def __init__(self, out: Path, model: SpriteModelConfig, config: TrainConfig, device: torch.device) -> None:
         self.out, self.model, self.config, self.device = out, model, config, device
-        self.tokenizer, scenes = build_tokenizer(), train_scenes()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.autoencoding = Autoencoding(model, config, device, scenes)
-            self.flow = Flow(model, config, device, scenes, self.tokenizer, self.autoencoding.latents)
+            self.autoencoding = self._autoencoding()
+            self.corpus = self._corpus()
+            self.tokenizer = build_tokenizer(self.corpus.words)
+            self.flow = Flow(model, config, device, self.tokenizer, self.corpus)
         self.stages = (*self.autoencoding.stages, self.flow.stage)
         self.descents = (*self.autoencoding.descents, self.flow.descent)
         self.parameters = {**self.autoencoding.parameters, **self.flow.parameters}
         self.notes: list[str] = []  # what the figures of earlier runs do not say
         self.saved_at = time.monotonic()
+
+    def _autoencoding(self) -> Autoencoding:
+        config, table = self.config, train_scenes()
+        sizes = ((ClipSize(5, 48, 64), 1.0),) if config.small else AUTOENCODER_SIZES
+
+        def clips(count: int, size: ClipSize, seed: int) -> Tensor:
+            return render(draw_scenes(table, count, seed), size, seed, self.device)
+
+        measured = tuple(size for size, _, _ in mixture(config))
+        return Autoencoding(self.model, config, self.device, clips, sizes, measured)
+
+    def _corpus(self) -> Corpus:
+        def encode(scenes: Tensor, size: ClipSize, seed: int) -> Tensor:
+            return self.autoencoding.latents(render(scenes, size, seed, self.device))
+
+        return SpriteCorpus(self.model, self.config, self.device, train_scenes(), encode)
 
     def train(self) -> None:
         self.autoencoding.train(self.save_when_due)
@@ -147,7 +167,7 @@ class Trainer:
         """The diffusers folder with the averaged weights, put in place by one rename."""
         vae = build_autoencoder(self.model, self.autoencoding.mean.tolist(), self.autoencoding.std.tolist())
         vae.load_state_dict(self.autoencoding.vae.state_dict())
-        transformer, text = build_transformer(self.model), build_text_encoder(self.model)
+        transformer, text = build_transformer(self.model), build_text_encoder(self.model, self.corpus.words)
         for module, name in ((transformer, "transformer"), (text, "text")):
             averaged = {k[len(name) + 1 :]: v for k, v in self.flow.average.items() if k.startswith(name + ".")}
             module.load_state_dict(averaged, strict=False)
@@ -162,7 +182,7 @@ class Trainer:
         build_pipeline(self.model, **parts).save_pretrained(partial, safe_serialization=True)
         record = {
             "model": self.model.to_dict(), "training": asdict(self.config), "vae_psnr_db": self.autoencoding.psnr,
-            "sizes": [[s.frames, s.height, s.width, early, late] for s, early, late in mixture(self.config)],
+            "sizes": [[s.frames, s.height, s.width, early, late] for s, early, late in self.corpus.mixture],
             "parameters": {name: sum(p.numel() for p in parts[name].parameters()) for name in WEIGHTS},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu", "torch": torch.__version__,
             "stages": {stage.name: stage.whole() for stage in self.stages}, "notes": self.notes,

@@ -1,0 +1,44 @@
+"""What the model of solids is and how it is trained: sizes of clips, lengths of the stages, clips in the library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parklab.sprites.data import ClipSize
+from parklab.sprites.model import SpriteModelConfig
+from parklab.sprites.recipe import Mixture, TrainConfig
+
+# eight heads would need 101 M weights for attention alone in twelve layers, and files of about twice the size
+MODEL = SpriteModelConfig(heads=4, layers=12, ffn_dim=1536, text_layers=4, decoder_dim=48)
+TOY = SpriteModelConfig(heads=1, head_dim=32, layers=2, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
+RENDERED = ClipSize(17, 128, 192)  # once, and then shrunk to the smaller sizes
+SHRUNK = (ClipSize(17, 64, 96), ClipSize(17, 96, 144), RENDERED)
+LONG = ClipSize(33, 160, 256)
+# share of the steps at the start and at the end of training
+MIXTURE: Mixture = ((SHRUNK[0], 0.80, 0.05), (SHRUNK[1], 0.15, 0.15), (RENDERED, 0.05, 0.60), (LONG, 0.00, 0.20))
+TOY_RENDERED, TOY_LONG = ClipSize(5, 48, 64), ClipSize(9, 48, 48)
+TOY_MIXTURE: Mixture = ((TOY_RENDERED, 0.6, 0.4), (TOY_LONG, 0.4, 0.6))
+# parts of larger clips, and small clips whole: the autoencoder must know both scales
+AUTOENCODER_SIZES = ((ClipSize(9, 96, 96), 2.0), (ClipSize(33, 64, 96), 1.0))
+BANKS = ((ClipSize(33, 128, 192), 160), (ClipSize(33, 64, 96), 320))  # clips the autoencoder trains on
+TOY_BANKS = ((ClipSize(9, 48, 64), 4),)
+EVALUATION_SIZE = RENDERED
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolidsTrainConfig(TrainConfig):
+    autoencoder_seconds: float = 70.0
+    decoder_seconds: float = 20.0
+    decoder_noise: float = 0.10
+    tokens_per_batch: int = 24_576
+    least_clips: int = 6
+    rate: float = 3e-3
+    save_every: float = 60.0
+    library: int = 16_384  # clips rendered in all; of the longest a sixteenth
+    library_first: int = 2_048  # before the first step
+    library_step: float = 2.0  # and then a step
+
+
+def library_at(config: SolidsTrainConfig, step: int) -> int:
+    """Clips of the library that step `step` draws from: a resumed run draws from the same."""
+    return int(min(config.library, config.library_first + config.library_step * step))
