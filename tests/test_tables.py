@@ -128,6 +128,29 @@ def test_tables_of_runs_compare_each_row_with_the_same_profile_on_the_same_video
     assert seconds[-1][5] == f"{taken:,.0f} s" and seconds[-1][6] == f"{100 * own['dense']['stock'] / taken:.2f}x"
 
 
+def test_relatives_stand_beside_the_rivals_once_they_were_run(tables, monkeypatch):
+    quality_tables = sys.modules["quality_tables"]
+    before, cells = _cells(tables.TABLES["profiles_above_methods"]()), quality_tables._all_cells
+
+    def with_relatives(folder):
+        """As if mc-sparse had been run where svg2 was, with its results."""
+        found = cells(folder)
+        made = [cell for cell in found if cell["request"]["method"] == "svg2" and folder == "gpu_7168"]
+        return [*found, *({**cell, "request": {**cell["request"], "method": "mc-sparse"}} for cell in made)]
+
+    costs = quality_tables._costs("gpu_7168", guidances=(1.0,), densities=quality_tables.COST_DENSITIES)
+    monkeypatch.setattr(quality_tables, "_all_cells", with_relatives)
+    head = tables.TABLES["profiles_above_methods"]().splitlines()[0]
+    after = _cells(tables.TABLES["profiles_above_methods"]())
+    assert head.endswith("| above sol | above mc-sparse |") and [row[:-1] for row in after] == before
+    rivals = 4 + quality_tables.RIVALS.index("svg2")
+    assert [row[-1] for row in after] == [row[rivals] if row[0] == "7,168" else "" for row in before]
+    # its cells are not among those of matched_costs: the column is empty, and nothing else changes
+    beside = quality_tables._costs("gpu_7168", guidances=(1.0,), densities=quality_tables.COST_DENSITIES)
+    assert beside.splitlines()[0].endswith("| above mc-sparse, dB |")
+    assert [row[:-1] for row in _cells(beside)] == _cells(costs)
+
+
 def test_the_forwards_in_the_package_are_those_of_the_records(tables):
     assert json.loads(tables.PACKAGED.read_text()) == tables.forwards(), "run python tools/tables.py"
 
