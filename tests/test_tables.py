@@ -116,7 +116,18 @@ def test_tables_of_runs_compare_each_row_with_the_same_profile_on_the_same_video
         _lines([("paper", 4, 1.0, (40.0, 42.0), 1.0, 0.49), ("turbo", 4, 1.0, (45.0, 48.0), 1.0, 0.37)])
     )
     assert _cells(run_tables.forecast_profiles()) == [
-        ["75,600", "50", "5", "`fast tolerance=0.006`", "2", "0.50 (0.50)", "35.5", "-0.50 ± 19.06", "+1.00"]
+        [
+            "75,600",
+            "50",
+            "5",
+            "`fast tolerance=0.006`",
+            "2",
+            "0.50 (0.50)",
+            "35.5",
+            "-0.50 ± 19.06",
+            "+1.00",
+            "30.0, 29.0",
+        ]
     ]
     assert _cells(run_tables.int8_videos()) == [["75,600", "5", "fast", "2", "34.5", "+0.50 ± 0.00", "+0.50"]]
     (turbo, paper) = _cells(run_tables.few_steps())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+import records
 from records import RESULTS, Record, published
 
 from parkattn.park import ParkConfig
@@ -47,16 +48,17 @@ def profile_rows() -> Iterator[tuple[str, ...]]:
                 continue
             lost = [every[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in every]
             kept = [row["psnr"] for row in videos.values()]
+            lowest = [min(row["psnr"] for row in each.values()) for each in (every, videos)]
             yield (
                 tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos), f"{statistics.fmean(kept):.1f}",
-                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
+                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}", f"{lowest[0]:.1f}, {lowest[1]:.1f}",
             )  # fmt: skip
 
 
 @published
 def forecast_profiles() -> str:
     """What forecasts lose against the same profile with every forward, on the same videos."""
-    heads = "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | worst video lost, dB"
+    heads = "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | most lost by a video, dB | worst video, without and with"
     rows = list(profile_rows())
     return page_table(heads, rows) if rows else NOT_RUN
 
@@ -78,7 +80,7 @@ def int8_videos() -> str:
                 tokens, f"{guidance:g}", str(asked.config), str(len(kept)), f"{statistics.fmean(kept):.1f}",
                 f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
             ))  # fmt: skip
-    heads = "tokens | guidance | profile | videos | PSNR in INT8 | lost, dB | worst video lost, dB"
+    heads = "tokens | guidance | profile | videos | PSNR in INT8 | lost, dB | most lost by a video, dB"
     return page_table(heads, rows) if rows else NOT_RUN
 
 
@@ -121,6 +123,19 @@ def run_seconds() -> str:
     rows.sort(key=lambda row: (list(TITLES.values()).index(row[0]), list(LENGTHS).index(row[1])))
     heads = "model | tokens | run | PSNR of the small model | forwards computed | seconds | against stock | blocks compiled | seconds are"
     return page_table(heads, rows) if rows else NOT_RUN
+
+
+@published
+def whole_runs() -> str:
+    """Runs of which every step was made, beside what their forwards, timed one by one, add up to."""
+    names = ("e2e_profile.jsonl", "e2e_forecast.jsonl")
+    found = [line for name in names if (RESULTS / name).exists() for line in records.lines(name, "e2e profile run")]
+    rows = [
+        (f"{line['model']}, `{line['profile']}`", str(len(line["steps_by_phase"].get("forecast", ()))), f"{line['density_sparse_steps']:.2f}",
+         f"{line['denoise_s']:.1f} s", f"{line['composed_s']:.1f} s", f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}")
+        for line in found if line["method"] == "park"
+    ]  # fmt: skip
+    return page_table("run of 50 steps | forecast | density | whole | composed | apart", rows) if rows else NOT_RUN
 
 
 def _of_profile(family: str) -> bool:
