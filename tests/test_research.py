@@ -1,4 +1,4 @@
-"""Settings that only research changes: a share that follows noise, importance at anchors, and forecasts at given steps."""
+"""Settings that only research changes: a share that follows noise, exact anchors, and forecasts at given steps."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_plans_keep_less_as_noise_falls_and_what_is_kept_at_the_end_is_top_p():
     )
 
 
-def test_anchors_have_their_own_importance_and_plans_between_them_the_usual_one():
+def test_anchors_go_by_exact_attention_and_plans_between_them_by_the_estimate():
     short = {**SMALL, "top_p": 0.5, "warm_start": False}
     mixed, exact, usual = (
         plans(ResearchConfig.profile("fast", **short, **changes), steps=16)
-        for changes in ({"anchor_importance": "exact"}, {"importance": "exact"}, {})
+        for changes in ({"exact_anchors": True}, {"importance": "exact"}, {})
     )
     phases = {step: phase for step, (phase, _) in mixed.items()}
     assert set(phases.values()) == {"anchor", "refresh"}
@@ -81,10 +81,8 @@ def test_anchors_have_their_own_importance_and_plans_between_them_the_usual_one(
 
 
 def test_settings_that_have_no_effect_or_no_meaning_are_refused():
-    with pytest.raises(ValueError, match="anchor_importance: expected None without anchors"):
-        ResearchConfig(anchor_importance="exact")
-    with pytest.raises(ValueError, match="anchor_importance: expected"):
-        ResearchConfig.profile("fast", anchor_importance="guess")
+    with pytest.raises(ValueError, match="exact_anchors: expected False without anchors"):
+        ResearchConfig(exact_anchors=True)
     for tau in (0.5, 1.0):
         with pytest.raises(ValueError, match="noise_tau: expected a number between"):
             ResearchConfig(noise_tau=tau)
@@ -95,7 +93,7 @@ def test_settings_that_have_no_effect_or_no_meaning_are_refused():
 
 
 def test_a_row_of_the_frontier_names_them():
-    asked = Setting.parse("fast noise_tau=0.99 top_p=0.1 anchor_importance=exact")
+    asked = Setting.parse("fast noise_tau=0.99 top_p=0.1 exact_anchors=true")
     made = studied_entry(asked.method).make(ResearchConfig.profile(asked.config, **asked.changes))
     assert isinstance(made, StudiedPark) and made.planner.config.importance == "exact"
     assert (made.between.config.importance, made.between.config.noise_tau) == ("pama", 0.99)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from parklab import cli
+from parklab.bench.frontier import FORMAT
 from parklab.studio import gain
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,89 @@ def test_a_record_that_changes_changes_its_table(tables, tmp_path, monkeypatch):
     (tmp_path / "cpu.jsonl").write_text(re.sub(r'"dense_ms": [\d.]+', '"dense_ms": 1.5', lines))
     monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)
     assert tables.cpu() != before and tables.cpu().count("| 1.5 |") == 3
+
+
+def _lines(rows):
+    """Lines of the frontier: (setting, steps, guidance, PSNR of two videos, share of forwards, cost)."""
+    size, phases = {"frames": 81, "height": 400, "width": 576}, {"dense": [0], "anchor": [1], "forecast": [3]}
+    return "".join(
+        json.dumps({
+            "format": FORMAT, "key": f"{row} {prompt}", "prompt": prompt, "seed": 0, "setting": row[0], "steps": row[1], "guidance": row[2],
+            "psnr": psnr, "share_computed": row[4], "cost": row[5], "steps_by_phase": phases, **size,
+        }) + "\n"
+        for row in rows
+        for prompt, psnr in zip("ab", row[3], strict=True)
+    )  # fmt: skip
+
+
+def _cells(table):
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_tables_of_runs_compare_each_row_with_the_same_profile_on_the_same_videos(tables, tmp_path, monkeypatch):
+    run_tables = sys.modules["run_tables"]
+    monkeypatch.setattr(run_tables, "RESULTS", tmp_path)
+    names = ("forecast_profiles", "forecast_caches", "int8_videos", "few_steps", "run_seconds")
+    assert {tables.TABLES[name]() for name in names} == {run_tables.NOT_RUN}
+    (tmp_path / "run_75600.jsonl").write_text(
+        _lines(
+            [
+                ("fast", 50, 5.0, (30.0, 40.0), 1.0, 0.2),
+                ("fast tolerance=0.006", 50, 5.0, (29.0, 42.0), 0.5, 0.15),
+                ("fast precision=int8", 50, 5.0, (29.5, 39.5), 1.0, 0.2),
+                ("quality tolerance=0.004", 50, 5.0, (50.0, 50.0), 0.6, 0.3),  # nothing to compare it with
+                ("dense tolerance=0.004", 50, 5.0, (60.0, 60.0), 0.6, 0.6),
+            ]
+        )
+    )
+    (tmp_path / "few_steps.jsonl").write_text(
+        _lines([("paper", 4, 1.0, (40.0, 42.0), 1.0, 0.49), ("turbo", 4, 1.0, (45.0, 48.0), 1.0, 0.37)])
+    )
+    assert _cells(run_tables.forecast_profiles()) == [
+        [
+            "75,600",
+            "50",
+            "5",
+            "`fast tolerance=0.006`",
+            "2",
+            "0.50 (0.50)",
+            "35.5",
+            "-0.50 ± 19.06",
+            "+1.00",
+            "30.0, 29.0",
+        ]
+    ]
+    assert _cells(run_tables.int8_videos()) == [["75,600", "5", "fast", "2", "34.5", "+0.50 ± 0.00", "+0.50"]]
+    (turbo, paper) = _cells(run_tables.few_steps())
+    assert turbo[:4] == ["4", "`turbo`", "2", "37.0%"] and turbo[-1].startswith("+5.5 ±") and paper[-1] == ""
+    seconds = [row for row in _cells(run_tables.run_seconds()) if row[2].startswith("`fast tolerance=0.006`")]
+    assert [row[0] for row in seconds] == ["Wan2.1-14B", "Wan2.1-14B", "Wan2.1-1.3B"]  # float8 in one, no guidance 1
+    own = gain.measured_forwards()["models"]["wan2.1-1.3b"]
+    taken = 2 * gain.seconds_of_phases(own["profiles"]["fast"]["seconds"], {"dense": 1, "anchor": 1})
+    assert seconds[-1][5] == f"{taken:,.0f} s" and seconds[-1][6] == f"{100 * own['dense']['stock'] / taken:.2f}x"
+
+
+def test_relatives_stand_beside_the_rivals_once_they_were_run(tables, monkeypatch):
+    quality_tables = sys.modules["quality_tables"]
+    before, cells = _cells(tables.TABLES["profiles_above_methods"]()), quality_tables._all_cells
+
+    def with_relatives(folder):
+        """As if mc-sparse had been run where svg2 was, with its results."""
+        found = cells(folder)
+        made = [cell for cell in found if cell["request"]["method"] == "svg2" and folder == "gpu_7168"]
+        return [*found, *({**cell, "request": {**cell["request"], "method": "mc-sparse"}} for cell in made)]
+
+    costs = quality_tables._costs("gpu_7168", guidances=(1.0,), densities=quality_tables.COST_DENSITIES)
+    monkeypatch.setattr(quality_tables, "_all_cells", with_relatives)
+    head = tables.TABLES["profiles_above_methods"]().splitlines()[0]
+    after = _cells(tables.TABLES["profiles_above_methods"]())
+    assert head.endswith("| above sol | above mc-sparse |") and [row[:-1] for row in after] == before
+    rivals = 4 + quality_tables.RIVALS.index("svg2")
+    assert [row[-1] for row in after] == [row[rivals] if row[0] == "7,168" else "" for row in before]
+    # its cells are not among those of matched_costs: the column is empty, and nothing else changes
+    beside = quality_tables._costs("gpu_7168", guidances=(1.0,), densities=quality_tables.COST_DENSITIES)
+    assert beside.splitlines()[0].endswith("| above mc-sparse, dB |")
+    assert [row[:-1] for row in _cells(beside)] == _cells(costs)
 
 
 def test_the_forwards_in_the_package_are_those_of_the_records(tables):

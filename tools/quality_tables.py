@@ -26,6 +26,7 @@ from records import RESULTS, SIZES, Record, cells, lab, published
 
 PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
+RELATIVES = ("mc-sparse", "chipmunk")  # beside them where they were run at densities
 TOKENS = {"gpu_75600": "75,600", "gpu_7168": "7,168"}
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 H200_DENSITIES = {1.0: (0.1, 0.25, 0.5), 5.0: (0.25,)}
@@ -177,7 +178,7 @@ def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
 @published
 def profiles_above_methods() -> str:
     """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's runs."""
-    rows = []
+    rows, names = [], (*RIVALS, *dict.fromkeys(name for folder in TOKENS for name in relatives_in(folder)))
     for folder, tokens in TOKENS.items():
         curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for cell in _cells(folder):
@@ -186,9 +187,10 @@ def profiles_above_methods() -> str:
         for setting, runs in profiles_beside_methods(folder, {prompt for _, prompt in curves}).items():
             if setting != "paper":
                 cost = statistics.fmean(row["cost"] for row in runs.values())
-                margins = (_margin(runs, curves, name) for name in RIVALS)
+                run_on = (all((name, prompt) in curves for prompt in runs) for name in names)
+                margins = [_margin(runs, curves, name) if was else "" for name, was in zip(names, run_on, strict=True)]
                 rows.append((tokens, setting, str(len(runs)), f"{cost:.1%}", *margins))
-    above = " | ".join(f"above {name}" for name in RIVALS)
+    above = " | ".join(f"above {name}" for name in names)
     return page_table(f"tokens | profile | videos | attention computed | {above}", rows)
 
 
@@ -248,7 +250,8 @@ def costs_7k() -> str:
 
 def _costs(folder: str, **asked: Any) -> str:
     """What `park reproduce matched_costs --draw` finds of the cells: a profile above each method at every cost."""
-    drawn = lab(folder, **asked)
+    relatives = relatives_in(folder)
+    drawn = lab(folder, **asked, **({"methods": (*RIVALS, *relatives)} if relatives else {}))
     wanted = EXPERIMENTS["matched_costs"].cells(drawn)
     records = drawn.finished(wanted)
     reasons = drawn.unreachable([cell for cell in wanted if cell.name not in records])
@@ -269,7 +272,7 @@ def _costs(folder: str, **asked: Any) -> str:
         found = [real for asked_for, real in computed[scale, profile] if abs(asked_for - cost) < COSTS_ARE_ONE]
         return f"{statistics.fmean(found):.3f}"
 
-    names = ("paper", *RIVALS)
+    names = ("paper", *RIVALS, *relatives)
     lines = []
     for (scale, cost), found in sorted(rows.items()):
         for place, told in enumerate(found.values()):
@@ -297,6 +300,13 @@ def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[fl
     apart = [row["psnr"] - psnr for row, (_, psnr) in zip(runs.values(), cheapest, strict=True)]
     at = statistics.fmean(cost for cost, _ in cheapest)
     return f"{statistics.fmean(apart):+.1f} ± {interval(apart):.1f} dB, its cheapest run computes {at:.1%}"
+
+
+def relatives_in(folder: str) -> tuple[str, ...]:
+    """Those that have runs at densities among the cells of a folder."""
+    asked = [cell["request"] for cell in _all_cells(folder)]
+    run = {each["method"] for each in asked if each["density"] is not None and each["guidance"] == 1.0}
+    return tuple(name for name in RELATIVES if name in run)
 
 
 def _all_cells(folder: str) -> list[Record]:

@@ -9,38 +9,45 @@ import statistics
 from pathlib import Path
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
-from records import RESULTS, Record, cells
+from records import RESULTS, SIZES, Record, cells
 
 from parkattn.park import ParkConfig
 from parklab.bench.frontier import read_records
 from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.run_frontier import CACHES, DENSE_FORECAST, FEWER, METHODS_ALONE, MODELS, TITLES, Run, runs_of
+from parklab.experiments.run_frontier import CACHES, DENSE_FORECAST, DRAWN, FEWER, METHODS_ALONE, TITLES, Run, runs_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs/pictures/run.svg"
-LINES, CAMPAIGN = ("frontier.jsonl", "run_75600.jsonl"), "gpu_75600"  # a later line replaces an earlier one
+# a later line replaces an earlier one
+LINES, CAMPAIGN = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl"), "gpu_75600"
 CURVES = {FEWER: INK, DENSE_FORECAST: RED} | dict(zip(CACHES.values(), (ORANGE, GREEN, PURPLE), strict=True))
-WIDTH, HEIGHT = 300, 250  # of a panel
+WIDTH, HEIGHT, ROW = 300, 250, 345  # of a panel, and from one row of them to the next
+TOKENS = {SIZES["gpu_75600"]: "75,600", SIZES["gpu_7168"]: "7,168"}
 Point = tuple[float, float]  # seconds, dB
 
 
 def draw() -> Picture:
     said = (
-        "Mean PSNR against the dense video over the seconds of a whole run, for two models. Further left is faster, higher is"
-        " closer to dense attention. PARK's profiles are blue; a line leads from each to the same profile with forecasts."
+        "Mean PSNR against the dense video over the seconds of a whole run, for two models and two lengths of video. Further"
+        " left is faster, higher is closer to dense attention. PARK's profiles are blue; a line leads from each to the same"
+        " profile with forecasts."
     )
-    picture = Picture(760, 392, "Quality against the seconds of a run on an H200", said)
     lines = [line for name in LINES if (RESULTS / name).exists() for line in read_records(RESULTS / name)]
     runs = list(runs_of(lines, _own_settings()))
-    longest = max(run.video for run in runs)
-    for place, model in enumerate(MODELS):
-        here = [run for run in runs if (run.model, run.video) == (model, longest) and run.seconds and run.videos]
-        dense = next(run.dense for run in runs if run.model == model and run.dense)
-        _panel(picture, 55 + place * (WIDTH + 75), model, here, dense["compiled"])
+    videos = sorted({run.video for run in runs}, reverse=True)
+    picture = Picture(760, 72 + ROW * len(videos), "Quality against the seconds of a run on an H200", said)
+    for row, video in enumerate(videos):
+        for place, model in enumerate(DRAWN):
+            here = [run for run in runs if (run.model, run.video) == (model, video) and run.seconds and run.videos]
+            dense = next(run.dense for run in runs if run.model == model and run.dense)
+            corner = 55 + place * (WIDTH + 75), ROW * row
+            _panel(
+                picture, corner, f"{TITLES[model]}, dense {dense['compiled']:,.0f} s; {TOKENS[video[:3]]} tokens", here
+            )
     drawn = dict.fromkeys(run.family for run in runs if run.videos)
     shown = [("PARK", BLUE), *((name, colour) for name, colour in CURVES.items() if name in drawn)]
     shown.append((METHODS_ALONE, GREY))
     for row in range(2):
-        picture.legend(55, 358 + 20 * row, shown[4 * row : 4 * row + 4])
+        picture.legend(55, 38 + ROW * len(videos) + 20 * row, shown[4 * row : 4 * row + 4])
     return picture
 
 
@@ -56,14 +63,15 @@ def _own_settings() -> list[tuple[Record, Record]]:
     ]
 
 
-def _panel(picture: Picture, left: float, model: str, runs: list[Run], dense: float) -> None:
+def _panel(picture: Picture, corner: tuple[float, float], title: str, runs: list[Run]) -> None:
     points = {run.name: (run.seconds or 0.0, statistics.fmean(run.psnr)) for run in runs}
     heights = [psnr for _, psnr in points.values()]
     low, high = 5 * (min(heights) // 5), 5 * (max(heights) // 5 + 1)
-    stride = 100 if dense < 1200 else 200
+    left, top = corner
+    stride = 200
     right = stride * (max(seconds for seconds, _ in points.values()) // stride + 1)
-    picture.text(left, 24, f"{TITLES[model]}, dense {dense:,.0f} s", size=13)
-    axes = Axes(picture, (left, 58, WIDTH, HEIGHT), (0, right), (low, high), ("seconds of a run", "PSNR, dB"))
+    picture.text(left, top + 24, title, size=13)
+    axes = Axes(picture, (left, top + 58, WIDTH, HEIGHT), (0, right), (low, high), ("seconds of a run", "PSNR, dB"))
     axes.ticks(range(0, int(right) + 1, stride), [low + 10 * i for i in range(int((high - low) // 10) + 1)])
     for family, colour in CURVES.items():
         curve = sorted(points[run.name] for run in runs if run.family == family)

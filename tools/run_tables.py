@@ -1,17 +1,25 @@
-"""Tables of whole runs for tools/tables.py: forecasts beside every forward, and beside the step caches of others."""
+"""Tables of whole runs for tools/tables.py: forecasts beside every forward and beside the step caches of others, few
+steps, INT8, and seconds.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
 
+import records
 from records import RESULTS, Record, published
 
+from parkattn.park import ParkConfig
 from parklab.bench.frontier import DENSE, Setting, read_records
-from parklab.experiments.run_frontier import Run
+from parklab.experiments.run_frontier import FLOAT8, TITLES, Run, runs_of
 from parklab.experiments.tables import interval, page_table
 
 FILES = {"run_75600.jsonl": "75,600", "run_7168.jsonl": "7,168"}  # tokens
+FEW = "few_steps.jsonl"
+# of a table of seconds; a later line replaces an earlier one
+LENGTHS = {"75,600": ("frontier.jsonl", "run_75600.jsonl"), "7,168": ("frontier.jsonl", "run_7168.jsonl")}
+FRAMES = {"75,600": (81, 400, 576), "7,168": (29, 224, 256)}
 NOT_RUN = "not run: docs/forecast.md has the commands\n"
 Videos = dict[tuple[str, int], Record]  # by prompt and seed
 
@@ -40,18 +48,102 @@ def profile_rows() -> Iterator[tuple[str, ...]]:
                 continue
             lost = [every[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in every]
             kept = [row["psnr"] for row in videos.values()]
+            lowest = [min(row["psnr"] for row in each.values()) for each in (every, videos)]
             yield (
                 tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos), f"{statistics.fmean(kept):.1f}",
-                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
+                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}", f"{lowest[0]:.1f}, {lowest[1]:.1f}",
             )  # fmt: skip
 
 
 @published
 def forecast_profiles() -> str:
     """What forecasts lose against the same profile with every forward, on the same videos."""
-    heads = "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | worst video lost, dB"
+    heads = "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | most lost by a video, dB | worst video, without and with"
     rows = list(profile_rows())
     return page_table(heads, rows) if rows else NOT_RUN
+
+
+@published
+def int8_videos() -> str:
+    """Profiles whose attention is computed in INT8 beside the same ones in the model's dtype, on the same videos."""
+    rows = []
+    for tokens, lines in recorded().items():
+        found = by_setting(lines)
+        for (steps, guidance, name), videos in found.items():
+            asked = Setting.parse(name)
+            same = found.get((steps, guidance, asked.config or ""))
+            if list(asked.changes.items()) != [("precision", "int8")] or same is None:
+                continue
+            lost = [same[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in same]
+            kept = [row["psnr"] for row in videos.values()]
+            rows.append((
+                tokens, f"{guidance:g}", str(asked.config), str(len(kept)), f"{statistics.fmean(kept):.1f}",
+                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
+            ))  # fmt: skip
+    heads = "tokens | guidance | profile | videos | PSNR in INT8 | lost, dB | most lost by a video, dB"
+    return page_table(heads, rows) if rows else NOT_RUN
+
+
+@published
+def few_steps() -> str:
+    """Profiles in 4 and 8 steps with the few-step LoRA of the small model, and how far they are above `paper`."""
+    found = by_setting(read_records(RESULTS / FEW)) if (RESULTS / FEW).exists() else {}
+    rows = []
+    for steps, guidance in sorted({place[:2] for place in found}):
+        here = {name: videos for (*place, name), videos in found.items() if tuple(place) == (steps, guidance)}
+        for name in sorted(here.keys() - {DENSE}, key=lambda name: _cost(here[name])):
+            videos, paper = here[name], here.get("paper", {})
+            kept = [row["psnr"] for row in videos.values()]
+            above = [row["psnr"] - paper[place]["psnr"] for place, row in videos.items() if place in paper]
+            rows.append((
+                str(steps), f"`{name}`", str(len(kept)), f"{_cost(videos):.1%}", f"{statistics.fmean(kept):.1f}{_within(kept)}", f"{min(kept):.1f}",
+                f"{statistics.fmean(above):+.1f}{_within(above)}" if above and name != "paper" else "",
+            ))  # fmt: skip
+    heads = "steps | profile | videos | attention computed | PSNR | worst video | above `paper`, dB"
+    return page_table(heads, rows) if rows else NOT_RUN
+
+
+@published
+def run_seconds() -> str:
+    """Whole runs of three models in seconds, at the share of forwards that the small model computed."""
+    rows = []
+    for tokens, names in LENGTHS.items():
+        lines = [line for name in names if (RESULTS / name).exists() for line in read_records(RESULTS / name)]
+        size = FRAMES[tokens]
+        here = [line for line in lines if (line["frames"], line["height"], line["width"]) == size]
+        for run in runs_of(here):
+            if run.seconds is None or not _of_profile(run.family) or not (run.videos or FLOAT8 in run.name):
+                continue
+            psnr, share = run.psnr, run.mean("share_computed")
+            rows.append((
+                TITLES[run.model], tokens, f"`{run.name.removesuffix(f', {FLOAT8}')}`{', ' + FLOAT8 if FLOAT8 in run.name else ''}",
+                f"{statistics.fmean(psnr):.1f}{_within(psnr)}" if psnr else "", "" if share is None else f"{share:.2f}", f"{run.seconds:,.0f} s",
+                *(f"{run.dense[way] / run.seconds:.2f}x" for way in ("stock", "compiled")), run.how,
+            ))  # fmt: skip
+    rows.sort(key=lambda row: (list(TITLES.values()).index(row[0]), list(LENGTHS).index(row[1])))
+    heads = "model | tokens | run | PSNR of the small model | forwards computed | seconds | against stock | blocks compiled | seconds are"
+    return page_table(heads, rows) if rows else NOT_RUN
+
+
+@published
+def whole_runs() -> str:
+    """Runs of which every step was made, beside what their forwards, timed one by one, add up to."""
+    names = ("e2e_profile.jsonl", "e2e_forecast.jsonl")
+    found = [line for name in names if (RESULTS / name).exists() for line in records.lines(name, "e2e profile run")]
+    rows = [
+        (f"{line['model']}, `{line['profile']}`", str(len(line["steps_by_phase"].get("forecast", ()))), f"{line['density_sparse_steps']:.2f}",
+         f"{line['denoise_s']:.1f} s", f"{line['composed_s']:.1f} s", f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}")
+        for line in found if line["method"] == "park"
+    ]  # fmt: skip
+    return page_table("run of 50 steps | forecast | density | whole | composed | apart", rows) if rows else NOT_RUN
+
+
+def _of_profile(family: str) -> bool:
+    return family.partition(",")[0] in ParkConfig.long_run_profiles()
+
+
+def _cost(videos: Videos) -> float:
+    return statistics.fmean(row["cost"] for row in videos.values())
 
 
 @published

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parkattn.anchors import UNANCHORED, anchor_count, levels_of, log_signal_to_noise
-from parkattn.checks import expect_choice, expect_fraction, expect_positive
+from parkattn.checks import expect_choice, expect_flag, expect_fraction, expect_positive
 from parkattn.methods import method_entry
 from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.park import Park, ParkConfig, ParkPlanner, WithoutBoth, WithoutPama, WithoutQrkc
@@ -40,18 +40,15 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
     """top_p falls from 1 with the noise (iCATS, arXiv 2610.11302): by a logistic curve in log signal-to-noise that has
     come this far towards top_p where anchors end, and half of the way after the shortest stride of a run; None: it is
     the same at every step."""
-    anchor_importance: Literal["pama", "query-centroid", "full-key", "exact"] | None = None
-    """`importance` of the plans that anchors make, whose dense pass has computed all scores; None: the same."""
+    exact_anchors: bool = False
+    """Plans that anchors make go by the attention that blocks really get: their dense pass has computed all scores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_choice("importance", self.importance, ESTIMATORS)
-        if self.anchor_importance is not None:
-            expect_choice("anchor_importance", self.anchor_importance, ESTIMATORS)
-            if self.anchors is None:
-                raise ValueError(
-                    f"anchor_importance: expected None without anchors, got {self.anchor_importance}; set anchors too."
-                )
+        expect_flag("exact_anchors", self.exact_anchors)
+        if self.exact_anchors and self.anchors is None:
+            raise ValueError("exact_anchors: expected False without anchors, got True; set anchors too.")
         if self.noise_tau is not None:
             expect_fraction("noise_tau", self.noise_tau, zero=False)
             if not 0.5 < self.noise_tau < 1:
@@ -109,10 +106,9 @@ class StudiedPark(Park):
 
     def __init__(self, config: ResearchConfig, name: str = "park") -> None:
         super().__init__(config, name)
-        if config.noise_tau is None and config.anchor_importance is None:
+        if config.noise_tau is None and not config.exact_anchors:
             return
-        at_anchors = config.replace(importance=config.anchor_importance or config.importance)
-        self.planner = StudiedPlanner(at_anchors)
+        self.planner = StudiedPlanner(config.replace(importance="exact") if config.exact_anchors else config)
         self.between = StudiedPlanner(config.replace(top_p=config.refresh_top_p or config.top_p))
 
 

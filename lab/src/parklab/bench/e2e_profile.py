@@ -54,12 +54,12 @@ Note = Callable[[dict[str, Any]], None]
 
 
 def profile_config(model: WholeModel, profile: str, top_k: float, **changes: Any) -> ParkConfig:
-    """A profile at a fixed density; dense steps, if any, in our own kernel.
+    """A profile at a fixed density; dense steps, if any, in our own kernel, and no forward is forecast by its error.
 
     Blocks are chosen per row: with random weights all of them are worth the same, and a threshold would keep all or
     none.
     """
-    fixed = {"top_p": None, "top_k": top_k, "budget": "row", "own_dense": True}
+    fixed = {"top_p": None, "top_k": top_k, "budget": "row", "own_dense": True, "tolerance": 0.0}
     return ResearchConfig.profile(profile, model=model.name, **{**model.settings, **fixed, **changes})
 
 

@@ -43,6 +43,6 @@ def settings_of_plans(config: ResearchConfig) -> dict[str, Any]:
     """What a cell about retrieval asks for: a plan by itself depends neither on the precision of attention nor on what
     the steps of a run do; anchors by error were a setting once.
     """
-    left_out = ("precision", "tolerance", "refresh_falls", "sage_dense")
+    left_out = ("precision", "tolerance", "refresh_falls", "sage_dense", "noise_tau", "exact_anchors")
     asked = {name: value for name, value in config.to_dict().items() if name not in left_out}
     return {**asked, "anchor_error": None}

@@ -35,8 +35,9 @@ FASTEST = "compiled"  # of the ways to run dense attention without parkattn
 FLOAT8 = "float8 linears"
 ONE_FORWARD = 0.02  # of 50 steps: beyond the ends of a curve
 # whose seconds: guidance of the small model's videos, and forwards in a step
-MODELS = {"wan2.1-14b": (5.0, 2), "hunyuanvideo": (1.0, 1)}
-TITLES = {"wan2.1-14b": "Wan2.1-14B", "hunyuanvideo": "HunyuanVideo"}
+MODELS = {"wan2.1-14b": (5.0, 2), "wan2.1-1.3b": (5.0, 2), "hunyuanvideo": (1.0, 1)}
+TITLES = {"wan2.1-14b": "Wan2.1-14B", "wan2.1-1.3b": "Wan2.1-1.3B", "hunyuanvideo": "HunyuanVideo"}
+DRAWN = ("wan2.1-14b", "hunyuanvideo")  # one of each guidance
 CACHES = {"first-block": "FirstBlockCache", "mag": "MagCache", "taylorseer": "TaylorSeer"}
 FEWER, DENSE_FORECAST, METHODS_ALONE = "dense, fewer steps", "dense, forecasts", "sparse methods"
 COLUMNS = (
@@ -219,7 +220,8 @@ def _figure(runs: Sequence[Run]) -> Plot | None:
     for video in dict.fromkeys(run.video for run in runs):
         for axis, label in (("seconds", "seconds of a run"), ("cost", "attention, share of all-dense")):
             panels = []
-            for model, (guidance, _) in MODELS.items():
+            for model in DRAWN:
+                guidance = MODELS[model][0]
                 here = [run for run in runs if (run.model, run.video) == (model, video)]
                 title = f"{TITLES[model] if axis == 'seconds' else f'guidance {guidance:g}'}, {_shown(video)}"
                 panels += [Panel(label, "PSNR, dB", found, title)] if (found := series_of(here, axis)) else []
@@ -240,7 +242,7 @@ def series_of(runs: Sequence[Run], axis: str) -> tuple[Series, ...]:
 
 def _findings(runs: Sequence[Run]) -> Iterator[Finding]:
     """At equal numbers of computed forwards with dense attention: forecasts against each cache."""
-    for model, video in dict.fromkeys((run.model, run.video) for run in runs):
+    for model, video in dict.fromkeys((run.model, run.video) for run in runs if run.model in DRAWN):
         here = [run for run in runs if (run.model, run.video) == (model, video) and run.videos]
         curve = [run for run in here if run.family == DENSE_FORECAST]
         for cache in CACHES.values():
