@@ -4,6 +4,7 @@ steps, INT8, and seconds.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator
 
@@ -61,6 +62,37 @@ def forecast_profiles() -> str:
     heads = "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | most lost by a video, dB | worst video, without and with"
     rows = list(profile_rows())
     return page_table(heads, rows) if rows else NOT_RUN
+
+
+@published
+def forecast_rules() -> str:
+    """Other rules of forecasts beside the one that is built: the first steps computed, and fewer forecasts in a row."""
+    every = {tokens: by_setting(lines) for tokens, lines in recorded().items()}
+    found: dict[tuple[str, float, str, str], Videos] = {}
+    for line in records.lines("forecast_rules.jsonl"):
+        (tokens,) = (name for name, size in FRAMES.items() if size[1] == line["height"])
+        first, longest = line["rule"]["first"], line["rule"]["longest"]
+        rule = f"first {first:.0%} computed" if first else f"at most {longest} in a row"
+        found.setdefault((tokens, line["guidance"], line["setting"], rule), {})[line["prompt"], line["seed"]] = line
+    for tokens, settings in every.items():
+        for (steps, guidance, name), videos in settings.items():
+            if steps == 50 and re.fullmatch(r"(quality|fast) tolerance=[\d.]+", name):
+                found[tokens, guidance, name, "as it is"] = videos
+    rows = []
+    for (tokens, guidance, name, rule), videos in sorted(
+        found.items(), key=lambda item: (*item[0][:2], item[0][2].split()[0], _computed(item[1]))
+    ):
+        whole = every[tokens][50, guidance, name.split()[0]]
+        lost = [whole[place]["psnr"] - row["psnr"] for place, row in videos.items()]
+        loss = f"{statistics.fmean(lost):+.2f}{_within(lost)}"
+        rows.append((tokens, f"{guidance:g}", f"`{name}`", rule, _share(videos), loss, f"{max(lost):+.2f}"))
+    return page_table(
+        "tokens | guidance | setting | rule | forwards computed | lost, dB | most lost by a video, dB", rows
+    )
+
+
+def _computed(videos: Videos) -> float:
+    return statistics.fmean(row["share_computed"] for row in videos.values())
 
 
 @published
