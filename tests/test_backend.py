@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from interpreted import run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
 from parkattn.backend import resolve
-from parkattn.ops import REFERENCE, Backend, importance
+from parkattn.ops import REFERENCE, Backend, cluster, importance
 from parkattn.ops.attend.definition import attend, dense_attention
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import ESTIMATORS
@@ -246,12 +246,12 @@ def test_importance_rows_sum_to_one_and_match_their_definition():
     config = config_for()
     options = {"iterations": 1, "seed": config.seed}
     queries, keys = (
-        backend.kmeans(q, config.query_clusters, **options),
-        backend.cluster_keys(k, q, config.key_clusters, config, **options),
+        cluster.kmeans(backend, q, config.query_clusters, **options),
+        cluster.cluster_keys(backend, k, q, config.key_clusters, config, **options),
     )
-    blocks = backend.arrange(queries.labels, queries.clusters)
+    blocks = cluster.arrange(backend, queries.labels, queries.clusters)
     for kind in ("pama", "query-centroid"):
-        found = backend.importance(kind, q, k, blocks, queries, keys, scale=None)
+        found = importance.estimate(backend, kind, q, k, blocks, queries, keys, scale=None)
         exact = ESTIMATORS[kind](q.double(), k.double(), queries.labels, queries.clusters, keys.labels, keys.clusters)
         # scores move by one rounding of a centroid, |q| |c| eps / sqrt(d), and weights by at most that share
         slack = torch.finfo(q.dtype).eps * q.double().norm(dim=-1).max() * keys.centroids.norm(dim=-1).max() / 8
@@ -264,9 +264,10 @@ def test_what_has_no_kernel_is_refused_with_the_alternative():
     q, config = tokens(13, 4, 40, 64), config_for(backend="triton")
     plan = build_plan(q, q, config.replace(backend="reference"))
     nothing = Clustering(q[..., 0].int(), q[:, :, :1], q[..., :1, 0].int())
+    backend = resolve("triton", q.device, q.dtype, 64)
     for kind in ("exact", "full-key"):
         with pytest.raises(ValueError, match=r"importance: .* use backend='reference'"):
-            resolve("triton", q.device, q.dtype, 64).importance(kind, q, q, plan.queries, nothing, nothing, scale=None)
+            importance.estimate(backend, kind, q, q, plan.queries, nothing, nothing, scale=None)
     with pytest.raises(ValueError, match=r"v: .* use backend='reference'"):
         park_attention(q, q, q[..., :32], config, plan=plan)
     with pytest.raises(ValueError, match=r"scale: .* use backend='reference'"):

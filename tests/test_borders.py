@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from interpreted import run_interpreted
 from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.ops.cluster.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_borders
+from parkattn.ops.cluster.borders import MULTIPLES_PER_BLOCK, fitting_multiple, nearest_chain, round_labels
 from parkattn.segments import segment_mean, segment_sizes
 from parklab.research import ResearchConfig
 
@@ -60,7 +60,7 @@ def clustered(seed: int, n: int, count: int, d: int = 8, dtype: torch.dtype = to
 @given(seed=st.integers(0, 2**31), n=st.integers(1, 300), count=st.integers(1, 20), multiple=st.integers(2, 40))
 def test_borders_lie_on_multiples_and_no_token_is_lost(seed, n, count, multiple):
     x, labels, centroids = clustered(seed, n, count)
-    rounded = round_borders(x, labels, centroids, multiple)
+    rounded = round_labels(x, labels, centroids, multiple)
     before, after = segment_sizes(labels, count), segment_sizes(rounded, count)
     assert torch.equal(rounded == count, labels == count)  # who was not clustered still is not
     assert torch.equal(before.sum(-1), after.sum(-1))
@@ -78,7 +78,7 @@ def test_borders_lie_on_multiples_and_no_token_is_lost(seed, n, count, multiple)
 @outside
 def test_a_multiple_of_one_changes_nothing():
     x, labels, centroids = clustered(0, 100, 7)
-    assert round_borders(x, labels, centroids, 1) is labels
+    assert round_labels(x, labels, centroids, 1) is labels
 
 
 @outside
@@ -89,7 +89,7 @@ def test_tokens_move_to_the_neighbour_and_the_nearest_of_them_move_first():
         None, None, :, None
     ].double()
     labels = torch.tensor([2] * 5 + [0] * 5 + [1] * 3)[None, None].int()
-    rounded = round_borders(x, labels, segment_mean(x, labels, 3)[0], 4)
+    rounded = round_labels(x, labels, segment_mean(x, labels, 3)[0], 4)
     # 0.9 is nearest to the cluster at 10 and joins it; so do 20.0 and 20.1
     assert rounded[0, 0].tolist() == [1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 1, 1]
 
@@ -123,10 +123,10 @@ def test_equal_centroids_are_visited_by_index_and_nan_still_gives_an_order():
 @outside
 def test_a_head_does_not_depend_on_the_others():
     x, labels, centroids = clustered(3, 200, 9, heads=3)
-    whole = round_borders(x, labels, centroids, 16)
+    whole = round_labels(x, labels, centroids, 16)
     for head in range(3):
         alone = slice(head, head + 1)
-        assert torch.equal(round_borders(x[:, alone], labels[:, alone], centroids[:, alone], 16), whole[:, alone])
+        assert torch.equal(round_labels(x[:, alone], labels[:, alone], centroids[:, alone], 16), whole[:, alone])
 
 
 @outside
@@ -158,7 +158,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_plans_have_their_borders_on_multiples(name):
     q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
-    config = ParkConfig(query_clusters=4, key_clusters=9, top_p=None, top_k=0.3, query_multiple=32, key_multiple=16)
+    config = ResearchConfig(query_clusters=4, key_clusters=9, top_p=None, top_k=0.3, query_multiple=32, key_multiple=16)
     plan = build_plan(q, k, config, **CALLS[name])
     assert on_multiples(plan.queries, 4, 32) and on_multiples(plan.keys, 9, 16)
     assert plan.queries.sizes.sum() == plan.keys.sizes.sum() == 1400
@@ -173,7 +173,7 @@ def test_plans_have_their_borders_on_multiples(name):
 @outside
 def test_the_plan_of_multiple_one_is_the_paper_s():
     q, k = torch.randn(2, 1, 2, 500, 16, generator=torch.Generator().manual_seed(1)).unbind(0)
-    config = ParkConfig(query_clusters=4, key_clusters=8)
+    config = ResearchConfig(query_clusters=4, key_clusters=8)
     plain, rounded = build_plan(q, k, config), build_plan(q, k, config.replace(query_multiple=16, key_multiple=16))
     assert (plain.queries.sizes % 16 != 0).any() and not torch.equal(plain.keys.labels, rounded.keys.labels)
     assert config.counts(500, 500)[2:] == (1, 1)
@@ -181,11 +181,12 @@ def test_the_plan_of_multiple_one_is_the_paper_s():
 
 @outside
 def test_presets_round_and_one_override_gives_the_paper_back():
-    for name, fields in ParkConfig.PRESETS.items():
-        assert fields["query_multiple"] > 1 and fields["key_multiple"] > 1
-        assert ParkConfig.preset(name, query_multiple=1, key_multiple=1).key_multiple == 1
+    for name in ParkConfig.PRESETS:
+        ours, paper = ParkConfig.preset(name), ResearchConfig.preset(name, query_multiple=1, key_multiple=1)
+        assert ours.counts(75_600, 75_600) == ResearchConfig.preset(name).counts(75_600, 75_600)
+        assert min(ours.counts(75_600, 75_600)[2:]) > 1 and paper.counts(75_600, 75_600)[2:] == (1, 1)
     with pytest.raises(ValueError, match="key_multiple"):
-        ParkConfig(key_multiple=0)
+        ResearchConfig(key_multiple=0)
 
 
 # ---------------------------------------------------------------------------------------------- the kernels
@@ -204,7 +205,7 @@ def test_kernels_give_the_definition_s_labels(seed, n, count, multiple):
     centroids, sizes = segment_mean(x, labels, count)
     found = borders.round_borders(x, labels, centroids, sizes, multiple)
     assert found.dtype == torch.int32
-    assert torch.equal(found, round_borders(x, labels, centroids, multiple))
+    assert torch.equal(found, round_labels(x, labels, centroids, multiple))
 
 
 @in_interpreter

@@ -7,6 +7,7 @@ import torch
 
 from parkattn import CallSite, Park, ParkConfig
 from parkattn.backend import resolve_for
+from parkattn.ops import attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import build_plan
 from parkattn.planned import sampled_error
@@ -36,9 +37,9 @@ def test_a_backend_gives_dense_attention_and_what_the_plan_misses_of_it(text, pa
     plan = build_plan(q, k, SMALL, text=text, key_valid=key_valid, scale=0.2)
     assert plan.density().max() < 0.9
     backend = resolve_for(q, "reference")
-    dense, missed = backend.attend_anchor(q, k, v, plan, scale=0.2, compensate=True)
+    dense, missed = attend.over_both(backend, q, k, v, plan, scale=0.2, compensate=True)
     torch.testing.assert_close(dense, dense_attention(q, k, v, scale=0.2, key_valid=key_valid))
-    torch.testing.assert_close(dense - missed, backend.attend(q, k, v, plan, scale=0.2, compensate=True))
+    torch.testing.assert_close(dense - missed, attend.over_kept(backend, q, k, v, plan, scale=0.2, compensate=True))
 
 
 def test_an_anchor_returns_dense_attention():
@@ -63,7 +64,7 @@ def test_an_anchor_without_a_residual_returns_the_models_own_dense_output():
 def test_dense_steps_by_the_backend_are_dense_attention_and_say_who_computed_them(padded):
     q, k, v = tokens()
     key_valid = torch.arange(120)[None] < 110 if padded else None
-    park = Park(ParkConfig(own_dense=True, query_clusters=4, key_clusters=9))
+    park = Park(ResearchConfig(own_dense=True, query_clusters=4, key_clusters=9))
     made = park(q, k, v, site(key_valid=key_valid, scale=0.2, dense=lambda: torch.zeros(q.shape)))
     torch.testing.assert_close(made.out, dense_attention(q, k, v, scale=0.2, key_valid=key_valid))
     assert made.stats.phase == "dense" and "reference" in made.stats.backend

@@ -20,10 +20,10 @@ from parkattn.methods import configured_method
 from parkattn.ops import REFERENCE, attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import factor
-from parkattn.park import ParkConfig
 from parkattn.planned import make_plan
 from parklab.experiments.captures import Selection, capture_calls
 from parklab.record import environment
+from parklab.research import ResearchConfig
 from parklab.studio import checkpoints
 from parklab.studio.request import Request, fit_to_pipeline, prepare
 
@@ -36,7 +36,7 @@ ASKED = {
     "guidance": 1.0,
 }
 LAYERS, RANK, REACH = (1, 3, 5), 12, 12  # REACH: steps after an anchor that are measured
-TOP_P = ParkConfig.PROFILES["fast"]["top_p"]
+TOP_P = ResearchConfig.PROFILES["fast"]["top_p"]
 Errors = dict[tuple[int, int], float]
 
 
