@@ -219,7 +219,7 @@ def test_a_stored_plan_is_sorted_again_by_the_kernels():
     plan = build_plan(q, k, config_for(backend="reference"), text=slice(60, 70))
     store = PlanStore()
     store.put(("transformer", 0, "branch"), plan, 3)
-    held = store.get(("transformer", 0, "branch"), resolve("triton", q.device, q.dtype, 64).arrange)
+    held = store.get(("transformer", 0, "branch"), resolve("triton", q.device, q.dtype, 64))
     expect_same_plan(held.plan, plan)
     expected = arrange(plan.keys.labels, plan.keys.count)
     assert torch.equal(held.plan.keys.order, expected.order) and held.plan.keys.order.dtype == torch.int32

@@ -58,7 +58,7 @@ class FlooredSelection(Selection):
 class StudiedConfig(PlannedConfig):
     """A schedule whose every number can be changed, so that methods can be given the same one."""
 
-    own_dense: bool = False  # type: ignore[override]
+    own_dense: bool = False
     """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
     short_residual_rank: int | None = None
     """Rank of a residual below 16,384 tokens, where a higher one takes no more memory; None: residual_rank."""
