@@ -11,6 +11,7 @@ from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root
 from parkattn.ops.importance.definition import select_top_k, select_top_p
 from parkattn.park import ParkConfig, build_plan, park_attention
 from parkattn.plan import Plan
+from parkattn.settings import KeyMetric
 from parklab.research import ResearchConfig
 
 SMALL = ResearchConfig(query_clusters=2, key_clusters=3, kmeans_iterations=2)
@@ -272,7 +273,7 @@ def test_clustering_of_three_axes_is_refused():
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])
 def test_shrinkage_outside_the_unit_interval_is_refused_by_the_verb(alpha):
     q, k, _ = tensors()
-    refused(cluster_keys, k, q, 3, alpha=alpha, named="alpha", came=str(alpha))
+    refused(lambda: cluster_keys(k, q, 3, KeyMetric(alpha=alpha)), named="alpha", came=str(alpha))
 
 
 def test_unknown_root_is_refused():

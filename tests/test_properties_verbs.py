@@ -15,6 +15,7 @@ from parkattn.ops.importance.definition import ESTIMATORS, centroid_log_mass, ex
 from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import arrange
 from parkattn.segments import segment_mean, segment_sum
+from parkattn.settings import KeyMetric
 from parklab.metrics import retrieval
 from strategies import attention_cases, cases
 
@@ -168,7 +169,7 @@ def test_warm_response_clustering_follows_lloyd_on_transformed_keys(case, cluste
     q, k, _ = case.qkv()
     count = min(clusters, case.keys)
     start = filled_start(case, case.keys, count)
-    found = cluster_keys(k, q, clusters, alpha=alpha, epsilon=1e-2, iterations=2, start=start)
+    found = cluster_keys(k, q, clusters, KeyMetric(alpha=alpha, epsilon=1e-2), iterations=2, start=start)
     for b in range(case.batch):
         for h in range(case.heads):
             metric = definitions.stabilised_metric(definitions.query_metric(q[b, h]), alpha, 1e-2)

@@ -25,6 +25,7 @@ from parkattn.ops.importance.definition import (
 from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import arrange
 from parkattn.segments import segment_mean
+from parkattn.settings import KeyMetric
 from parklab.metrics.retrieval import euclidean_objective, qrkc_objective, score_error
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -269,7 +270,7 @@ def test_importances_of_a_query_block_sum_to_one(kind, name):
 @data
 def test_full_shrinkage_is_euclidean_clustering(kind):
     _, q, k, *_ = problem(kind)
-    response = cluster_keys(k, q, 6, alpha=1.0, iterations=5, seed=3)
+    response = cluster_keys(k, q, 6, KeyMetric(alpha=1.0), iterations=5, seed=3)
     euclidean = kmeans(k, 6, iterations=5, seed=3)
     assert torch.equal(response.labels, euclidean.labels)
     close(response.centroids, euclidean.centroids)
@@ -278,7 +279,9 @@ def test_full_shrinkage_is_euclidean_clustering(kind):
 @data
 def test_response_clustering_does_not_depend_on_the_root(kind):
     _, q, k, *_ = problem(kind)
-    one, other = (cluster_keys(k, q, 6, root=root, iterations=5, seed=3) for root in ("cholesky", "sqrt"))
+    one, other = (
+        cluster_keys(k, q, 6, KeyMetric(metric_root=root), iterations=5, seed=3) for root in ("cholesky", "sqrt")
+    )
     assert torch.equal(one.labels, other.labels)
 
 
@@ -287,7 +290,7 @@ def test_response_clustering_lowers_the_objective_it_names():
     spread = torch.tensor([1.0, 5.0] + [0.0] * 14, dtype=torch.float64)
     look = torch.tensor([3.0, 0.01] + [0.01] * 14, dtype=torch.float64)
     k, q = strategies.normal(5, 1, 1, 200, 16) * spread, strategies.normal(6, 1, 1, 200, 16) * look
-    response, euclidean = cluster_keys(k, q, 8, alpha=0.0), kmeans(k, 8)
+    response, euclidean = cluster_keys(k, q, 8, KeyMetric(alpha=0.0)), kmeans(k, 8)
     assert qrkc_objective(q, k, response.labels, 8) < qrkc_objective(q, k, euclidean.labels, 8)
     assert euclidean_objective(k, response.labels, 8) > euclidean_objective(k, euclidean.labels, 8)
 
@@ -301,7 +304,7 @@ def test_rank_deficient_metric_works_with_the_square_root(queries):
     # A null eigenvalue is known to eps * largest; its root, the size left of an unseen direction, to sqrt(eps).
     limit = 10 * math.sqrt(torch.finfo(torch.float64).eps) * torch.linalg.matrix_norm(factor, 2).max()
     assert (unseen @ factor).abs().max() <= limit
-    found = cluster_keys(k, q, 5, alpha=0.0, root="sqrt")
+    found = cluster_keys(k, q, 5, KeyMetric(alpha=0.0, metric_root="sqrt"))
     assert found.sizes.sum(-1).eq(37).all()
     assert found.centroids.isfinite().all()
 

@@ -177,7 +177,7 @@ class ParkPlanner:
         self.share, self.falls_to = share, falls_to
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = 0 if site.text is None else site.text.stop - site.text.start
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
