@@ -72,6 +72,7 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
     attention, with compensate times the spread of scores in a head's blocks: what stand-ins get wrong."""
     query_tile: int | None = None
     """Query blocks are cut into tiles of this many queries, each of which keeps blocks of its own; None: not cut."""
+    most_shares = len(Shares._fields)
     importance = "pama"  # how much attention a query block gives to a key block (ESTIMATORS)
 
     # the defaults are the paper's, but for borders where the attention kernel's tiles begin (DESIGN.md, "Block borders")
@@ -102,17 +103,6 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
         if isinstance(self.top_p, tuple) and self.anchors is None:
             got = f"got {self.top_p}; pass one number, or anchors too."
             raise ValueError(f"top_p: expected one number without anchors, between which the others hold, {got}")
-
-    def expect_share(self, name: str, value: Any) -> None:
-        """top_p may be two or three numbers."""
-        if name != "top_p" or not isinstance(value, tuple):
-            return super().expect_share(name, value)
-        if len(value) not in (2, 3):
-            wanted = "a number, or two or three of them"
-            raise ValueError(f"top_p: expected {wanted}, got {shown(value)}; write 0.7, (0.7, 0.9) or (0.3, 0.7, 0.3).")
-        for share in value:
-            super().expect_share(name, share)
-        return None
 
     @property
     def shares(self) -> Shares:

@@ -261,6 +261,7 @@ class Selection(MethodConfig):
     top_k: float | None = None
     """Keep this share of the key blocks."""
     floor = 0.0  # with top_p: the least share of the key blocks; a setting of a laboratory's subclass
+    most_shares = 1  # numbers in top_p, where a method's plans differ over a run
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,11 +271,17 @@ class Selection(MethodConfig):
             )
         for name in ("top_p", "top_k"):
             if getattr(self, name) is not None:
-                self.expect_share(name, getattr(self, name))
+                for share in self._shares(name):
+                    expect_fraction(name, share, zero=False)
 
-    def expect_share(self, name: str, value: Any) -> None:
-        """The check of a value that is given."""
-        expect_fraction(name, value, zero=False)
+    def _shares(self, name: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if name != "top_p" or not isinstance(value, tuple) or self.most_shares == 1:
+            return (value,)
+        if not 2 <= len(value) <= self.most_shares:
+            wanted = "a number, or two or three of them"
+            raise ValueError(f"top_p: expected {wanted}, got {shown(value)}; write 0.7, (0.7, 0.9) or (0.3, 0.7, 0.3).")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
