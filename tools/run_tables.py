@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from records import RESULTS, Record, published
 
@@ -41,7 +42,7 @@ def profile_rows() -> Iterator[tuple[str, ...]]:
             lost = [every[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in every]
             kept = [row["psnr"] for row in videos.values()]
             yield (
-                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos), f"{statistics.fmean(kept):.1f}",
+                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos.values()), f"{statistics.fmean(kept):.1f}",
                 f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
             )  # fmt: skip
 
@@ -67,7 +68,7 @@ def forecast_caches() -> str:
                 if (in_steps, scale) == (steps, guidance) and name.startswith(f"{DENSE} ")
             ]
             rows += [
-                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos), f"{run.mean('cost'):.2f}",
+                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos.values()), f"{run.mean('cost'):.2f}",
                  f"{statistics.fmean(run.psnr):.1f}{_within(run.psnr)}", f"{min(run.psnr):.1f}")
                 for run in sorted(runs, key=lambda run: -(run.mean("share_computed") or 0))
             ]  # fmt: skip
@@ -75,8 +76,8 @@ def forecast_caches() -> str:
     return page_table(heads, rows) if rows else NOT_RUN
 
 
-def _share(videos: Videos) -> str:
-    shares = [row["share_computed"] for row in videos.values()]
+def _share(videos: Iterable[Mapping[str, Any]]) -> str:
+    shares = [row["share_computed"] for row in videos]
     return f"{statistics.fmean(shares):.2f} ({max(shares):.2f})"
 
 
