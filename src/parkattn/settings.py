@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
 
 from parkattn.checks import (
     did_you_mean,
+    expect_by_length,
     expect_choice,
     expect_count,
     expect_flag,
@@ -168,21 +169,6 @@ def by_length(value: ByLength, long: bool) -> int | None:
     return value[0 if long else 1] if isinstance(value, tuple) else value
 
 
-def _expect_by_length(name: str, value: ByLength, least: int) -> ByLength:
-    """A pair may come out of JSON, as a list; only a number that is at least 1 may be left to a rule."""
-    if not isinstance(value, (tuple, list)):
-        expect_count(name, value, least=least)
-        return value
-    if len(value) != 2:
-        raise TypeError(
-            f"{name}: expected a whole number or two, for a long and for a short video, got {shown(value)}; write (12, 32)."
-        )
-    for count in value:
-        if count is not None or least == 0:
-            expect_count(name, count, least=least)
-    return value[0], value[1]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Clusters(MethodConfig):
     """Blocks by k-means."""
@@ -201,7 +187,7 @@ class Clusters(MethodConfig):
         super().__post_init__()
         for name in ("query_clusters", "key_clusters"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _expect_by_length(name, getattr(self, name), least=1))
+                object.__setattr__(self, name, expect_by_length(name, getattr(self, name), least=1))
 
     def counts(self, queries: int, keys: int) -> BlockCounts:
         """The one rule that chooses blocks from the number of video tokens, wherever a field is None."""
@@ -217,13 +203,8 @@ class Clusters(MethodConfig):
 
     def for_tokens(self, tokens: int) -> Self:
         """The config with every number written out that `counts` would choose for a field."""
-        queries, keys, query_multiple, key_multiple = self.counts(tokens, tokens)
-        chosen = {
-            "query_clusters": queries,
-            "key_clusters": keys,
-            "query_multiple": query_multiple,
-            "key_multiple": key_multiple,
-        }
+        names = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
+        chosen = dict(zip(names, self.counts(tokens, tokens), strict=True))
         fields = {field.name for field in dataclasses.fields(self)}
         return self.replace(**{name: value for name, value in chosen.items() if name in fields})
 
@@ -368,7 +349,7 @@ class Correction(MethodConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("compensate", self.compensate)
-        object.__setattr__(self, "residual_rank", _expect_by_length("residual_rank", self.residual_rank, least=0))
+        object.__setattr__(self, "residual_rank", expect_by_length("residual_rank", self.residual_rank, least=0))
 
     def rank_for(self, tokens: int) -> int:
         """The rank of the residual of this many queries; 0: none is kept."""
