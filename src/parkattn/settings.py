@@ -278,9 +278,7 @@ class Timetable(MethodConfig):
     refresh_interval: int | None = 10
     """Steps for which a plan is used, in a run of 50; None: until the run ends. Shorter runs refresh sooner, in proportion."""
     share_branches: bool = False
-    """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the
-    guidance.
-    """
+    """Branches of a guided step use the plan of the first one: they then miss the same, which cancels in guidance."""
     anchors: int | None = None
     """Dense steps of a run of 50, spread by its noise levels from step 0 on; plans are built there, and in shorter runs,
     which have fewer (`anchor_count`), between two of them where they lie far apart. None: the first steps are dense, by
