@@ -175,8 +175,7 @@ class Store:
                         if state == files.HELD:
                             removed += self._recover(mark)
                 except OSError as error:
-                    # what is finished can still be read where nothing can be written, or where no lock of ours stands
-                    # (None)
+                    # finished cells can be read where nothing can be written, or where no lock of ours stands (None)
                     if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, None):
                         raise
         if removed:
