@@ -126,7 +126,7 @@ def video():
 
     pipe = WanPipeline.from_pretrained(str(CHECKPOINT), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    blocks = {"query_clusters": 3, "key_clusters": 12, "query_multiple": 1, "key_multiple": 1}
+    blocks = {"query_clusters": 3, "key_clusters": 12}
     for name in OURS:
         with enable(pipe, ParkConfig(**blocks), method=name) if name != "dense" else enable(pipe, method="dense"):
             options = {"height": 64, "width": 96, "num_frames": 5, "num_inference_steps": 4, "guidance_scale": 3.0}

@@ -135,7 +135,7 @@ def test_no_plan_of_a_short_run_is_used_further_away_than_its_reach(anchors, tot
 def test_a_plan_between_anchors_has_its_own_budget_and_no_residual():
     random = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 60, 16, generator=random).unbind(0)
-    config = ParkConfig.profile("fast", query_clusters=3, key_clusters=12, top_p=0.3).replace(refresh_top_p=1.0)
+    config = ParkConfig.profile("fast", query_clusters=3, key_clusters=12, top_p=(0.3, 1.0))
     park = Park(config)
     made = [park(q, k, v, CallSite(step=step, total_steps=4)).stats for step in range(4)]
     assert [stats.phase for stats in made] == ["anchor", "refresh", "refresh", "refresh"]

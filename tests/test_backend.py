@@ -264,9 +264,10 @@ def test_what_has_no_kernel_is_refused_with_the_alternative():
     q, config = tokens(13, 4, 40, 64), config_for(backend="triton")
     plan = build_plan(q, q, config.replace(backend="reference"))
     nothing = Clustering(q[..., 0].int(), q[:, :, :1], q[..., :1, 0].int())
+    backend = resolve("triton", q.device, q.dtype, 64)
     for kind in ("exact", "full-key"):
         with pytest.raises(ValueError, match=r"importance: .* use backend='reference'"):
-            importance.estimate(Backend("triton"), kind, q, q, plan.queries, nothing, nothing, scale=None)
+            importance.estimate(backend, kind, q, q, plan.queries, nothing, nothing, scale=None)
     with pytest.raises(ValueError, match=r"v: .* use backend='reference'"):
         park_attention(q, q, q[..., :32], config, plan=plan)
     with pytest.raises(ValueError, match=r"scale: .* use backend='reference'"):

@@ -121,7 +121,7 @@ def test_the_settings_that_profiles_are_timed_with_are_those_of_enable():
     for model in whole_models.MODELS.values():
         asked = ParkConfig.named("fast", model=model.name)
         timed = e2e_profile.profile_config(model, "fast", 0.1)
-        assert timed == ResearchConfig.from_dict(asked.replace(top_p=None, top_k=0.1, own_dense=True).to_dict())
+        assert timed == ResearchConfig.of(asked.replace(top_p=None, top_k=0.1))
         # top-k is searched with the preset's blocks
         assert timed.counts(model.tokens, model.tokens) == model.config().counts(model.tokens, model.tokens)
 

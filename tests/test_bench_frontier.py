@@ -12,6 +12,7 @@ from parklab.bench import frontier
 from parklab.bench.frontier import Setting, costs, measure_frontier, read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import interval
+from parklab.research import ResearchConfig, studied_entry
 
 
 def test_settings_are_a_method_or_profile_and_fields():
@@ -58,7 +59,9 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(frontier, "_run", run)
     monkeypatch.setattr(
-        frontier, "_method", lambda pipe, setting: configured_method(setting.method, setting.config, **setting.changes)
+        frontier,
+        "_method",
+        lambda pipe, setting: configured_method(studied_entry(setting.method), setting.config, **setting.changes),
     )
     return made
 
@@ -106,4 +109,4 @@ def test_the_table_compares_on_the_same_prompts(runs, tmp_path):
 
 def test_profiles_are_the_models_in_a_record(runs, tmp_path):
     record = next(r for r in measure(tmp_path / "frontier.jsonl") if r["setting"] == "fast")
-    assert ParkConfig.from_dict(record["config"]) == ParkConfig.profile("fast")
+    assert ResearchConfig.from_dict(record["config"]) == ResearchConfig.of(ParkConfig.profile("fast"))

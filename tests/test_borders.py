@@ -175,7 +175,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_plans_have_their_borders_on_multiples(name):
     q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
-    config = ParkConfig(query_clusters=4, key_clusters=9, top_p=None, top_k=0.3, query_multiple=32, key_multiple=16)
+    config = ResearchConfig(query_clusters=4, key_clusters=9, top_p=None, top_k=0.3, query_multiple=32, key_multiple=16)
     plan = build_plan(q, k, config, **CALLS[name])
     assert on_multiples(plan.queries, 4, 32) and on_multiples(plan.keys, 9, 16)
     assert plan.queries.sizes.sum() == plan.keys.sizes.sum() == 1400
@@ -190,7 +190,7 @@ def test_plans_have_their_borders_on_multiples(name):
 @outside
 def test_the_plan_of_multiple_one_is_the_paper_s():
     q, k = torch.randn(2, 1, 2, 500, 16, generator=torch.Generator().manual_seed(1)).unbind(0)
-    config = ParkConfig(query_clusters=4, key_clusters=8)
+    config = ResearchConfig(query_clusters=4, key_clusters=8)
     plain, rounded = build_plan(q, k, config), build_plan(q, k, config.replace(query_multiple=16, key_multiple=16))
     assert (plain.queries.sizes % 16 != 0).any() and not torch.equal(plain.keys.labels, rounded.keys.labels)
     assert config.counts(500, 500)[2:] == (1, 1)
@@ -198,11 +198,12 @@ def test_the_plan_of_multiple_one_is_the_paper_s():
 
 @outside
 def test_presets_round_and_one_override_gives_the_paper_back():
-    for name, fields in ParkConfig.PRESETS.items():
-        assert fields["query_multiple"] > 1 and fields["key_multiple"] > 1
-        assert ParkConfig.preset(name, query_multiple=1, key_multiple=1).key_multiple == 1
+    for name in ParkConfig.PRESETS:
+        ours, paper = ParkConfig.preset(name), ResearchConfig.preset(name, query_multiple=1, key_multiple=1)
+        assert ours.counts(75_600, 75_600) == ResearchConfig.preset(name).counts(75_600, 75_600)
+        assert min(ours.counts(75_600, 75_600)[2:]) > 1 and paper.counts(75_600, 75_600)[2:] == (1, 1)
     with pytest.raises(ValueError, match="key_multiple"):
-        ParkConfig(key_multiple=0)
+        ResearchConfig(key_multiple=0)
 
 
 # ---------------------------------------------------------------------------------------------- the kernels

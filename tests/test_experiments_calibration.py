@@ -22,6 +22,7 @@ from parklab.experiments.calibration import MATCHED, cost_at, dense_share, densi
 from parklab.experiments.campaign import read_campaign
 from parklab.experiments.captures import Captured
 from parklab.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
+from parklab.research import ResearchConfig
 from parklab.studio import checkpoints
 from reproduce_cases import matched_2k, quick
 
@@ -173,5 +174,5 @@ def test_a_profiles_budget_is_found_again_when_the_profile_changes(tmp_path, mon
 
     before = names()
     assert before[0].startswith("budget-park-at-0.5-") and before[1].startswith("budget-fast-at-0.5-")
-    monkeypatch.setitem(ParkConfig.PROFILES, "fast", {**ParkConfig.PROFILES["fast"], "anchors": 9})
+    monkeypatch.setitem(ResearchConfig.PROFILES, "fast", {**ResearchConfig.PROFILES["fast"], "anchors": 9})
     assert [old == new for old, new in zip(before, names(), strict=True)] == [True, False]

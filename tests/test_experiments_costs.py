@@ -12,6 +12,7 @@ from parklab.experiments.calibration import cost_at
 from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.evaluation import FLOOR
 from parklab.experiments.tables import to_markdown
+from parklab.research import ResearchConfig
 from parklab.store import read_record
 from parklab.studio import checkpoints
 from reproduce_cases import gathered, matched_2k, quality, quick
@@ -148,8 +149,8 @@ def test_a_profile_reaches_a_density_by_its_own_plans_and_keeps_its_other_settin
     assert not failures and not left_out
     record, found = records[cell.name], read_record(next(tmp_path.glob("cells/budget-fast-at-0.5-*.json")))
     budget, config, row = record["budget"], record["config"], record["row"]
-    assert found["budget"] == budget and found["request"]["profile_settings"] == ParkConfig.PROFILES["fast"]
-    own = ParkConfig.profile("fast", **{budget["field"]: budget["value"]})
-    assert all(config[field] == getattr(own, field) for field in ParkConfig.PROFILES["fast"])
+    assert found["budget"] == budget and found["request"]["profile_settings"] == ResearchConfig.PROFILES["fast"]
+    own = ResearchConfig.profile("fast", **{budget["field"]: budget["value"]})
+    assert all(config[field] == getattr(own, field) for field in ResearchConfig.PROFILES["fast"])
     # means of float32 densities
     assert row["cost"] == pytest.approx(cost_at(row["density"], lab.dense_share(cell.request)), abs=1e-6)

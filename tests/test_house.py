@@ -32,7 +32,7 @@ def test_import_loads_nothing_heavy():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_is_longer_than_about_400_lines(path):
-    assert len(path.read_text().splitlines()) <= 420
+    assert len(path.read_text().splitlines()) <= (420 if path.is_relative_to(ROOT / "tests") else 400)
 
 
 def test_records_are_few_files_and_in_no_distribution():

@@ -64,7 +64,7 @@ def test_an_anchor_without_a_residual_returns_the_models_own_dense_output():
 def test_dense_steps_by_the_backend_are_dense_attention_and_say_who_computed_them(padded):
     q, k, v = tokens()
     key_valid = torch.arange(120)[None] < 110 if padded else None
-    park = Park(ParkConfig(own_dense=True, query_clusters=4, key_clusters=9))
+    park = Park(ResearchConfig(own_dense=True, query_clusters=4, key_clusters=9))
     made = park(q, k, v, site(key_valid=key_valid, scale=0.2, dense=lambda: torch.zeros(q.shape)))
     torch.testing.assert_close(made.out, dense_attention(q, k, v, scale=0.2, key_valid=key_valid))
     assert made.stats.phase == "dense" and "reference" in made.stats.backend

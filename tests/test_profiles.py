@@ -32,14 +32,14 @@ def test_a_profile_changes_what_is_kept_and_when_but_no_blocks(name, model):
 def test_fast_has_fewer_anchors_and_keeps_less_than_quality():
     fast, quality, turbo = (ParkConfig.profile(name) for name in ("fast", "quality", "turbo"))
     assert fast.anchors < quality.anchors and fast.top_p < quality.top_p
-    assert turbo == fast.replace(refresh_falls=True)
+    assert turbo == fast.replace(top_p=(*fast.top_p, fast.top_p[0]))
 
 
 @pytest.mark.parametrize("name", list(ParkConfig.PROFILES))
 def test_a_profile_is_accepted_where_a_presets_name_is(name):
     made = configured_method("park", name, model="hunyuanvideo", top_p=0.45)
     assert made.config == ParkConfig.profile(name, model="hunyuanvideo", top_p=0.45)
-    assert made.config.long_video_blocks == (128, 1024)
+    assert made.config.counts(115_200, 115_200)[:2] == (128, 1024)
 
 
 def test_a_presets_name_still_is_the_preset():
@@ -91,23 +91,52 @@ def test_padded_text_keeps_its_residual():
 
 
 def test_a_budget_of_ones_own_holds_for_every_plan():
-    shipped = ParkConfig.profile("fast")
-    assert shipped.refresh_top_p is not None
-    for own in (ParkConfig.profile("fast", top_p=0.6), shipped.replace(top_p=0.6)):
-        assert own.top_p == 0.6 and own.refresh_top_p is None and own.budget == "error"
-    turbo = ParkConfig.profile("turbo")
-    assert turbo.refresh_falls and not turbo.replace(top_p=0.6).refresh_falls
-    assert not ParkConfig.profile("turbo", anchors=None).refresh_falls
+    for config in (ParkConfig, ResearchConfig):
+        shipped, turbo = config.profile("fast"), config.profile("turbo")
+        assert shipped.shares == (0.3, 0.7, None) and turbo.shares == (0.3, 0.7, 0.3)
+        for own in (config.profile("fast", top_p=0.6), shipped.replace(top_p=0.6), turbo.replace(top_p=0.6)):
+            assert own.shares == (0.6, None, None) and own.budget == "error"
+        for own in (config.profile("turbo", anchors=None), turbo.replace(anchors=None)):
+            assert own.shares == (0.3, None, None)
     with pytest.raises(ValueError, match="refresh_falls: expected False without refresh_top_p"):
-        ParkConfig(refresh_falls=True)
+        ResearchConfig(refresh_falls=True)
     with pytest.raises(ValueError, match="refresh_top_p: expected None beside top_k"):
-        ParkConfig(top_p=None, top_k=0.1, refresh_top_p=0.5)
+        ResearchConfig(top_p=None, top_k=0.1, refresh_top_p=0.5)
+
+
+@pytest.mark.parametrize("share", [(0.5,), (0.5, 0.6, 0.7, 0.8), (0.5, 0.0), (0.5, "0.6"), ()])
+def test_shares_of_a_run_are_two_or_three_numbers(share):
+    with pytest.raises((TypeError, ValueError), match=r"^top_p: expected"):
+        ParkConfig(top_p=share, anchors=4)
+
+
+def test_a_pair_is_for_a_long_and_for_a_short_video():
+    config = ParkConfig(residual_rank=(12, 32), query_clusters=(40, 10), key_clusters=[90, None])
+    assert (config.rank_for(16_384), config.rank_for(16_383)) == (12, 32)
+    assert config.counts(16_384, 16_384)[:2] == (40, 90)
+    assert config.counts(1_300, 1_300)[:2] == (10, 1_300 // 130)
+    assert ParkConfig.from_dict(config.to_dict()) == config
+    for wrong in ((12,), (1, 2, 3), (12, None), (12, -1)):
+        with pytest.raises((TypeError, ValueError), match=r"^residual_rank: expected"):
+            ParkConfig(residual_rank=wrong)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", list(ParkConfig.PROFILES))
+def test_the_laboratory_writes_every_number_of_a_profile_out_and_means_the_same(name, model):
+    asked, studied = ParkConfig.profile(name, model=model), ResearchConfig.profile(name, model=model)
+    assert ResearchConfig.of(asked) == studied
+    same = ("shares", "own_dense", "share_branches", "compensate", "anchors", "budget", "query_tile")
+    assert [getattr(asked, field) for field in same] == [getattr(studied, field) for field in same]
+    for tokens in (1_000, 75_600):
+        assert asked.rank_for(tokens) == studied.rank_for(tokens)
+        assert asked.counts(tokens, tokens) == studied.counts(tokens, tokens)
 
 
 def test_top_k_in_a_profile_is_a_share_of_each_rows_blocks():
     shipped = ParkConfig.profile("fast")
     for own in (ParkConfig.profile("fast", top_p=None, top_k=0.1), shipped.replace(top_p=None, top_k=0.1)):
-        assert own.budget == "row" and own.refresh_top_p is None and own.query_tile == shipped.query_tile
+        assert own.budget == "row" and own.shares == (None, None, None) and own.query_tile == shipped.query_tile
     with pytest.raises(ValueError, match="budget: expected row beside top_k"):
         shipped.replace(top_p=None, top_k=0.1, budget="error")
 
@@ -163,13 +192,13 @@ def test_with_p_of_one_every_block_is_kept_whatever_the_sign_of_the_scale(name, 
     [
         ({"anchors": 6, "dense_fraction": 0.9}, "dense_fraction"),
         ({"anchors": 6, "refresh_interval": 1}, "refresh_interval"),
-        ({"refresh_top_p": 0.5}, "refresh_top_p"),
+        ({"top_p": (0.3, 0.5)}, "top_p"),
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused_however_it_is_given(given, named):
     pipe = tiny.wan()
     quality = ParkConfig.profile("quality")
-    told = {"anchors": None, **given} if named == "refresh_top_p" else given
+    told = {"anchors": None, **given} if named == "top_p" else given
     for give in (
         lambda: ParkConfig(**given),
         lambda: enable(pipe, given),
@@ -184,7 +213,7 @@ def test_a_setting_that_would_have_no_effect_is_refused_however_it_is_given(give
 def test_fields_that_need_another_go_with_it():
     quality = ParkConfig.profile("quality")
     for made in (quality.replace, lambda **changes: ParkConfig.profile("quality", **changes)):
-        assert made(anchors=None).refresh_top_p is None
+        assert made(anchors=None).shares.between is None
         assert made(top_p=None, top_k=0.1).budget == "row"
 
 
@@ -204,7 +233,7 @@ def test_a_floor_beside_top_k_is_refused():
 @pytest.mark.parametrize("name", ["hunyuan-video", "Hunyuan_Video", "HUNYUANVIDEO"])
 def test_a_models_name_may_be_cased_and_joined_as_one_likes(name):
     assert ParkConfig.for_model(name) == ParkConfig.for_model("hunyuanvideo") != ParkConfig.for_model("wan2.1-14b")
-    assert ParkConfig.profile("quality", model=name).long_video_blocks == (128, 1024)
+    assert ParkConfig.profile("quality", model=name).counts(115_200, 115_200)[:2] == (128, 1024)
 
 
 @pytest.mark.parametrize("method", ["park", "svg2", "dense"])

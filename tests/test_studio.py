@@ -21,6 +21,7 @@ from parkattn.site import CallSite
 from parklab.experiments import ablation
 from parklab.metrics.budget import CLOSE_ENOUGH, solve_budget
 from parklab.metrics.retrieval import attention_recall
+from parklab.research import ResearchConfig
 from parklab.scene import clustered_scene
 from parklab.store import sealed
 from parklab.studio import checkpoints, compare, generate, video
@@ -202,7 +203,7 @@ def test_a_run_without_dense_calls_times_one_apart_and_one_with_them_none():
             calls.append(q)
             return dense_attention(q, k, v)
 
-        engine = Engine(Park(ParkConfig.profile(profile, query_clusters=4, key_clusters=8, **changes)))
+        engine = Engine(Park(ResearchConfig.profile(profile, query_clusters=4, key_clusters=8, **changes)))
         engine.watch = observer = Observer()
         engine.begin_run(total_steps=4)
         with torch.no_grad():

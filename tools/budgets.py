@@ -121,6 +121,7 @@ def solve(cases: list[Case], rule: Rule, tile: int | None, goal: float) -> tuple
 def errors(case: Case, masks: dict[Any, Tensor]) -> dict[Any, tuple[float, float]]:
     """|out - dense| / |dense| over all heads and in the worst head, without and with compensation."""
     # a key block enters an output as sums over its keys: these are made once for all masks
+    assert case.call.site.values is not None
     q, k, v = (x[0].float() for x in (case.call.q, case.call.k, case.call.site.values))
     scale, sizes = q.shape[-1] ** -0.5, case.keys.sizes[0]
     means = segment_mean(v[None], case.keys.labels, case.keys.clusters)[0][0]
@@ -178,7 +179,8 @@ def gains_at_equal_cost(path: Path) -> dict[str, list[tuple[float, float, float]
     for found in runs.values():
         line = sorted(at for name, at in found.items() if "budget=" not in name and "query_tile=" not in name)
         for name, (cost, psnr) in found.items():
-            row = float(np.interp(cost, *zip(*line, strict=True)))
+            costs, psnrs = zip(*line, strict=True)
+            row = float(np.interp(cost, costs, psnrs))
             gains.setdefault(name, []).append((psnr - row, cost, psnr))
     return gains
 

@@ -131,7 +131,8 @@ def official_kernels() -> str:
 def _compiled(row: Record) -> str:
     if row["kernel"] not in FALL_BACK:
         return ""
-    return {True: "yes", False: "no, its fallback"}.get(row.get("compiled"), "not recorded")
+    said: dict[bool | None, str] = {True: "yes", False: "no, its fallback"}
+    return said.get(row.get("compiled"), "not recorded")
 
 
 @published

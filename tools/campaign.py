@@ -23,6 +23,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -132,7 +133,7 @@ def soak() -> bool:
 
     torch.set_num_threads(1)
     runs = ((tiny.wan(), tiny.run_wan), (tiny.hunyuan(), tiny.run_hunyuan))
-    settings = {
+    settings: dict[str, Any] = {
         "query_clusters": 4,
         "key_clusters": 6,
         "top_p": None,

@@ -60,8 +60,8 @@ def clusters() -> Picture:
     plan, grid = plan_of(), captured()[STEP].site.grid
     assert grid is not None
     shown, side = (0, 2, 4, 6, 8), 108
-    blocks = f"{CONFIG.query_clusters} query blocks, {CONFIG.key_clusters} key blocks"
-    said = f"Frames of a small video, each token coloured by its block: {blocks}."
+    counts = f"{CONFIG.query_clusters} query blocks, {CONFIG.key_clusters} key blocks"
+    said = f"Frames of a small video, each token coloured by its block: {counts}."
     picture = Picture(660, 284, "Query and key blocks of one head", said)
     for row, (name, blocks) in enumerate((("query blocks", plan.queries), ("key blocks", plan.keys))):
         labels = blocks.labels[0, 0].reshape(grid).numpy()
@@ -152,12 +152,13 @@ def top_p() -> Picture:
         ("key blocks, by falling importance", "share of the estimated attention"),
     )
     axes.ticks(range(0, plan.key_clusters + 1, 6), (0, 0.25, 0.5, 0.75, 1))
-    left, right = axes.at(0, CONFIG.top_p or 0), axes.at(plan.key_clusters, CONFIG.top_p or 0)
+    share = CONFIG.shares.at_anchors or 0
+    left, right = axes.at(0, share), axes.at(plan.key_clusters, share)
     picture.line([left, right], RED, width=1, dash="5 4")
-    picture.text(right[0] - 4, right[1] - 5, f"p = {CONFIG.top_p:g}", anchor="end", fill=RED)
+    picture.text(right[0] - 4, right[1] - 5, f"p = {share:g}", anchor="end", fill=RED)
     for u, colour in zip(chosen, (BLUE, GREEN, ORANGE), strict=True):
         mass = [0.0, *importance[u].sort(descending=True).values.cumsum(0).tolist()]
-        axes.curve(range(len(mass)), mass, colour)
+        axes.curve(enumerate(mass), colour)
         picture.dot(*axes.at(int(kept[u]), mass[int(kept[u])]), 5, colour)
         x, y = axes.at(int(kept[u]), mass[int(kept[u])])
         picture.text(x + 8, y + 18, f"{int(kept[u])}", anchor="middle", fill=colour)
@@ -221,7 +222,7 @@ def corrections() -> Picture:
     axes.ticks(range(anchor, last + 1), [round(top * part, 3) for part in (0, 0.25, 0.5, 0.75, 1)])
     colours = dict(zip(ways, (GREY, ORANGE, BLUE, GREEN), strict=True))
     for name, errors in lines.items():
-        axes.curve(range(anchor + 1, last + 1), errors, colours[name])
+        axes.curve(zip(range(anchor + 1, last + 1), errors, strict=True), colours[name])
     picture.legend(60, 24, list(colours.items()))
     return picture
 
@@ -235,7 +236,7 @@ def anchors() -> Picture:
         picture, (60, 50, 580, 210), (0, steps - 1), (reached[0], reached[-1]), ("step", "log of signal to noise")
     )
     axes.ticks(range(0, steps, 10), [round(reached[step], 1) for step in found])
-    axes.curve(range(steps), reached, BLUE)
+    axes.curve(zip(range(steps), reached, strict=True), BLUE)
     for step in found:
         picture.line([axes.at(step, reached[0]), axes.at(step, reached[step])], FAINT, width=1)
         picture.dot(*axes.at(step, reached[step]), 5, PURPLE)

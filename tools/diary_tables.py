@@ -210,7 +210,8 @@ def memory_by_model() -> str:
 
 def _memory_rows() -> Iterator[tuple[str, ...]]:
     for model in PARAMETERS:
-        found: Any = memory(model, model_size(model), **VIDEO)
+        frames, height, width = VIDEO["frames"], VIDEO["height"], VIDEO["width"]
+        found: Any = memory(model, model_size(model), frames=frames, height=height, width=width)
         several = f"{found['transformers']} x " if found["transformers"] > 1 else ""
         weights = (f"{several}{found['weights_gb'][kind]:.1f}" for kind in ("bfloat16", "float8"))
         activations = ", ".join(f"{found['activations_gb'][kind]:.1f}" for kind in ("stock", "compiled"))

@@ -63,7 +63,7 @@ def _panel(picture: Picture, left: float, folder: str) -> None:
     for name in dict.fromkeys(name for name, _ in points):
         runs = sorted(point for (which, _), point in points.items() if which == name and point[0] <= LARGEST)
         if name in LINES:
-            axes.curve(*zip(*runs, strict=True), LINES[name])
+            axes.curve(runs, LINES[name])
             for run in runs:
                 picture.dot(*axes.at(*run), 3, LINES[name])
         elif name in NAMES and (name, 0.0) in points:
@@ -75,7 +75,7 @@ def _panel(picture: Picture, left: float, folder: str) -> None:
             run for (which, _), rows in budgets.items() if which == name and (run := _mean(rows))[0] <= LARGEST
         )
         if runs:
-            axes.curve(*zip(*sorted([*runs, shown[name]]), strict=True), BLUE)
+            axes.curve(sorted([*runs, shown[name]]), BLUE)
     for name, point in shown.items():
         x, y = axes.at(*point)
         picture.dot(x, y, 6, BLUE)

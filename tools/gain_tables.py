@@ -12,6 +12,7 @@ from parklab.bench.e2e_profile import BASELINES
 from parklab.bench.frontier import Setting, read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
+from parklab.research import ResearchConfig
 from parklab.studio.gain import composed_run, known_gpu, measured_forwards
 
 FORWARDS = {"e2e": "e2e", "e2e_profile": "e2e profile"}  # benchmarks, by the name of their file
@@ -92,7 +93,7 @@ def forwards() -> Record:
             "seconds": {"dense": paper["dense_s"], "refresh_cold": paper["refresh_cold_s"], "refresh": paper["refresh_warm_s"], "reuse": paper["reuse_s"]},
         }}  # fmt: skip
         for name in ("quality", "fast"):
-            expect_measured(row, ParkConfig.profile(name, model=row["model"]))
+            expect_measured(row, ResearchConfig.profile(name, model=row["model"]))
             refresh = density_of_refreshes(name)
             seconds = {
                 **own,
@@ -153,7 +154,7 @@ def take_measured(model: Record, bits: Record) -> None:
     model["dense"] = {way: bits["baselines"][way] for way in BASELINES}
     measured = {"dense": bits["own_dense_s"], "anchor_cold": bits["anchor_cold_s"], "anchor": bits["anchor_warm_s"]}
     for name, reuse, density in (("quality", "quality_reuse_s", "quality_density"), ("fast", "reuse_s", "density")):
-        expect_measured(bits, ParkConfig.profile(name))
+        expect_measured(bits, ResearchConfig.profile(name))
         own = model["profiles"][name]
         own["seconds"] |= measured | {"reuse": bits[reuse]}
         own["density"]["reuse"] = bits[density]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from parkattn.balance import assign_heads, imbalance
-from parkattn.methods import configured_method
 from parkattn.models import SIZES
+from parkattn.park import Park, ParkConfig
 from parklab.experiments.reproduce import held_out_prompts, parse_size
 from parklab.record import append_records, environment, read_records
 from parklab.sprites import CHECKPOINT
@@ -58,7 +58,7 @@ def capture(size: str, steps: int, device: str, out: Path) -> None:
     known = {(r["profile"], r["prompt"], r["size"], r["steps"]) for r in read_records(out)}
     for profile, prompt in itertools.product(PROFILES, held_out_prompts(PROMPTS)[0]):
         if (profile, prompt, size, steps) not in known:
-            method = configured_method("park", profile)
+            method = Park(ParkConfig.profile(profile))
             with Session(pipe, method) as session:
                 seeded = torch.Generator("cpu").manual_seed(0)
                 run = {
@@ -118,7 +118,8 @@ def evenness(records: list[dict[str, Any]], profile: str, scope: str, heads: int
             if before is not None:
                 refresh.append(imbalance(cost, before).item())
             before = given
-    return Evenness(*(statistics.fmean(ratios) for ratios in (plain, refresh, reuse)), max(plain), max(reuse))
+    means = [statistics.fmean(ratios) for ratios in (plain, refresh, reuse)]
+    return Evenness(means[0], means[1], means[2], max(plain), max(reuse))
 
 
 def cases() -> Iterator[tuple[str, int, int]]:

@@ -294,7 +294,7 @@ def field_docstrings(kind: type) -> dict[str, str]:
         return {}
     body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     return {
-        field.target.id: " ".join(below.value.value.split())
+        ast.unparse(field.target): " ".join(str(below.value.value).split())
         for field, below in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
     }
@@ -309,6 +309,7 @@ def picture(name: str) -> Picture:
     cells, side = 128, 300
     changes = DRAWN_WITH.get(name, {})
     method = make_method(name, METHODS[name].config(**changes))
+    grid: tuple[int, int, int] | None
     if name in OF_THE_GRID:
         grid, q, k, v = GRID, *(torch.zeros(1, 1, math.prod(GRID), 16) for _ in range(3))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -99,8 +99,8 @@ class Axes:
             self.picture.text(px - 5, py + 4, f"{y:{shown}}", size=10, anchor="end")
             self.picture.line([(px, py), self.at(self.x[1], y)], FAINT, width=0.5)
 
-    def curve(self, xs: Sequence[float], ys: Sequence[float], colour: str, dash: str = "") -> None:
-        self.picture.line([self.at(x, y) for x, y in zip(xs, ys, strict=True)], colour, dash=dash)
+    def curve(self, points: Iterable[tuple[float, float]], colour: str, dash: str = "") -> None:
+        self.picture.line([self.at(x, y) for x, y in points], colour, dash=dash)
 
 
 def shades(share: NDArray[np.floating]) -> NDArray[np.uint8]:

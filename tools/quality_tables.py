@@ -112,6 +112,10 @@ def _matched(density: float, name: str, rows: Sequence[Record]) -> tuple[str, ..
     return f"{density:g}", name, f"{reached:.3f}", *_quality(rows)
 
 
+def _made_at(name: str, density: float, request: Record) -> bool:
+    return (request["method"], request["density"]) == (name, density)
+
+
 def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
     """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same
     prompts.
@@ -125,7 +129,7 @@ def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
             gathered,
             name,
             lambda request: request["method"] == "park",
-            lambda request, at=(name, density): (request["method"], request["density"]) == at,
+            functools.partial(_made_at, name, density),
             near=MATCHED,
         )
         if finding.margin is not None and finding.spread is not None:

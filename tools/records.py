@@ -48,6 +48,13 @@ def lab(campaign: str, **asked: Any) -> Lab:
     """What `park reproduce --draw` reads the cells of a campaign with: 8 prompts of the small model."""
     if campaign in SIZES:
         asked |= H200 | dict(zip(("frames", "height", "width"), SIZES[campaign], strict=True))
-    given = {"model": "tiny", "prompts": 8, "prompt_file": None, "quick": False, "draw": True, "keep": "records"}
+    given: dict[str, Any] = {
+        "model": "tiny",
+        "prompts": 8,
+        "prompt_file": None,
+        "quick": False,
+        "draw": True,
+        "keep": "records",
+    }
     place = RESULTS / campaign  # no folder: all cells are in the file
     return Lab(evaluation_for(**given, **asked, records=(place.with_suffix(".jsonl"),)), place)

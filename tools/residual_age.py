@@ -15,19 +15,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from parkattn.anchors import anchor_steps, log_signal_to_noise
-from parkattn.methods import configured_method
 from parkattn.ops import REFERENCE, attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.residual.definition import factor
-from parkattn.park import ParkConfig
-from parkattn.planned import make_plan
-from parklab.experiments.captures import Selection, capture_calls
+from parkattn.park import Park
+from parkattn.plan import Plan
+from parkattn.planned import make_plan, values_of
+from parklab.experiments.captures import Captured, Selection, capture_calls
 from parklab.record import environment
+from parklab.research import ResearchConfig
 from parklab.studio import checkpoints
 from parklab.studio.request import Request, fit_to_pipeline, prepare
 
-ASKED = {
+ASKED: dict[str, Any] = {
     "prompt": "a blue cross moves down over purple bricks",
     "steps": 50,
     "frames": 17,
@@ -36,7 +39,7 @@ ASKED = {
     "guidance": 1.0,
 }
 LAYERS, RANK, REACH = (1, 3, 5), 12, 12  # REACH: steps after an anchor that are measured
-TOP_P = ParkConfig.PROFILES["fast"]["top_p"]
+TOP_P = ResearchConfig.PROFILES["fast"]["top_p"]
 Errors = dict[tuple[int, int], float]
 
 
@@ -46,24 +49,28 @@ def measure() -> dict[str, object]:
     calls = capture_calls(
         pipe, fit_to_pipeline(request, pipe), Selection(layers=LAYERS, values=True, first_branch=True)
     )
-    method = configured_method("park", "fast", top_p=TOP_P, residual_rank=RANK)
+    method = Park(ResearchConfig.profile("fast", top_p=TOP_P, residual_rank=RANK))
     squares: dict[tuple[int, int], list[float]] = {}
     for layer in LAYERS:
         by_step = {call.site.step: call for call in calls if call.site.layer == layer}
-        exact = {step: dense_attention(call.q, call.k, call.site.values) for step, call in by_step.items()}
+        exact = {
+            step: dense_attention(call.q, call.k, values_of(call.q, call.k, call.site))
+            for step, call in by_step.items()
+        }
         for first, call in by_step.items():
             plan = make_plan(call.q, call.k, method.planner, call.site, None)
 
-            def sparse(step: int, plan=plan, by_step=by_step):
+            def sparse(step: int, plan: Plan = plan, by_step: dict[int, Captured] = by_step) -> Tensor:
                 found = by_step[step]
-                return attend.over_kept(REFERENCE, found.q, found.k, found.site.values, plan, compensate=True)
+                values = values_of(found.q, found.k, found.site)
+                return attend.over_kept(REFERENCE, found.q, found.k, values, plan, compensate=True)
 
             kept = factor(exact[first] - sparse(first), RANK).expand()
             for step in range(first + 1, min(first + REACH, ASKED["steps"] - 1) + 1):
                 error = (sparse(step) + kept - exact[step]).norm() / exact[step].norm()
                 squares.setdefault((first, step), []).append(float(error) ** 2)
     errors = [[first, step, math.sqrt(sum(each) / len(each))] for (first, step), each in squares.items()]
-    levels = list(calls[0].site.noise_levels)
+    levels = list(calls[0].site.noise_levels or ())
     asked = ASKED | {"layers": LAYERS, "rank": RANK, "top_p": TOP_P}
     return {
         "benchmark": "residual age",

@@ -76,7 +76,7 @@ def _panel(picture: Picture, corner: tuple[float, float], title: str, runs: list
     for family, colour in CURVES.items():
         curve = sorted(points[run.name] for run in runs if run.family == family)
         if curve and family in (FEWER, DENSE_FORECAST):  # caches have more than one setting that varies
-            axes.curve(*zip(*curve, strict=True), colour)
+            axes.curve(curve, colour)
         for point in curve:
             picture.dot(*axes.at(*point), 3, colour)
     for run in runs:
@@ -88,7 +88,7 @@ def _panel(picture: Picture, corner: tuple[float, float], title: str, runs: list
         # the highest tolerance last, which takes the fewest seconds
         forecasts = sorted((points[run.name] for run in runs if run.family == f"{profile}, forecasts"), reverse=True)
         if profile in points:
-            axes.curve(*zip(points[profile], *forecasts, strict=True), BLUE)
+            axes.curve([points[profile], *forecasts], BLUE)
             for point in forecasts:
                 picture.dot(*axes.at(*point), 4, BLUE)
             x, y = axes.at(*points[profile])

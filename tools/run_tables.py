@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import records
 from records import RESULTS, Record, published
@@ -51,7 +52,7 @@ def profile_rows() -> Iterator[tuple[str, ...]]:
             kept = [row["psnr"] for row in videos.values()]
             lowest = [min(row["psnr"] for row in each.values()) for each in (every, videos)]
             yield (
-                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos), f"{statistics.fmean(kept):.1f}",
+                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos.values()), f"{statistics.fmean(kept):.1f}",
                 f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}", f"{lowest[0]:.1f}, {lowest[1]:.1f}",
             )  # fmt: skip
 
@@ -85,7 +86,7 @@ def forecast_rules() -> str:
         whole = every[tokens][50, guidance, name.split()[0]]
         lost = [whole[place]["psnr"] - row["psnr"] for place, row in videos.items()]
         loss = f"{statistics.fmean(lost):+.2f}{_within(lost)}"
-        rows.append((tokens, f"{guidance:g}", f"`{name}`", rule, _share(videos), loss, f"{max(lost):+.2f}"))
+        rows.append((tokens, f"{guidance:g}", f"`{name}`", rule, _share(videos.values()), loss, f"{max(lost):+.2f}"))
     return page_table(
         "tokens | guidance | setting | rule | forwards computed | lost, dB | most lost by a video, dB", rows
     )
@@ -191,7 +192,7 @@ def forecast_caches() -> str:
                 if (in_steps, scale) == (steps, guidance) and name.startswith(f"{DENSE} ")
             ]
             rows += [
-                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos), f"{run.mean('cost'):.2f}",
+                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos.values()), f"{run.mean('cost'):.2f}",
                  f"{statistics.fmean(run.psnr):.1f}{_within(run.psnr)}", f"{min(run.psnr):.1f}")
                 for run in sorted(runs, key=lambda run: -(run.mean("share_computed") or 0))
             ]  # fmt: skip
@@ -199,8 +200,8 @@ def forecast_caches() -> str:
     return page_table(heads, rows) if rows else NOT_RUN
 
 
-def _share(videos: Videos) -> str:
-    shares = [row["share_computed"] for row in videos.values()]
+def _share(videos: Iterable[Mapping[str, Any]]) -> str:
+    shares = [row["share_computed"] for row in videos]
     return f"{statistics.fmean(shares):.2f} ({max(shares):.2f})"
 
 

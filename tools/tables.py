@@ -20,12 +20,12 @@ from typing import Any
 from parkattn.files import write_atomically
 from parkattn.models import MODELS as TRANSFORMERS
 from parkattn.models import SIZES, STAY_DENSE
-from parkattn.park import ParkConfig
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
 from parklab.bench.frontier import read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
+from parklab.research import ResearchConfig
 from parklab.studio.gain import measured_forwards
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,7 +69,7 @@ def _profiles_of_whole_models() -> list[tuple[Record, str, Record]]:
         for name in ("fast", "quality", "paper"):
             run = row["runs"]["paper"]
             if name != "paper":
-                asked = ParkConfig.profile(name, model=row["model"])
+                asked = ResearchConfig.profile(name, model=row["model"])
                 run = anchored_run(row, phases_of_run(asked), row["baselines"])
                 expect_measured(row, asked)
             found.append((row, name, run))

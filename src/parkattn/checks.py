@@ -182,6 +182,21 @@ def expect_count(name: str, value: object, least: int = 1, most: int = LARGEST_C
         raise ValueError(f"{name}: expected a whole number <= {most}, got {shown(value)}; lower it.")
 
 
+def expect_by_length(name: str, value: Any, least: int) -> Any:
+    """A pair may come out of JSON, as a list; only a number that is at least 1 may be left to a rule."""
+    if not isinstance(value, (tuple, list)):
+        expect_count(name, value, least=least)
+        return value
+    if len(value) != 2:
+        raise TypeError(
+            f"{name}: expected a whole number or two, for a long and for a short video, got {shown(value)}; write (12, 32)."
+        )
+    for count in value:
+        if count is not None or least == 0:
+            expect_count(name, count, least=least)
+    return value[0], value[1]
+
+
 def _fits_float32(value: float) -> bool:
     """Not so for NaN and Inf; PyTorch takes no whole number past int64."""
     return abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_COUNT)

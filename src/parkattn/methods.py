@@ -180,7 +180,7 @@ def configured_method(
     if entry.config in (MethodConfig, Forecasts) and isinstance(config, MethodConfig) and type(config) is not Forecasts:
         return _made(entry, entry.config(**changes))
     if isinstance(config, MethodConfig) and issubclass(entry.config, type(config)):
-        config = entry.config.from_dict(config.to_dict())  # of a kind that this one extends
+        config = entry.config.of(config)
     if not isinstance(config, entry.config):
         raise TypeError(
             f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the method {entry.name!r}, "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor
 
@@ -21,32 +21,24 @@ from parkattn.checks import (
     expect_choice,
     expect_count,
     expect_finite,
-    expect_flag,
-    expect_fraction,
     expect_no_gradient,
     expect_scale,
     shown,
 )
 from parkattn.models import SIZES
-from parkattn.ops import attend, cluster, importance
+from parkattn.ops import attend, cluster, importance, planning
 from parkattn.ops.cluster.borders import fitting_multiple
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import kept_mass, select_shared, select_top_k, select_top_p
 from parkattn.plan import Blocks, Plan, assign_roles, cut_blocks
-from parkattn.planned import PlannedMethod, plan_key, planning
+from parkattn.planned import PlannedMethod, plan_key
 from parkattn.registry import MethodEntry
 from parkattn.segments import segment_mean
-from parkattn.settings import KEY_GRANULE, QUERY_TILE, Clusters, KeyMetric, PlannedConfig, Selection
+from parkattn.settings import Clusters, KeyMetric, PlannedConfig, Selection
 from parkattn.site import CallSite
 
 # not the paper's: what stands in for skipped blocks (docs/corrections.md)
-_CORRECTED = {
-    "compensate": True,
-    "residual_rank": 12,
-    "short_residual_rank": 32,
-    "share_branches": True,
-    "own_dense": True,
-}
+_CORRECTED = {"compensate": True, "residual_rank": (12, 32), "share_branches": True}
 # not the paper's: each tile of the attention kernel chooses, by the error that stand-ins would leave (docs/concepts.md)
 _BY_ERROR = {"budget": "error", "query_tile": 128}
 QUERY_BLOCKS = 128  # of a long video, in every model
@@ -54,17 +46,25 @@ CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
 _PREFIX_FIELDS = ("dense_fraction", "dense_steps", "refresh_interval", "refresh_steps")  # of a schedule without anchors
 
 
+class Shares(NamedTuple):
+    """top_p of the plans of a run; None: plans are made by top_k."""
+
+    at_anchors: float | None
+    """Of every plan where nothing else is said."""
+    between: float | None = None
+    """Of a plan that is built between anchors, where no residual stands in for skipped blocks; None: as at anchors."""
+    last: float | None = None
+    """The share that `between`, which holds at the step after the first, falls to over the run; None: it stays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParkConfig(Clusters, Selection, PlannedConfig):
     """Defaults are the paper's Wan settings; the fields of each group are explained in settings.py."""
 
-    refresh_top_p: float | None = None
-    """top_p of a plan that is built between anchors, where no residual stands in for what it skips; None: as at
-    anchors.
-    """
-    refresh_falls: bool = False
-    """refresh_top_p holds at the step after the first and falls to top_p over the run, by log signal to noise: what is
-    wrong late has few steps to grow in.
+    top_p: float | tuple[float, ...] | None = 0.9  # type: ignore[assignment]
+    """Keep blocks until their estimated share of attention reaches this; larger is better and slower. Two numbers: at
+    anchors, and in plans that are built between anchors. Three: the second falls to the third over the run, by log
+    signal to noise, since late errors have few steps to grow in.
     """
     budget: Literal["row", "error"] = "row"
     """What top_p = p means. row: each query block keeps blocks until they hold this share of its attention. error: one
@@ -72,24 +72,18 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
     attention, with compensate times the spread of scores in a head's blocks: what stand-ins get wrong."""
     query_tile: int | None = None
     """Query blocks are cut into tiles of this many queries, each of which keeps blocks of its own; None: not cut."""
+    most_shares = len(Shares._fields)
     importance = "pama"  # how much attention a query block gives to a key block (ESTIMATORS)
 
-    # the defaults are the paper's; not the paper's are borders where the attention kernel's tiles begin (DESIGN.md,
-    # "Block borders"): 1 and 1 give its blocks
+    # the defaults are the paper's, but for borders where the attention kernel's tiles begin (DESIGN.md, "Block borders")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        name: {
-            "query_clusters": QUERY_BLOCKS,
-            "key_clusters": size.key_blocks,
-            "query_multiple": QUERY_TILE,
-            "key_multiple": KEY_GRANULE,
-        }
-        for name, size in SIZES.items()
+        name: {"query_clusters": QUERY_BLOCKS, "key_clusters": size.key_blocks} for name, size in SIZES.items()
     }
     PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
-        "quality": {**_CORRECTED, **_BY_ERROR, "top_p": 0.7, "refresh_top_p": 0.9, "anchors": 12},
-        "fast": {**_CORRECTED, **_BY_ERROR, "top_p": 0.3, "refresh_top_p": 0.7, "anchors": 7},
-        "turbo": {**_CORRECTED, **_BY_ERROR, "top_p": 0.3, "refresh_top_p": 0.7, "anchors": 7, "refresh_falls": True},
+        "quality": {**_CORRECTED, **_BY_ERROR, "top_p": (0.7, 0.9), "anchors": 12},
+        "fast": {**_CORRECTED, **_BY_ERROR, "top_p": (0.3, 0.7), "anchors": 7},
+        "turbo": {**_CORRECTED, **_BY_ERROR, "top_p": (0.3, 0.7, 0.3), "anchors": 7},
     }
     BUDGETS: ClassVar[tuple[str, ...]] = ("row", "error")
     """Values of `budget`."""
@@ -97,24 +91,23 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
     """What hosts take when no profile is named (docs/profiles.md); variants for ablations keep the paper's settings."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.top_p, list):  # out of JSON
+            object.__setattr__(self, "top_p", tuple(self.top_p))
         super().__post_init__()
         expect_choice("budget", self.budget, self.BUDGETS)
         if self.query_tile is not None:
             expect_count("query_tile", self.query_tile)
-        if self.refresh_top_p is not None:
-            expect_fraction("refresh_top_p", self.refresh_top_p, zero=False)
-        expect_flag("refresh_falls", self.refresh_falls)
-        # rules across fields; `_with_companions` keeps them where one field of a profile is changed
+        # rules across fields; `settled` keeps them where one field of a profile is changed
         if self.budget != "row" and self.top_p is None:
             raise ValueError(f"budget: expected row beside top_k={self.top_k}, got {self.budget}; set top_p instead.")
-        if self.refresh_top_p is not None and self.top_p is None:
-            got = f"got {self.refresh_top_p}; leave out one of them."
-            raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
-        if self.refresh_top_p is not None and self.anchors is None:
-            got = f"got {self.refresh_top_p}; set top_p, or anchors too."
-            raise ValueError(f"refresh_top_p: expected None without anchors, between which it holds, {got}")
-        if self.refresh_falls and self.refresh_top_p is None:
-            raise ValueError("refresh_falls: expected False without refresh_top_p, which falls, got True; set both.")
+        if isinstance(self.top_p, tuple) and self.anchors is None:
+            got = f"got {self.top_p}; pass one number, or anchors too."
+            raise ValueError(f"top_p: expected one number without anchors, between which the others hold, {got}")
+
+    @property
+    def shares(self) -> Shares:
+        """top_p of the plans of a run."""
+        return Shares(*self.top_p) if isinstance(self.top_p, tuple) else Shares(self.top_p)
 
     @property
     def metric(self) -> KeyMetric:
@@ -124,7 +117,7 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
     @classmethod
     def long_run_profiles(cls) -> list[str]:
         """Profiles without those that differ from another one in runs of fewer than reference_steps alone."""
-        return [name for name, changes in cls.PROFILES.items() if not changes.get("refresh_falls")]
+        return [name for name in cls.PROFILES if cls.profile(name).shares.last is None]
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
@@ -138,52 +131,49 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
                 raise ValueError(
                     f"{field}: expected none with the profile {name}, whose dense steps are spread over the run, {got}"
                 )
-        return super().profile(name, model=model, **_with_companions(cls.PROFILES[name], changes))
+        return super().profile(name, model=model, **cls.settled(cls.PROFILES[name], changes))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values. A budget among them is the only one, and what has no effect without another field
+        """A copy with other values. A budget among them is the only one, and a field that has no effect without another
         goes with it.
         """
-        return super().replace(**_with_companions(dataclasses.asdict(self), changes))
+        return super().replace(**self.settled(dataclasses.asdict(self), changes))
+
+    @classmethod
+    def settled(cls, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes, and those that they imply: top_k is a share of each row's blocks, and without anchors there are
+        no plans between them.
+        """
+        implied: dict[str, Any] = {}
+        if changes.get("top_k") is not None:
+            implied["budget"] = "row"
+        share = settings.get("top_p")
+        if isinstance(share, tuple) and {**settings, **changes}.get("anchors") is None:
+            implied["top_p"] = share[0]
+        return {**implied, **changes}
 
     @classmethod
     def for_model(cls, name: str | None, **changes: Any) -> Self:
         """The preset of a model, with its blocks in a long video and the rule of `counts` in a short one."""
-        blocks = QUERY_BLOCKS, SIZES[cls.known_model(name) or "wan2.1-14b"].key_blocks
-        return cls.from_dict({"long_video_blocks": blocks, **changes})
-
-
-def _with_companions(settings: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Whoever sets top_p or top_k means it for every plan, and top_k is a share of each row's blocks.
-
-    Without anchors there are no plans between them.
-    """
-    settled: dict[str, Any] = {**settings, **changes}
-    off: dict[str, Any] = {}
-    if "top_p" in changes or changes.get("top_k") is not None or settled.get("anchors") is None:
-        off["refresh_top_p"] = None
-    if {**settled, **off}.get("refresh_top_p") is None:
-        off["refresh_falls"] = False
-    if changes.get("top_k") is not None:
-        off["budget"] = "row"
-    return {**off, **changes}
+        blocks = SIZES[cls.known_model(name) or "wan2.1-14b"].key_blocks
+        own = {} if blocks == cls.long_video_blocks[1] else {"key_clusters": (blocks, None)}
+        return cls.from_dict({**own, **changes})
 
 
 class ParkPlanner:
-    def __init__(self, config: ParkConfig, falls_to: float | None = None) -> None:
-        """falls_to: what top_p falls to over the run; None: it stays."""
+    def __init__(self, config: ParkConfig, share: float | None, falls_to: float | None = None) -> None:
+        """share: top_p of its plans; None: by top_k. falls_to: the share at the end of the run; None: it stays."""
         self.config = config
-        self.falls_to = falls_to
+        self.begins_at, self.falls_to = share, falls_to
 
     def share(self, site: CallSite) -> float | None:
         """top_p at this step; None: top_k is set instead."""
-        share = self.config.top_p
-        if share is not None and self.falls_to is not None:
-            share += (self.falls_to - share) * passed_since_first(site)
-        return share
+        if self.begins_at is None or self.falls_to is None:
+            return self.begins_at
+        return self.begins_at + (self.falls_to - self.begins_at) * passed_since_first(site)
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = 0 if site.text is None else site.text.stop - site.text.start
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
@@ -283,7 +273,7 @@ def build_plan(
 def _plan(q: Tensor, k: Tensor, config: ParkConfig, site: CallSite, start: Plan | None = None) -> Plan:
     with planning(q, k, config.check_finite):
         earlier = start if start is not None and start.fits(q, k) else None
-        return ParkPlanner(config).plan(q.detach(), k.detach(), site, earlier)
+        return ParkPlanner(config, config.shares.at_anchors).plan(q.detach(), k.detach(), site, earlier)
 
 
 def park_attention(
@@ -327,11 +317,10 @@ class Park(PlannedMethod):
 
     def __init__(self, config: ParkConfig | None = None, name: str = "park") -> None:
         config = _expect_config(config)
-        between = None
-        if config.refresh_top_p is not None:
-            lone = config.replace(top_p=config.refresh_top_p)
-            between = ParkPlanner(lone, config.top_p if config.refresh_falls else None)
-        super().__init__(name, ParkPlanner(config), config, between=between)
+        share, between, last = config.shares
+        planner = ParkPlanner(config, share)
+        lone = None if between is None else ParkPlanner(config, between, last)
+        super().__init__(name, planner, config, between=lone)
 
     def head_order(self, site: CallSite, batch: int) -> Tensor | None:
         """The head [h] at each place of all ranks, for the next call at this site; None: the model's order."""

@@ -89,19 +89,16 @@ class PlannedMethod:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
         expect_attention_inputs(q, k, v)
         expect_call_site(site)
-        site = dataclasses.replace(site, values=v)
-        # for dense steps too: what no backend can run is refused at the first step, not after the dense ones
+        # for dense steps too: a call that no backend can run is refused at the first step, not after the dense ones
         backend = resolve_for(q, self.config.backend, self.config.precision)
+        site = dataclasses.replace(site, values=v, backend=backend)
         key = plan_key(site, q.shape[0])
-        phase = self.schedule.phase(site, History(self.plans.refreshed_at(key)))
-        if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
-            phase = Phase("dense", "gradients are asked for, which the kernels do not compute; use torch.no_grad()")
+        phase, held = self._phase(key, q, k, v, site, backend)
         if phase.name == "dense":
             if site.key_valid is not None and site.dense is None:
                 expect_key_valid(site.key_valid, k)
             return self._dense(phase, q, k, v, site, backend)
         asked = self._planned_for(q, k, site)
-        phase, held = self._usable(phase, key, *asked, v, backend)
         if phase.name == "anchor":
             return self._anchor(phase, key, q, k, v, site, backend, held)
         missed = density = imbalance = None
@@ -221,33 +218,38 @@ class PlannedMethod:
     def _how(self, site: CallSite) -> dict[str, Any]:
         return {"scale": site.scale, "compensate": self.config.compensate}
 
-    def _usable(
-        self, phase: Phase, key: SiteKey, q: Tensor, k: Tensor, site: CallSite, v: Tensor, backend: Backend
+    def _phase(
+        self, key: SiteKey, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend
     ) -> tuple[Phase, HeldPlan | None]:
-        """The plan held for this call, or a phase that says why there is none. v: of the whole batch, as a residual is.
+        """What the call does, with the plan held for it: the schedule's phase, unless the call cannot do that.
 
         With a residual a first plan is built at an anchor, and without a schedule of anchors every plan is.
         """
+        phase = self.schedule.phase(site, History(self.plans.refreshed_at(key)))
+        if phase.name != "dense" and asks_for_gradient(q, k, v) and not backend.differentiable:
+            phase = Phase("dense", "gradients are asked for, which the kernels do not compute; use torch.no_grad()")
+        if phase.name == "dense":
+            return phase, None
         held = self.plans.get(key, backend, site.key_valid)
-        if held is not None and not held.plan.fits(q, k):
-            phase, held = Phase("refresh", "the number of tokens changed"), None
-        if held is not None and (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
-            phase, held = Phase("refresh", "text or padding changed"), None
-        if held is not None and held.grid != site.grid:
-            phase, held = Phase("refresh", "the video's grid changed"), None
-        if (
-            held is not None
-            and held.residual is not None
-            and not held.residual.fits(v.shape[0], q.shape[2], v.shape[3])
-        ):
-            phase, held = Phase("refresh", "the values' width changed"), None
-        if (
-            phase.name == "refresh"
-            and self.config.rank_for(q.shape[2])
-            and (held is None or self.config.anchors is None)
-        ):
+        if held is not None and (changed := self._changed(held, q, k, v, site)):
+            phase, held = Phase("refresh", changed), None
+        lone = held is None or self.config.anchors is None
+        if phase.name == "refresh" and lone and self.config.rank_for(q.shape[2]):
             phase = Phase("anchor", phase.reason)
         return phase, held
+
+    def _changed(self, held: HeldPlan, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> str | None:
+        """Why a plan does not serve this call; None: it does."""
+        if not held.plan.fits(*self._planned_for(q, k, site)[:2]):
+            return "the number of tokens changed"
+        if (held.text, held.plan.padding) != (site.text, site.key_valid is not None):
+            return "text or padding changed"
+        if held.grid != site.grid:
+            return "the video's grid changed"
+        # a residual is of the whole batch
+        if held.residual is not None and not held.residual.fits(v.shape[0], q.shape[2], v.shape[3]):
+            return "the values' width changed"
+        return None
 
 
 class _Made(NamedTuple):

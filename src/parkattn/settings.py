@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
 
 from parkattn.checks import (
     did_you_mean,
+    expect_by_length,
     expect_choice,
     expect_count,
     expect_flag,
@@ -35,19 +36,14 @@ BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 KEY_METRICS: tuple[KeyMetricName, ...] = get_args(KeyMetricName)
 METRIC_ROOTS: tuple[MetricRoot, ...] = get_args(MetricRoot)
-# from this many tokens on a video is long: blocks as the paper has them; below, as many tokens per block as the paper
-# has
+# from this many tokens on a video is long and has the paper's blocks; below, it has the paper's tokens per block
 LONG_VIDEO = 16_384
 QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 500, 130
 # where the attention kernel's tiles begin
 QUERY_TILE, KEY_GRANULE = 64, 32
 LARGEST_SEED = 2**63 - 1
-MODEL_NAMES = (
-    "wan2.1-1.3b",
-    "wan2.1-14b",
-    "wan2.2-14b",
-    "hunyuanvideo",
-)  # that presets may have; models.SIZES has their sizes
+# of models that presets may have; models.SIZES has their sizes
+MODEL_NAMES = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-14b", "hunyuanvideo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +114,11 @@ class MethodConfig:
         expect_known_fields(cls, fields)
         return cls(**fields)
 
+    @classmethod
+    def of(cls, config: MethodConfig) -> Self:
+        """A config of a kind that this one extends, as one of this kind."""
+        return cls.from_dict(config.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; from_dict restores an equal config."""
         return {
@@ -159,48 +160,53 @@ class BlockCounts(NamedTuple):
     """Key blocks begin at multiples of this."""
 
 
+ByLength = int | tuple[int, int | None] | None
+"""A number; a pair: in a long video (from 16,384 tokens on), and in a short one; None: by a rule."""
+
+
+def by_length(value: ByLength, long: bool) -> int | None:
+    """The number for a long or a short video."""
+    return value[0 if long else 1] if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Clusters(MethodConfig):
     """Blocks by k-means."""
 
-    query_clusters: int | None = None
-    """Query blocks per head; None: from the number of tokens (`counts`)."""
-    key_clusters: int | None = None
-    """Key blocks per head; None: from the number of tokens (`counts`)."""
-    long_video_blocks: tuple[int, int] = (128, 512)
-    """Query and key blocks of a long video where the two fields above are None."""
-    query_multiple: int | None = None
-    """Query blocks begin at multiples of this. 1: where clusters end. None: 64 in a long video, else 1 (borders.py)."""
-    key_multiple: int | None = None
-    """Key blocks begin at multiples of this. 1: where clusters end. None: 32 in a long video, else 1."""
-    # settings of a laboratory's subclass
+    query_clusters: ByLength = None
+    """Query blocks per head; a pair: in a long video and in a short one; None: from the number of tokens (`counts`)."""
+    key_clusters: ByLength = None
+    """Key blocks per head; a pair: in a long video and in a short one; None: from the number of tokens (`counts`)."""
+    # settings of a laboratory's subclass: blocks of a long video, and the multiples that blocks begin at
+    long_video_blocks = (128, 512)
+    query_multiple = key_multiple = cast("int | None", None)
     kmeans_iterations, warm_iterations = 10, 3
     warm_start, seed = True, 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("query_clusters", "key_clusters", "query_multiple", "key_multiple"):
+        for name in ("query_clusters", "key_clusters"):
             if getattr(self, name) is not None:
-                expect_count(name, getattr(self, name))
-        object.__setattr__(self, "long_video_blocks", _pair("long_video_blocks", self.long_video_blocks))
+                object.__setattr__(self, name, expect_by_length(name, getattr(self, name), least=1))
 
     def counts(self, queries: int, keys: int) -> BlockCounts:
         """The one rule that chooses blocks from the number of video tokens, wherever a field is None."""
         long_queries, long_keys = queries >= LONG_VIDEO, keys >= LONG_VIDEO
         return BlockCounts(
-            self.query_clusters
+            by_length(self.query_clusters, long_queries)
             or (self.long_video_blocks[0] if long_queries else max(2, queries // QUERIES_PER_BLOCK)),
-            self.key_clusters or (self.long_video_blocks[1] if long_keys else max(4, keys // KEYS_PER_BLOCK)),
+            by_length(self.key_clusters, long_keys)
+            or (self.long_video_blocks[1] if long_keys else max(4, keys // KEYS_PER_BLOCK)),
             self.query_multiple or (QUERY_TILE if long_queries else 1),
             self.key_multiple or (KEY_GRANULE if long_keys else 1),
         )
 
     def for_tokens(self, tokens: int) -> Self:
-        """The config with every number that `counts` would choose written out."""
-        queries, keys, query_multiple, key_multiple = self.counts(tokens, tokens)
-        return self.replace(
-            query_clusters=queries, key_clusters=keys, query_multiple=query_multiple, key_multiple=key_multiple
-        )
+        """The config with every number written out that `counts` would choose for a field."""
+        names = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
+        chosen = dict(zip(names, self.counts(tokens, tokens), strict=True))
+        fields = {field.name for field in dataclasses.fields(self)}
+        return self.replace(**{name: value for name, value in chosen.items() if name in fields})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +242,7 @@ class Selection(MethodConfig):
     top_k: float | None = None
     """Keep this share of the key blocks."""
     floor = 0.0  # with top_p: the least share of the key blocks; a setting of a laboratory's subclass
+    most_shares = 1  # numbers in top_p, where a method's plans differ over a run
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,7 +252,17 @@ class Selection(MethodConfig):
             )
         for name in ("top_p", "top_k"):
             if getattr(self, name) is not None:
-                expect_fraction(name, getattr(self, name), zero=False)
+                for share in self._shares(name):
+                    expect_fraction(name, share, zero=False)
+
+    def _shares(self, name: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if name != "top_p" or not isinstance(value, tuple) or self.most_shares == 1:
+            return (value,)
+        if not 2 <= len(value) <= self.most_shares:
+            wanted = "a number, or two or three of them"
+            raise ValueError(f"top_p: expected {wanted}, got {shown(value)}; write 0.7, (0.7, 0.9) or (0.3, 0.7, 0.3).")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,9 +278,7 @@ class Timetable(MethodConfig):
     refresh_interval: int | None = 10
     """Steps for which a plan is used, in a run of 50; None: until the run ends. Shorter runs refresh sooner, in proportion."""
     share_branches: bool = False
-    """Branches of a guided step use the plan of the first one: what they miss is then alike, and cancels in the
-    guidance.
-    """
+    """Branches of a guided step use the plan of the first one: they then miss the same, which cancels in guidance."""
     anchors: int | None = None
     """Dense steps of a run of 50, spread by its noise levels from step 0 on; plans are built there, and in shorter runs,
     which have fewer (`anchor_count`), between two of them where they lie far apart. None: the first steps are dense, by
@@ -322,27 +337,28 @@ class Correction(MethodConfig):
 
     compensate: bool = False
     """A skipped block enters through one key, its mean, with the weight of its size, and its mean value."""
-    residual_rank: int = 0
-    """Keep what a dense step shows to be missing as a matrix of this rank per head, and add it until the next; 8 is
-    usual, 0: none. Plans are then built at dense steps. Held: one byte per token, head, layer, branch and unit of rank.
+    residual_rank: int | tuple[int, int] = 0
+    """Keep the part of a dense step that its plan misses as a matrix of this rank per head, and add it until the next
+    dense step; 8 is usual, 0: none. A pair: in a long video and in a short one, where a higher rank takes no more
+    memory. Plans are then built at dense steps, and dense steps run in the backend's own kernel. Held: one byte per
+    token, head, layer, branch and unit of rank.
     """
-    short_residual_rank: int | None = None
-    """Rank of a residual below 16,384 tokens, where a higher one takes no more memory; None: residual_rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("compensate", self.compensate)
-        expect_count("residual_rank", self.residual_rank, least=0)
-        if self.short_residual_rank is not None:
-            expect_count("short_residual_rank", self.short_residual_rank, least=0)
+        object.__setattr__(self, "residual_rank", expect_by_length("residual_rank", self.residual_rank, least=0))
 
     def rank_for(self, tokens: int) -> int:
         """The rank of the residual of this many queries; 0: none is kept."""
-        return (
-            self.short_residual_rank
-            if self.short_residual_rank is not None and tokens < LONG_VIDEO
-            else self.residual_rank
-        )
+        return by_length(self.residual_rank, tokens >= LONG_VIDEO) or 0
+
+    @property
+    def own_dense(self) -> bool:
+        """Whether dense steps run in the backend's own kernel, as anchors with a residual do, and not in the model's
+        attention: equal up to rounding.
+        """
+        return self.residual_rank not in (0, (0, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,11 +374,9 @@ class RuntimeOptions(MethodConfig):
     bits (`attend.Rounding`); plans are made in the model's dtype. Where no INT8 kernel exists the model's dtype stays,
     and `summary` says why.
     """
-    own_dense: bool = False
-    """Dense steps by the backend's own kernel instead of the model's attention: equal up to rounding."""
     sage_dense: bool = False
-    """Dense steps by SageAttention, of the package sageattention, whose scores are INT8. Where it cannot take a call
-    `own_dense` decides, and `summary` says why.
+    """Dense steps by SageAttention, of the package sageattention, whose scores are INT8. Where it cannot take a call,
+    they run as without it, and `summary` says why.
     """
     guard_rows: int = 0
     """Queries per head whose exact output is computed in every sparse call, to report its error; 0: none."""
@@ -370,7 +384,6 @@ class RuntimeOptions(MethodConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_flag("check_finite", self.check_finite)
-        expect_flag("own_dense", self.own_dense)
         expect_flag("sage_dense", self.sage_dense)
         expect_count("guard_rows", self.guard_rows, least=0)
         expect_choice("backend", self.backend, BACKENDS)
@@ -384,13 +397,3 @@ class PlannedConfig(Timetable, Forecasts, Correction, RuntimeOptions):
 
 def _joined(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
-
-
-def _pair(name: str, value: Any) -> tuple[int, int]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(
-            f"{name}: expected two whole numbers, query blocks and key blocks, got {shown(value)}; write (128, 512)."
-        )
-    for count in value:
-        expect_count(name, count)
-    return value[0], value[1]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parkattn.balance import Ranks
 from parkattn.plan import Plan
+from parkattn.settings import Precision
 
 
 class SiteKey(NamedTuple):
@@ -25,6 +26,28 @@ class SiteKey(NamedTuple):
     video: int = 0
     batch: int = 1  # a batch of another size, or one that pairs other branches, has other videos in its places
     paired: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Who computes the operations. Every backend gives the same result up to the rounding of its dtype."""
+
+    name: str
+    """reference, triton or flashinfer."""
+    reason: str = ""
+    """Which kernels were chosen and why, in one sentence."""
+    precision: Precision = "bf16"
+    """The numbers that attention takes Q K^T in."""
+    hopper: bool = False
+    """Whether attention runs in the Hopper kernels."""
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients flow through attention; a plan never has any."""
+        return self.name == "reference"
+
+
+REFERENCE = Backend("reference", "PyTorch definitions")
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,8 @@ class CallSite:
     """The scheduler's sigmas, one per step, where it has them."""
     dense: Callable[[], Tensor] | None = None
     """The model's own dense attention of this call -> [b h n d]; None: PyTorch's."""
+    backend: Backend | None = None
+    """The backend that the method chose for the call, for its planner; None: the planner chooses."""
     ranks: Ranks | None = None
     """Those that share its heads, where `head_order` is asked for before they are spread; None: heads stay in place."""
 

@@ -16,18 +16,39 @@ from parkattn.anchors import UNANCHORED, anchor_count, levels_of, log_signal_to_
 from parkattn.checks import expect_choice, expect_flag, expect_fraction, expect_positive
 from parkattn.methods import method_entry
 from parkattn.ops.importance.definition import ESTIMATORS
-from parkattn.park import Park, ParkConfig, ParkPlanner, WithoutBoth, WithoutPama, WithoutQrkc
+from parkattn.park import QUERY_BLOCKS, Park, ParkConfig, ParkPlanner, Shares, WithoutBoth, WithoutPama, WithoutQrkc
 from parkattn.registry import MethodEntry
 from parkattn.reuse import History, Phase, always_dense, unanchored
-from parkattn.settings import KeyMetric, Timetable
+from parkattn.settings import KEY_GRANULE, QUERY_TILE, KeyMetric, MethodConfig, Timetable
 from parkattn.site import AttentionOutput, CallSite
 from parklab.baselines.settings import FlooredSelection, KMeans, StudiedConfig
+
+
+def _written_out(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `ParkConfig` as a `ResearchConfig` and its records have them: each number under a name of its own."""
+    found, share, rank, keys = (
+        dict(fields),
+        fields.get("top_p"),
+        fields.get("residual_rank"),
+        fields.get("key_clusters"),
+    )
+    if isinstance(share, (tuple, list)) and share[2:] in ((), [], (share[0],), [share[0]]):
+        found |= {"top_p": share[0], "refresh_top_p": share[1]} | ({"refresh_falls": True} if share[2:] else {})
+    if isinstance(rank, (tuple, list)):
+        found["residual_rank"], found["short_residual_rank"] = rank
+    if isinstance(keys, (tuple, list)) and keys[1] is None:
+        found |= {"key_clusters": None, "long_video_blocks": (QUERY_BLOCKS, keys[0])}
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkConfig):
     """`Park` and `build_plan` take it as they take a `ParkConfig`."""
 
+    refresh_top_p: float | None = None
+    """top_p of a plan that is built between anchors; None: as at anchors."""
+    refresh_falls: bool = False
+    """refresh_top_p holds at the step after the first and falls to top_p over the run, by log signal to noise."""
     importance: Literal["pama", "query-centroid", "full-key", "exact"] = "pama"
     """How much attention a query block gives to a key block: per query (pama), by the mean query, by all keys, or
     exactly.
@@ -42,10 +63,29 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
     the same at every step."""
     exact_anchors: bool = False
     """Plans that anchors make go by the attention that blocks really get: their dense pass has computed all scores."""
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        name: {**changes, "query_multiple": QUERY_TILE, "key_multiple": KEY_GRANULE}
+        for name, changes in ParkConfig.PRESETS.items()
+    }
+    PROFILES: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        name: {**_written_out(changes), **({"own_dense": True} if "residual_rank" in changes else {})}
+        for name, changes in ParkConfig.PROFILES.items()
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         expect_choice("importance", self.importance, ESTIMATORS)
+        expect_flag("refresh_falls", self.refresh_falls)
+        if self.refresh_top_p is not None:
+            expect_fraction("refresh_top_p", self.refresh_top_p, zero=False)
+            if self.top_p is None:
+                got = f"got {self.refresh_top_p}; leave out one of them."
+                raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
+            if self.anchors is None:
+                got = f"got {self.refresh_top_p}; set top_p, or anchors too."
+                raise ValueError(f"refresh_top_p: expected None without anchors, between which it holds, {got}")
+        elif self.refresh_falls:
+            raise ValueError("refresh_falls: expected False without refresh_top_p, which falls, got True; set both.")
         expect_flag("exact_anchors", self.exact_anchors)
         if self.exact_anchors and self.anchors is None:
             raise ValueError("exact_anchors: expected False without anchors, got True; set anchors too.")
@@ -58,11 +98,40 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
         if self.top_k is not None and self.floor:
             raise ValueError(f"floor: expected 0 beside top_k={self.top_k}, got {self.floor}; leave out one of them.")
 
+    @property
+    def shares(self) -> Shares:
+        if self.refresh_top_p is None:
+            return super().shares
+        assert not isinstance(self.top_p, tuple)
+        return Shares(self.top_p, self.refresh_top_p, self.top_p if self.refresh_falls else None)
+
+    @classmethod
+    def of(cls, config: MethodConfig) -> Self:
+        if isinstance(config, ParkConfig) and not isinstance(config, ResearchConfig):
+            return cls.from_dict({**_written_out(config.to_dict()), "own_dense": config.own_dense})
+        return super().of(config)
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Also of a record from when anchors by error were a setting, which it left off."""
         off = isinstance(fields, Mapping) and "anchor_error" in fields and fields["anchor_error"] is None
         return super().from_dict({name: fields[name] for name in fields if name != "anchor_error"} if off else fields)
+
+    @classmethod
+    def for_model(cls, name: str | None, **changes: Any) -> Self:
+        return cls.from_dict({**_written_out(ParkConfig.for_model(name).to_dict()), **changes})
+
+    @classmethod
+    def settled(cls, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Whoever sets top_p or top_k means it for every plan."""
+        changes = super().settled(settings, changes)
+        implied: dict[str, Any] = {}
+        given = {**settings, **changes}
+        if "top_p" in changes or changes.get("top_k") is not None or given.get("anchors") is None:
+            implied["refresh_top_p"] = None
+        if {**given, **implied}.get("refresh_top_p") is None:
+            implied["refresh_falls"] = False
+        return {**implied, **changes}
 
     @property
     def metric(self) -> KeyMetric:
@@ -108,8 +177,9 @@ class StudiedPark(Park):
         super().__init__(config, name)
         if config.noise_tau is None and not config.exact_anchors:
             return
-        self.planner = StudiedPlanner(config.replace(importance="exact") if config.exact_anchors else config)
-        self.between = StudiedPlanner(config.replace(top_p=config.refresh_top_p or config.top_p))
+        share, between, last = config.shares
+        self.planner = StudiedPlanner(config.replace(importance="exact") if config.exact_anchors else config, share)
+        self.between = StudiedPlanner(config, between or share, last)
 
 
 def share_by_noise(least: float, tau: float, site: CallSite) -> float:

@@ -26,14 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from parkattn import files
+from parklab.sealed import RECORD_LIMIT as RECORD_LIMIT
+from parklab.sealed import Record as Record
+from parklab.sealed import content_hash as content_hash
+from parklab.sealed import differences
+from parklab.sealed import read_record as read_record
+from parklab.sealed import record_in as record_in
+from parklab.sealed import sealed as sealed
 
-Record = dict[str, Any]
 Say = Callable[[str], None]
 Content = bytes | Callable[[Path], None]  # the bytes, or what writes them to a path
 Make = Callable[["Making"], None]
 
 FINISHED, OTHER, ABSENT = "finished", "other", "absent"
-RECORD_LIMIT = 2**26  # bytes; a page of a hundred prompts and six methods comes near it
 JOURNAL = "parkattn.journal.2"
 
 
@@ -95,7 +100,7 @@ class Store:
             "request": {**cell.unsaid, **told} if isinstance(told, dict) else told,
         }
         if content_hash(asked) != content_hash(before):
-            return Found(OTHER, record, f"made with other settings ({_differences(before, asked)})")
+            return Found(OTHER, record, f"made with other settings ({differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]
         if lacking:
             return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}")
@@ -170,8 +175,7 @@ class Store:
                         if state == files.HELD:
                             removed += self._recover(mark)
                 except OSError as error:
-                    # what is finished can still be read where nothing can be written, or where no lock of ours stands
-                    # (None)
+                    # finished cells can be read where nothing can be written, or where no lock of ours stands (None)
                     if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, None):
                         raise
         if removed:
@@ -367,54 +371,3 @@ class Making:
         known = before.get("older", {}) | before.get("files", {})
         older = {name: sha256 for name, sha256 in known.items() if name not in self.hashes}
         return {"older": older} if older and before.get("format") == self.cell.format else {}
-
-
-def content_hash(value: Any) -> str:
-    """Equal for equal JSON, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict).encode()).hexdigest()
-
-
-def sealed(record: Mapping[str, Any]) -> Record:
-    """The record as JSON holds it, with the hash of all the rest of it."""
-    plain = json.loads(json.dumps({name: value for name, value in record.items() if name != "hash"}))
-    return {**plain, "hash": content_hash(plain)}
-
-
-def read_record(path: Path) -> Record | None:
-    """A record that this store sealed and nobody has changed; None for anything else."""
-    return record_in(files.read_regular(path, RECORD_LIMIT, follow=False))
-
-
-def record_in(data: bytes | None) -> Record | None:
-    try:
-        record = json.loads(data) if data is not None else None
-        if not isinstance(record, dict) or sealed(record)["hash"] != record.get("hash"):
-            return None
-    except (ValueError, RecursionError):
-        return None
-    listed = [record.get("files"), record.get("older", {})]
-    return record if all(isinstance(names, dict) and all(map(_is_entry, names.items())) for names in listed) else None
-
-
-def _is_entry(entry: tuple[str, Any]) -> bool:
-    """A name below a folder, and a hash."""
-    return not {"", ".", ".."} & set(entry[0].split("/")) and isinstance(entry[1], str)
-
-
-def _differences(before: Record, asked: Record) -> str:
-    """For people: a setting that is not there is not the same as null."""
-    old, new = ({name: json.dumps(value) for name, value in flatten(each).items()} for each in (before, asked))
-    names = [name for name in dict.fromkeys((*new, *old)) if old.get(name) != new.get(name)]
-    shown = [
-        f"{name.removeprefix('request.')} = {old.get(name, 'not set')}, asked {new.get(name, 'not set')}"
-        for name in names
-    ]
-    return "; ".join(shown) or "another request"
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names joined by points: {"a": {"b": 1}} is {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for name, part in value.items():
-        flat |= flatten(part, f"{prefix}{name}.") if isinstance(part, Mapping) else {f"{prefix}{name}": part}
-    return flat

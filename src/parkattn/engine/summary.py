@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,32 +100,9 @@ class Summary:
             for calls in layers.values()
         ]
         saved = _saved(times, "dense", statistics.median)
-        at_most = _saved(times, "anchor", min) if saved is None else None
-        if at_most is not None and at_most > 0:
-            # a call takes no less than its share of a dense one
-            skipped = (sum(1 - c.stats.density.mean().item() for c in calls) for calls in layers.values())
-            at_most = min(
-                at_most,
-                sum(
-                    min(layer["anchor"]) * part
-                    for layer, part in zip(times, skipped, strict=True)
-                    if layer.get("anchor")
-                ),
-            )
+        at_most = _saved_at_most(times, layers.values()) if saved is None else None
         density = _mean([call.stats.density for calls in layers.values() for call in calls])
-        sparse = any(call.stats.phase not in ("dense", "anchor") for call in log.calls)
-        known = saved if at_most is None else at_most
-        if known is not None and known < 0:
-            slower = [_SLOWER.format(-known)]
-        else:
-            # a forward that was forecast had no attention at all
-            ran = (
-                log.forwards.computed / (log.forwards.computed + log.forwards.forecast)
-                if log.forwards.forecast
-                else 1.0
-            )
-            much = saved is None and sparse and density is not None and ran * density > MUCH
-            slower = [_MUCH.format(density)] if much else []
+        slower = _slower(log, density, saved, at_most)
         return cls(
             method=method,
             steps={phase: sorted({c.site.step for c in log.calls if c.stats.phase == phase}) for phase in names}
@@ -261,6 +238,29 @@ def _mean(values: Sequence[Tensor | None]) -> float | None:
     known = [value.mean().item() for value in values if value is not None]
     mean = sum(known) / len(known) if known else math.nan
     return mean if math.isfinite(mean) else None
+
+
+def _saved_at_most(times: list[dict[str, list[float]]], layers: Iterable[list[LoggedCall]]) -> float | None:
+    """Seconds saved where no call was dense: a call takes no less than its share of the fastest anchor."""
+    at_most = _saved(times, "anchor", min)
+    if at_most is None or at_most <= 0:
+        return at_most
+    skipped = [sum(1 - call.stats.density.mean().item() for call in calls) for calls in layers]
+    parts = zip(times, skipped, strict=True)
+    return min(at_most, sum(min(layer["anchor"]) * part for layer, part in parts if layer.get("anchor")))
+
+
+def _slower(log: RunLog, density: float | None, saved: float | None, at_most: float | None) -> list[str]:
+    """Advice where sparse attention gained nothing."""
+    known = saved if at_most is None else at_most
+    if known is not None and known < 0:
+        return [_SLOWER.format(-known)]
+    # a forward that was forecast had no attention at all
+    forwards = log.forwards
+    ran = forwards.computed / (forwards.computed + forwards.forecast) if forwards.forecast else 1.0
+    sparse = any(call.stats.phase not in ("dense", "anchor") for call in log.calls)
+    much = saved is None and sparse and density is not None and ran * density > MUCH
+    return [_MUCH.format(density)] if much else []
 
 
 def _saved(times: list[dict[str, list[float]]], phase: str, choose: Callable[[list[float]], float]) -> float | None:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,32 +18,11 @@ import torch
 from torch import Tensor
 
 from parkattn.checks import expect_finite, shape_of
-from parkattn.settings import Precision
+from parkattn.site import REFERENCE as REFERENCE
+from parkattn.site import Backend as Backend
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Who computes the operations. Every backend gives the same result up to the rounding of its dtype."""
-
-    name: str
-    """reference, triton or flashinfer."""
-    reason: str = ""
-    """Which kernels were chosen and why, in one sentence."""
-    precision: Precision = "bf16"
-    """The numbers that attention takes Q K^T in."""
-    hopper: bool = False
-    """Whether attention runs in the Hopper kernels."""
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether gradients flow through attention; a plan never has any."""
-        return self.name == "reference"
-
-
-REFERENCE = Backend("reference", "PyTorch definitions")
 
 
 def operation(definition: Callable[Given, Found], kernels: str) -> Callable[Concatenate[Backend, Given], Found]:

@@ -29,8 +29,7 @@ MASS = 0.95
 LARGEST_FILE = 2**28  # bytes; 50 steps of 60 layers and 40 heads take a megabyte
 QUERIES_AT_ONCE = 512  # bounds the sorted [queries, keys] probabilities
 _FORMAT = "parkattn.density-profile.1"
-# park profile --samples 256 --height 128 --width 192 --frames 17, with four prompts of the grammar that are not held
-# out
+# park profile --samples 256 --height 128 --width 192 --frames 17, with four training prompts of the grammar
 IN_THE_BOX = {"sprites": Path(__file__).with_name("sprites_density.safetensors")}
 
 

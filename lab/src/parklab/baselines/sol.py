@@ -85,7 +85,7 @@ class SolPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         sides = cut_both_sides(q, k, site, config.block, config.block)
         queries, keys = sides.queries, sides.keys
         pooled_queries, pooled_keys = queries.means(q) * (sides.scale * math.log2(math.e)), keys.means(k)

@@ -89,7 +89,7 @@ class SpargePlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         sides = cut_both_sides(q, k, site, config.block_q, config.block_k)
         queries, keys = sides.queries, sides.keys
         pooled_queries, query_similarity = pool(q, queries, smooth=False)

@@ -115,7 +115,7 @@ class SparsePrPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)

@@ -75,7 +75,7 @@ class StaPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         b, h = q.shape[:2]
         grid = expect_grid(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)

@@ -120,7 +120,7 @@ class SvgPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        backend = resolve_for(q, self.config.backend)
+        backend = site.backend or resolve_for(q, self.config.backend)
         b, h = q.shape[:2]
         bands = self.bands(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)

@@ -39,7 +39,7 @@ from parkattn.ops.importance.definition import centroid_log_mass, kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
 from parkattn.planned import PlannedMethod
 from parkattn.registry import MethodEntry
-from parkattn.settings import LONG_VIDEO, BlockCounts
+from parkattn.settings import LONG_VIDEO, BlockCounts, by_length
 from parkattn.site import CallSite
 from parklab.baselines.settings import FlooredSelection, KMeans, StudiedConfig
 
@@ -66,8 +66,9 @@ class AuthorsClusters(KMeans):
             max(4, keys * many_keys // AUTHORS_TOKENS),
         )
         return BlockCounts(
-            self.query_clusters or (many_queries if queries >= LONG_VIDEO else few_queries),
-            self.key_clusters or (many_keys if keys >= LONG_VIDEO else few_keys),
+            by_length(self.query_clusters, queries >= LONG_VIDEO)
+            or (many_queries if queries >= LONG_VIDEO else few_queries),
+            by_length(self.key_clusters, keys >= LONG_VIDEO) or (many_keys if keys >= LONG_VIDEO else few_keys),
             self.query_multiple or 1,
             self.key_multiple or 1,
         )
@@ -93,7 +94,7 @@ class Svg2Planner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         queries, keys, memory = cluster_both(backend, q, k, site, roles, earlier, config)
         weights = centroid_weights(queries, keys, site.scale)

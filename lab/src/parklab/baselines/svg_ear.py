@@ -88,7 +88,7 @@ class SvgEarPlanner:
         self.config = config
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         v = values_of(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
         queries, keys, memory = cluster_both(backend, q, k, site, roles, earlier, config)

@@ -134,7 +134,7 @@ class SvooPlanner:
         )
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
         kept = None if earlier is None or "query_centroids" not in earlier.memory else earlier
         if kept is None or reclusters(site.step, dense_prefix(config, site.total_steps), config.recluster_interval):
@@ -161,7 +161,7 @@ class SvooPlanner:
     def _cluster(
         self, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None
     ) -> tuple[Clustering, Clustering]:
-        config, backend = self.config, resolve_for(q, self.config.backend)
+        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         words = site.text_tokens
         counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         valid = roles.clustered_queries, roles.clustered_keys

@@ -134,10 +134,10 @@ class GroupedMethod(PlannedMethod):
         )
         return done
 
-    def _usable(
-        self, phase: Phase, key: SiteKey, q: Tensor, k: Tensor, site: CallSite, v: Tensor, backend: Backend
+    def _phase(
+        self, key: SiteKey, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend
     ) -> tuple[Phase, HeldPlan | None]:
-        phase, held = super()._usable(phase, key, q, k, site, v, backend)
+        phase, held = super()._phase(key, q, k, v, site, backend)
         width = None if held is None else held.plan.memory.get("residual")
         if width is not None and width.shape[3] != v.shape[3]:
             phase, held = Phase("anchor", "the values' width changed"), None

@@ -4,21 +4,19 @@ models | sanitize | card | gpu`: gate, measure, table, record.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
+
+from parklab.bench.display import console, run_measures, show_and_keep, shown_in
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it."
 )
-console = Console(markup=False, emoji=False)
 
 Record = Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Calls per median.")]
@@ -57,7 +55,7 @@ def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typ
                 for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
             )
         )
-    _show_and_keep(table, records, record)
+    show_and_keep(table, records, record)
 
 
 @app.command("decisions")
@@ -70,13 +68,13 @@ def decisions(record: Record = None) -> None:
     for row in records:
         value = ", ".join(f"{name} = {setting}" for name, setting in row["value"].items())
         table.add_row(row["choice"], value, *(str(row[name]) for name in ("recall", "density", "score_error")))
-    _show_and_keep(table, records, record)
+    show_and_keep(table, records, record)
 
 
 @app.command("pama")
 def pama(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """Fused PAMA against PyTorch: the paper's table, TileLang's rows included where the extra is installed."""
-    _run(
+    run_measures(
         "pama",
         record,
         repeats,
@@ -88,7 +86,7 @@ def pama(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False
 @app.command("kmeans")
 def kmeans(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """One k-means iteration against flash-kmeans (where installed) and the GEMM alone."""
-    _run(
+    run_measures(
         "kmeans",
         record,
         repeats,
@@ -100,13 +98,15 @@ def kmeans(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = Fal
 @app.command("qrkc")
 def qrkc(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """What QRKC adds to k-means."""
-    _run("qrkc", record, repeats, rehearse, ("ms", "metric_ms", "cholesky_ms", "transform_ms", "means_ms"))
+    run_measures("qrkc", record, repeats, rehearse, ("ms", "metric_ms", "cholesky_ms", "transform_ms", "means_ms"))
 
 
 @app.command("attend")
 def attend(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
     """A reuse step's sparse attention against dense attention, FlashAttention-3 and FlashInfer (where installed)."""
-    _run("attend", record, repeats, rehearse, ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline"))
+    run_measures(
+        "attend", record, repeats, rehearse, ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline")
+    )
 
 
 @app.command("dense")
@@ -119,7 +119,7 @@ def dense(
     ] = False,
 ) -> None:
     """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
-    _run("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"), full=full_gate)
+    run_measures("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"), full=full_gate)
 
 
 @app.command("methods")
@@ -149,7 +149,7 @@ def methods(
         "forward_s",
         "failure",
     )
-    _run("methods", record, repeats, rehearse, ("shape", "method", *costs))
+    run_measures("methods", record, repeats, rehearse, ("shape", "method", *costs))
 
 
 @app.command("official")
@@ -158,13 +158,13 @@ def official(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = F
     where installed.
     """
     columns = ("kernel", "version", "compiled", "method", "tokens", "official_ms", "ours_ms", "ours_plan_ms", "absent")
-    _run("official", record, repeats, rehearse, columns)
+    run_measures("official", record, repeats, rehearse, columns)
 
 
 @app.command("layer")
 def layer(record: Record = None, repeats: Repeats = 5, rehearse: Rehearse = False) -> None:
     """One whole layer: plan, refresh step, reuse step."""
-    _run("layer", record, repeats, rehearse, ("part", "ms", "ratio", "density", "extra_mb"))
+    run_measures("layer", record, repeats, rehearse, ("part", "ms", "ratio", "density", "extra_mb"))
 
 
 @app.command("scaling")
@@ -181,7 +181,7 @@ def scaling(
     if drawn_from is None:
         if plot is not None and record is None:
             raise typer.BadParameter("--plot draws what --record holds: give --record too, or --from.")
-        _run(
+        run_measures(
             "scaling", record, repeats, rehearse, ("over", "part", "density", "length", "ms", "exponent"), gate="attend"
         )
         drawn_from = record
@@ -193,7 +193,7 @@ def scaling(
 @app.command("flashinfer")
 def flashinfer(record: Record = None, repeats: Repeats = 7) -> None:
     """FlashInfer's variable-block attention behind our seam: its plan, its kernel, a whole reuse step."""
-    _run("flashinfer", record, repeats, False, ("part", "ms", "ratio", "useful_tflops"))
+    run_measures("flashinfer", record, repeats, False, ("part", "ms", "ratio", "useful_tflops"))
 
 
 @app.command("e2e")
@@ -298,7 +298,7 @@ def card(
     rows, table = [], Table(*COLUMNS, title=title)
     for row in measure(device, repeats=repeats, budget_s=budget, advance=partial(console.print, highlight=False)):
         rows.append(row)
-        table.add_row(*(_shown(row, column) for column in COLUMNS))
+        table.add_row(*(shown_in(row, column) for column in COLUMNS))
     console.print(table)
     for row in rows:
         if row["note"]:
@@ -341,77 +341,9 @@ def sanitize(
     table, ok = Table("tool", "errors", "must find", "checks passed", "ok"), True
     for line in track(run_rounds(only, limit), "watching", total=len(only or ROUNDS), console=console, transient=True):
         ok &= line["ok"]
-        table.add_row(*(_shown(line, column) for column in ("tool", "errors", "must_find", "checks_passed", "ok")))
+        table.add_row(*(shown_in(line, column) for column in ("tool", "errors", "must_find", "checks_passed", "ok")))
         if record is not None:
             append_records(record, [line])
     console.print(table)
     if not ok:
         raise typer.Exit(1)
-
-
-def _run(
-    name: str,
-    record: Path | None,
-    repeats: int,
-    rehearse: bool,
-    columns: tuple[str, ...],
-    *,
-    gate: str | None = None,
-    **checked: bool,
-) -> None:
-    """checked: what else the gate is told."""
-    import torch
-
-    from parklab.bench.gpu import GATES, MEASURES
-    from parklab.bench.problems import expect_all_pass
-    from parklab.bench.timing import bench_device, gpu_environment, roofline
-    from parklab.record import append_records
-
-    device = bench_device()
-    torch.manual_seed(0)
-    passed = expect_all_pass(_shown_as_they_come(GATES[f"gate-{gate or name}"](device, rehearse=rehearse, **checked)))
-    console.print(f"gate: {len(passed)} checks passed")
-    peak, facts = roofline(device), gpu_environment()
-    if record is not None:
-        append_records(
-            record,
-            [
-                {"section": f"gate-{gate or name}", "rehearsal": rehearse, **case, "environment": facts}
-                for case in passed
-            ],
-        )
-    table = Table(
-        *columns,
-        title=f"{facts.get('gpu', facts['cpu'])}: {peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run",
-    )
-    for row in MEASURES[name](device, peak, repeats=repeats, rehearse=rehearse):
-        table.add_row(*(_shown(row, column) for column in columns))
-        if record is not None:
-            append_records(record, [{**row, "roofline": peak, "rehearsal": rehearse, "environment": facts}])
-    console.print(table)
-    if record is not None:
-        console.print(f"appended to {record}", markup=False)
-
-
-def _shown_as_they_come(cases: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A gate's checks, a line each: what runs out of time shows how far it came."""
-    began = time.monotonic()
-    for case in cases:
-        console.print(f"{time.monotonic() - began:6.1f} s  {case['gate']}", highlight=False, markup=False)
-        yield case
-
-
-def _show_and_keep(table: Table, records: list[dict[str, Any]], record: Path | None) -> None:
-    from parklab.record import append_records
-
-    console.print(table)
-    if record is not None:
-        append_records(record, records)
-        console.print(f"appended to {record}", markup=False)
-
-
-def _shown(row: dict[str, Any], column: str) -> str:
-    value: Any = row
-    for part in column.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

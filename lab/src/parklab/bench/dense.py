@@ -23,7 +23,7 @@ from parkattn.ops.residual.definition import add_residual, factor
 from parkattn.park import ParkConfig
 from parkattn.planned import sampled_error
 from parkattn.reuse import History, PlanStore
-from parkattn.settings import PRECISIONS
+from parkattn.settings import LONG_VIDEO, PRECISIONS
 from parkattn.site import CallSite, SiteKey
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import (
@@ -41,7 +41,7 @@ from parklab.bench.problems import (
 from parklab.bench.timing import Call, extra_mb, free_memory, steady_ms
 from parklab.research import AdaptiveSchedule
 
-RANK, QUERY_TILE = ParkConfig.profile("fast").residual_rank, ParkConfig.PROFILES["fast"]["query_tile"]
+RANK, QUERY_TILE = ParkConfig.profile("fast").rank_for(LONG_VIDEO), ParkConfig.PROFILES["fast"]["query_tile"]
 HERE = SiteKey("transformer", 0, "")
 DENSITY = 0.10
 RUN_STEPS = 50

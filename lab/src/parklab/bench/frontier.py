@@ -43,7 +43,7 @@ from parklab.bench import step_caches
 from parklab.metrics.fidelity import Frames, psnr_per_frame
 from parklab.record import append_records, environment
 from parklab.record import read_records as read_lines
-from parklab.research import studied_entry
+from parklab.research import ResearchConfig, studied_entry
 
 FORMAT = "parkattn.frontier.1"
 DENSE = "dense"
@@ -194,10 +194,10 @@ def whole_run_cost(calls: Mapping[str, int], density: float, forwards: Mapping[s
 def changed_since(recorded: Mapping[str, Any], profile: str) -> dict[str, Any]:
     """Of the fields that profiles set, those with another value in the config of a record than the profile has now."""
     now, default = (
-        ParkConfig.profile(profile).to_dict(),
-        ParkConfig().to_dict(),
+        ResearchConfig.profile(profile).to_dict(),
+        ResearchConfig().to_dict(),
     )  # a field that is younger was at its default
-    fields = sorted({field for changes in ParkConfig.PROFILES.values() for field in changes})
+    fields = sorted({field for changes in ResearchConfig.PROFILES.values() for field in changes})
     then = {field: recorded.get(field, default[field]) for field in fields}
     return {field: value for field, value in then.items() if value != now[field]}
 

@@ -20,7 +20,7 @@ from parklab.bench.problems import TINY, WAN_14B, Case, Shape, mixture, verdict
 from parklab.bench.timing import Call, extra_mb, steady_ms
 from parklab.research import ResearchConfig
 
-PAPER = ParkConfig.preset("wan2.1-14b", backend="triton")
+PAPER = ResearchConfig.preset("wan2.1-14b", backend="triton")
 SMALL = ResearchConfig(
     query_clusters=4,
     key_clusters=8,

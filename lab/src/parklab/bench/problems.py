@@ -26,9 +26,10 @@ class Shape(NamedTuple):
 
 def paper_shape(model: str) -> Shape:
     """One layer's attention over the video that the paper makes with the model, text aside."""
-    size, config = SIZES[model], ParkConfig.preset(model)
-    assert config.query_clusters and config.key_clusters
-    return Shape(size.heads, size.tokens(*size.video), config.query_clusters, config.key_clusters, size.head_dim)
+    size = SIZES[model]
+    tokens = size.tokens(*size.video)
+    counts = ParkConfig.preset(model).counts(tokens, tokens)
+    return Shape(size.heads, tokens, counts.queries, counts.keys, size.head_dim)
 
 
 WAN_14B, WAN_1_3B, HUNYUAN = map(paper_shape, ("wan2.1-14b", "wan2.1-1.3b", "hunyuanvideo"))

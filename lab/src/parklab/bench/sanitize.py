@@ -41,8 +41,7 @@ Changes = dict[str, tuple[str, int]]  # text -> what stands there instead, how o
 PAMA, ATTENTION = "parkattn.ops.importance.hopper", "parkattn.ops.attend.hopper"
 FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ("", 1)}
 FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ("", 1)}
-# what ConSan sees: mbarriers instead of hardware barriers; and its checks need more registers than the warp that copies
-# is left with
+# ConSan sees mbarriers and no hardware barriers, and its checks need more registers than the copying warp has
 FOR_CONSAN: dict[str, Changes] = {
     PAMA: {
         "[240, 24]": ("[168, 168]", 1),

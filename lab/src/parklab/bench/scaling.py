@@ -18,12 +18,13 @@ from parkattn.backend import resolve
 from parkattn.checks import expect_choice
 from parkattn.files import explained, make_folder, write_atomically
 from parkattn.ops import attend
-from parkattn.park import ParkConfig, build_plan
+from parkattn.park import build_plan
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import TINY, WAN_1_3B, Shape, mixture, random_plan, rows
 from parklab.bench.timing import free_memory, median_ms
 from parklab.extras import pyplot
 from parklab.record import read_records
+from parklab.research import ResearchConfig
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -118,7 +119,7 @@ def _points(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict
         yield _point("length", "attention", shape, plan.density().mean().item(), call, repeats)
         yield _point("length", "dense", shape, 1.0, next(iter(dense_calls(q, k, v).values())), min(repeats, 3))
         # a plan has as many clusters at every length: that is what the presets do
-        config = ParkConfig(
+        config = ResearchConfig(
             query_clusters=base.query_blocks,
             key_clusters=base.key_blocks,
             query_multiple=1,

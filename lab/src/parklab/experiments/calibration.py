@@ -21,7 +21,7 @@ from parkattn.site import AttentionMethod
 from parklab.experiments.captures import Captured
 from parklab.experiments.evaluation import named_cell
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
-from parklab.research import studied_entry
+from parklab.research import ResearchConfig, studied_entry
 from parklab.store import Cell, Record
 from parklab.studio.model_folder import judge_folder
 
@@ -31,7 +31,7 @@ MATCHED = 0.05  # a density further off is not the one that was asked for
 
 def named_profile(profile: str | None) -> dict[str, Any]:
     """What a request says of a profile: with its settings, so that a profile that changed is measured again."""
-    return {} if profile is None else {"profile": profile, "profile_settings": dict(ParkConfig.PROFILES[profile])}
+    return {} if profile is None else {"profile": profile, "profile_settings": dict(ResearchConfig.PROFILES[profile])}
 
 
 def budget_cell(spare: Mapping[str, Any], wanted: Mapping[str, Any]) -> Cell:

@@ -60,8 +60,7 @@ class Flow:
         modules = {"transformer": self.transformer, "text": self.text}
         self.parameters = {f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters()}
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
-        # not the text encoder: UMT5 does not scale its scores, Muon's steps saturate them, and sentences become bags of
-        # words
+        # not the text encoder: UMT5 does not scale its scores, and Muon's steps saturate them: word order is lost
         inside = {
             name
             for name, p in self.parameters.items()

@@ -87,7 +87,6 @@ class Trainer:
         self.save()
 
     # --- state
-    # -----------------------------------------------------------------------------------------------------------
     def save(self) -> None:
         moving = {f"average.{name}": p for name, p in self.flow.average.items()}
         running = max((i for i, stage in enumerate(self.stages) if stage.step), default=None)
@@ -161,7 +160,6 @@ class Trainer:
             )
 
     # --- results
-    # ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def export(self) -> Path:
         """The diffusers folder with the averaged weights, put in place by one rename."""

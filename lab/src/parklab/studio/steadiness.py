@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-# the recorded demo, on a quiet machine, is at 0.04; with a second job beside it the demo was at 0.11, and 1.27x became
-# 1.14x
+# the recorded demo, on a quiet machine, is at 0.04; beside a second job it was at 0.11, and 1.27x became 1.14x
 UNSTEADY = 0.1
 
 

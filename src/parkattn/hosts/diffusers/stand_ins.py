@@ -86,8 +86,7 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     )
     copied.__kwdefaults__ = stock_call.__kwdefaults__
 
-    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that a processor's signature does not
-    # name
+    # the signature must stay the stock one: diffusers drops every keyword (RoPE!) that the signature does not name
     @functools.wraps(stock_call)
     def run_stock_code(self: MethodProcessor, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.retired:

@@ -16,6 +16,8 @@ computed for a tile does not: results are bit-equal from run to run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -299,7 +301,7 @@ def attend_hopper(
         out_order,
         lse,
     )
-    for elements, heads, group in head_groups(*rows.shape[:2], at_once):
+    for elements, heads, group in head_groups(rows.shape[0], rows.shape[1], at_once):
         _attend_heads(
             rows[elements, heads], *(x if x is None else x[group] for x in by_head), scale=scale, quick=quick, tile=tile
         )
@@ -307,8 +309,8 @@ def attend_hopper(
 
 
 def _attend_heads(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_steps: Tensor | None, k_steps: Tensor | None, query_offsets: Tensor, key_offsets: Tensor,
-    mask: Tensor, compensate: Tensor | None, centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *,
+    out: Tensor, q: Any, k: Any, v: Any, q_steps: Tensor | None, k_steps: Tensor | None, query_offsets: Any, key_offsets: Any,
+    mask: Any, compensate: Tensor | None, centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *,
     scale: float, quick: bool, tile: GluonTile,
 ) -> None:  # fmt: skip
     """`attend_hopper` of heads whose lists fit: fills out [b h n d] and lse."""
@@ -323,10 +325,12 @@ def _attend_heads(
 
     int8 = q_steps is not None
     slab = d if int8 else 64  # columns of a box of keys: 128 bytes, or all there are
-    bias = work.bias.view(-1, tile.keys)
-    stand_ins = (
-        [k, v] if compensate is None else [centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous()]
-    )
+    assert work.bias is not None  # asked for by tail_bias
+    bias, bias_width = work.bias.view(-1, tile.keys), work.bias.shape[1]
+    stand_ins = [k, v]
+    if compensate is not None:
+        assert centroids is not None and mean_values is not None
+        stand_ins = [centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous()]
     programs = min(torch.cuda.get_device_properties(q.device).multi_processor_count, work.tiles.shape[0])
     # double-buffered: a slow consumer may still read the record before this one
     record_buffers = torch.empty(programs, 2, FIELDS, dtype=torch.int32, device=q.device)
@@ -347,7 +351,7 @@ def _attend_heads(
             *boxes, work.wide, work.tails, tiles, count, record_buffers, lost_tiles, out,
             work.count if out_order is None else out_order, bias if lse is None else lse, float(scale * LOG2E), q_steps if int8 else bias,
             k_steps if int8 else bias, out.shape[1], n, m, kb,
-            work.wide.shape[1], work.tails.shape[1], work.bias.shape[1] // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
+            work.wide.shape[1], work.tails.shape[1], bias_width // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
             out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
             QUICK=quick, SHARE=share, INT8=int8, **tile.constants(d), num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
         )  # fmt: skip

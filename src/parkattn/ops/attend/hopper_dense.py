@@ -225,14 +225,15 @@ def attend_dense_hopper(
 
     constants = {name: value for name, value in tile.constants(d).items() if name not in ("WIDE", "TAIL")}
 
+    unit = float((d**-0.5 if scale is None else scale) * LOG2E)
+
     def launch(quick: int, again: bool) -> None:
         attend_dense_kernel[(programs,)](
             box(q, WARPGROUP_ROWS), box(k, tile.keys), box(v, tile.keys), key_counts, lost, programs, rows, nothing if lse is None else lse,
-            float(scale * LOG2E), *(steps or (nothing, nothing)), rows.shape[1], n, m, q_tiles, tiles, *rows.stride()[:3],
+            unit, *(steps or (nothing, nothing)), rows.shape[1], n, m, q_tiles, tiles, *rows.stride()[:3],
             LSE=lse is not None, QUICK=quick, AGAIN=again, INT8=int8, **constants, num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
         )  # fmt: skip
 
-    scale = d**-0.5 if scale is None else scale
     launch(tile.quick if quick else 0, False)
     if quick:  # almost always nothing is left: without a host copy that is not known here
         launch(0, True)

@@ -190,9 +190,10 @@ def _attend_heads(
     m, kb = k.shape[2], mask.shape[2]
     work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
                           compensate=compensate, pair_bias=pair_bias, scale=scale)  # fmt: skip
-    stand_ins = (
-        (k, v) if compensate is None else (centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous())
-    )
+    stand_ins = (k, v)
+    if compensate is not None:
+        assert centroids is not None and mean_values is not None
+        stand_ins = (centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous())
     attend_kernel[(work.tiles.shape[0],)](
         q, k, v, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
         work.wide if query_order is None else query_order, out, work.wide if lse is None else lse,

@@ -15,7 +15,7 @@ SCRATCH_LIMIT; attention runs so many at a time, one launch after the other in t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -287,7 +287,7 @@ def scratch_bytes(
     return 4 * (words + FIELDS * _tile_bound(heads, query_blocks, query_tokens, query_tile) + COUNTERS.value)
 
 
-def heads_at_once(query_blocks: int, key_blocks: int, **tokens_and_tiles: int | bool) -> int:
+def heads_at_once(query_blocks: int, key_blocks: int, **tokens_and_tiles: Any) -> int:
     """How many heads' lists fit SCRATCH_LIMIT, at least one; arguments as of `scratch_bytes`."""
     return max(SCRATCH_LIMIT // scratch_bytes(1, query_blocks, key_blocks, **tokens_and_tiles), 1)
 

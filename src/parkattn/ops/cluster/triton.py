@@ -5,6 +5,8 @@ Distances.  With mu any vector per head and c' = round(c - mu) in the input dtyp
 So only centroids are centred: x is read as it is, and a large offset common to all tokens costs no bf16 precision.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -213,7 +215,7 @@ def _transform(x, root, shift, out, heads, n, xb, xh, xn, D: tl.constexpr, BM: t
         tl.store(out + i.to(tl.int64)[:, None] * D + target[None, :], y.to(out.dtype.element_ty), mask=(i < n)[:, None])
 
 
-def assign(x, centred, half, valid=None, *, tile=None) -> torch.Tensor:
+def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: torch.Tensor | None = None, *, tile: Any = None) -> torch.Tensor:
     """x [b h n d], centred [b*h c d] in x's dtype, half fp32 [b*h c], valid bool [b n] -> labels int32 [b h n]."""
     b, h, n, d = x.shape
     clusters = half.shape[-1]
@@ -226,7 +228,7 @@ def assign(x, centred, half, valid=None, *, tile=None) -> torch.Tensor:
     return labels
 
 
-def sort_labels(labels: torch.Tensor, count: int, *, tile=None) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_labels(labels: torch.Tensor, count: int, *, tile: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """labels int32 [b h n] in [0, count] -> (order int32 [b h n], offsets int32 [b h count+1]).
 
     Stable counting sort.  Tokens labelled `count` (not clustered) come last, after offsets[count].
@@ -246,7 +248,7 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile=None) -> tuple[torch.T
     return order, offsets
 
 
-def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
+def segment_mean(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, *, old: torch.Tensor | None = None, mu: torch.Tensor | None = None, tile: Any = None) -> Any:
     """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or
     0.
 
@@ -267,7 +269,7 @@ def segment_mean(x, order, offsets, *, old=None, mu=None, tile=None):
     return means if mu is None else (means, centred, half)
 
 
-def kmeans(x, initial, *, iterations=10, start=None, valid=None):
+def kmeans(x: torch.Tensor, initial: torch.Tensor, *, iterations: int = 10, start: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Any:
     """x [b h n d], initial int64 [c] or [b c] (token of each first centroid), start int32 [b h n] (labels to start
     from), valid bool [b n]
 
@@ -285,7 +287,7 @@ def kmeans(x, initial, *, iterations=10, start=None, valid=None):
     return labels, centroids.view(b, h, clusters, d), offsets.diff(dim=-1), order, offsets
 
 
-def lloyd(x, centroids, mu, *, iterations, valid=None, absent=None):
+def lloyd(x: torch.Tensor, centroids: torch.Tensor, mu: torch.Tensor, *, iterations: int, valid: torch.Tensor | None = None, absent: torch.Tensor | None = None) -> Any:
     """x [b h n d], centroids fp32 [b*h c d], mu fp32 [b*h d] near their mean, valid bool [b n], absent bool [b*h c]:
     takes no token
 
@@ -302,7 +304,7 @@ def lloyd(x, centroids, mu, *, iterations, valid=None, absent=None):
     return labels, order, offsets, centroids
 
 
-def query_metric(q, valid=None, *, tile=None) -> torch.Tensor:
+def query_metric(q: torch.Tensor, valid: torch.Tensor | None = None, *, tile: Any = None) -> torch.Tensor:
     """q [b h n d], valid bool [b n] -> G = Q^T Q / L, fp32 [b h d d], symmetric; L counts valid queries."""
     tiles.check_rows(q, "q")
     b, h, n, d = q.shape
@@ -320,7 +322,7 @@ def query_metric(q, valid=None, *, tile=None) -> torch.Tensor:
     return (total + total.mT) / 2
 
 
-def transform_keys(k, root, sample, *, tile=None) -> torch.Tensor:
+def transform_keys(k: torch.Tensor, root: torch.Tensor, sample: torch.Tensor, *, tile: Any = None) -> torch.Tensor:
     """k [b h n d], root fp32 [b h d d], sample int64 [s] or [b s] (tokens whose mean is subtracted) -> (k - mean) R /
     max|R| in k's dtype.
 

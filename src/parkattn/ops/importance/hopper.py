@@ -7,6 +7,9 @@ in fp16 in shared memory.  Once both consumers know the row sums z, the column s
 64 x 1,024 fp32 logits would fill the whole register file; in 16 bits they take 128 KB of shared memory.
 """
 
+from typing import Any
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -184,7 +187,7 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, **FP_FUSION}
 
 
-def launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, *, stages: int) -> None:
+def launch_full_key_hopper(q: torch.Tensor, centroids: torch.Tensor, items: Any, log_sizes: torch.Tensor, out: torch.Tensor, partial: Any, scale: float, *, stages: int) -> None:
     """q [bh n 128], centroids [bh kb 128] in q's dtype, items int32 [w 8], log_sizes fp32 [bh width] -> fills out [bh
     qb kb] and partial rows.
     """

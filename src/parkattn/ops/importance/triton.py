@@ -7,6 +7,7 @@ result has the same bits in every call.  Three launches: `_list_work`, the kerne
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -247,7 +248,7 @@ def _finish(out, partial, items, chunk):
     return out
 
 
-def pama_full_key(q, offsets, centroids, sizes, *, scale=None, out=None, tile=None) -> torch.Tensor:
+def pama_full_key(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *, scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
     """q [bh n d] in block order, offsets int32 [bh qb+1], centroids [bh kb d] in q's dtype, sizes int32 [bh kb] -> fp32
     [bh qb kb]; kb <= 1024.
     """
@@ -268,7 +269,7 @@ def pama_full_key(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
     return _finish(out, partial, items, chunk)
 
 
-def pama_two_pass(q, offsets, centroids, sizes, *, scale=None, out=None, tile=None) -> torch.Tensor:
+def pama_two_pass(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *, scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
     """The same function for any number of key blocks; 4 bytes of scratch per query.  tile: (pass 1, pass 2)."""
     key_blocks, out, scale = _prepare(q, offsets, centroids, sizes, scale, out)
     bh, n, d = q.shape
@@ -282,7 +283,7 @@ def pama_two_pass(q, offsets, centroids, sizes, *, scale=None, out=None, tile=No
     return _finish(out, partial, items, chunk)
 
 
-def pama(q, offsets, centroids, sizes, *, scale=None, out=None) -> torch.Tensor:
+def pama(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *, scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """The faster of the two for this shape and GPU."""
     width = max(triton.next_power_of_2(centroids.shape[1]), 16)
     full = tiles.prefers_full_key(q.shape[-1], q.dtype, tiles.arch_of(q), width)
