@@ -23,7 +23,7 @@ def test_the_int8_and_dense_kernels_on_the_cpu():
     run_interpreted(__file__, at_least=37)
 
 
-# rows of query blocks decide how many warpgroups there are: three from 160 on
+# rows of query blocks decide how many warpgroups there are: three from 140 on
 INT8_CASES = [
     pytest.param(700, 500, 64, 2, 8, 0.5, torch.bfloat16, False, id="three warpgroups"),
     pytest.param(
