@@ -241,6 +241,14 @@ def test_dense_gluon_kernel_builds_and_fits(d, int8, quick):
     check_consumers(built, tile.groups, quick)
 
 
+@pytest.mark.parametrize(("size", "groups"), [(128, 2), (192, 3)])
+def test_a_plan_in_tiles_takes_the_warpgroups_that_they_fill(size, groups):
+    """Wan2.1-14B's 75,600 queries in 128 clusters; `cut_blocks` leaves some tiles empty."""
+    from parkattn.ops.attend.tiles import int8_tile
+
+    assert int8_tile(128, 75_600 / (75_600 // size + 128), True).groups == groups
+
+
 def spills_of(loops: list[list[str]]) -> list[int]:
     return [sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop) for loop in loops]
 

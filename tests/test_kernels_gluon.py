@@ -203,7 +203,8 @@ def counted(module, *problem_of, change=None, **more):
     kernels.attend_hopper_kernel = on_cpu(kernels.attend_hopper_kernel, seed=1, late=True)
     build = kernels.build_worklist
     kernels.build_worklist = lambda *blocks, **sizes: lists.append(build(*blocks, **sizes)) or lists[0]
-    out, lse = kernels.attend_hopper(*problem_of, out=torch.full_like(problem_of[0], torch.nan), with_lse=True, **more)
+    poisoned = torch.full_like(problem_of[0], torch.nan, dtype=problem_of[2].dtype)
+    out, lse = kernels.attend_hopper(*problem_of, out=poisoned, with_lse=True, **more)
     return out, lse, int(lists[0].count[2])
 
 

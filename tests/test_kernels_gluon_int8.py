@@ -15,15 +15,15 @@ pytest.importorskip("triton")
 from gluon_on_cpu import on_cpu
 from interpreted import run_interpreted
 from test_kernels_attend import assert_close, in_interpreter, on_compiler, problem, pytestmark, whole_numbers  # noqa: F401 (pytest reads it)
-from test_kernels_gluon import FAULTS, ORDERS, check_attention, module  # noqa: F401 (a fixture)
+from test_kernels_gluon import FAULTS, ORDERS, SHARED, check_attention, counted, module  # noqa: F401 (a fixture)
 
 
 @on_compiler
 def test_the_int8_and_dense_kernels_on_the_cpu():
-    run_interpreted(__file__, at_least=30)
+    run_interpreted(__file__, at_least=37)
 
 
-# rows of query blocks decide how many warpgroups there are: three from 160 on
+# rows of query blocks decide how many warpgroups there are: three from 140 on
 INT8_CASES = [
     pytest.param(700, 500, 64, 2, 8, 0.5, torch.bfloat16, False, id="three warpgroups"),
     pytest.param(
@@ -58,6 +58,58 @@ def test_a_broken_int8_kernel_is_noticed(module, fault, monkeypatch):
         check_attention(
             module, INT8_FAULTS[fault], 600, 700, 64, 2, 600, 0.4, torch.bfloat16, True, orders=THREE, int8=True
         )
+
+
+@in_interpreter
+def test_int8_sums_read_before_they_are_written_are_noticed(module, monkeypatch):
+    """Of the faults of shared tiles the other one is none here: INT8 sums have a buffer beside the queries."""
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE_S", 1)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check_attention(module, FAULTS["sums read before they are written"], *SHARED, int8=True)
+
+
+def steep_int8(module, size: float, n: int, change=None):
+    """`steep` of `test_kernels_gluon` in INT8, and what its whole numbers stand for."""
+    q, k, *others = problem(n, n, 600, 64, 2, 12, 0.6, torch.bfloat16)
+    q[1] *= size
+    (rows, keys, steps), shown = whole_numbers(q, k, {})
+    return *counted(module, rows, keys, *others, change=change, **steps), (*shown[:2], *others)
+
+
+@in_interpreter
+@pytest.mark.parametrize("n", [400, 50], ids=["three warpgroups", "tiles of at most 64 rows"])
+def test_rows_that_int8_scores_lose_are_computed_again(module, n):
+    empty_tiles = steep_int8(module, 1, n)[2]  # of the block that keeps nothing
+    out, lse, again, given = steep_int8(module, 200, n)
+    assert again > empty_tiles
+    expected = assert_close(out, *given)
+    assert torch.equal(lse.isinf(), expected.isinf())
+    assert torch.allclose(lse.double(), expected, rtol=1e-6, atol=1e-4)
+
+
+@in_interpreter
+@pytest.mark.parametrize("n", [400, 50], ids=["three warpgroups", "tiles of at most 64 rows"])
+def test_lost_int8_rows_left_as_they_are_are_noticed(module, n):
+    again = "launch(lost_tiles, work.count[LOST.value :], tile.for_lost_rows(), quick=0, share=True)"
+    out, *_, given = steep_int8(module, 200, n, change=(again, "pass"))
+    with pytest.raises(AssertionError):
+        assert_close(out, *given)
+
+
+@in_interpreter
+@pytest.mark.parametrize("n", [400, 50], ids=["three warpgroups", "tiles of at most 64 rows"])
+def test_a_query_that_is_not_finite_spoils_its_own_row_alone(module, n):
+    """Its step is NaN (`test_what_is_not_finite_makes_steps_nan`)."""
+    q, k, *others = problem(n, n, 600, 64, 2, 12, 0.6, torch.bfloat16)
+    (rows, keys, given), _ = whole_numbers(q, k, {})
+    clean = counted(module, rows, keys, *others, **given)[0]
+    steps = given["steps"][0].clone()
+    steps[1, 7] = torch.nan
+    out = counted(module, rows, keys, *others, steps=(steps, given["steps"][1]))[0]
+    spoilt = torch.zeros(2, n, dtype=torch.bool)
+    spoilt[1, 7] = True
+    assert out[spoilt].isnan().all() and out[~spoilt].isfinite().all()
+    torch.testing.assert_close(out[~spoilt], clean[~spoilt], rtol=0.01, atol=0.01)  # rows beside it are computed again
 
 
 def check_dense(module, change, n, m, d, dtype, int8, counts, size=1.0):

@@ -98,12 +98,62 @@ def two_terms(head: Head, queries: bool, keys: bool) -> Factors:
     return [(rounded(q, levels=fine if queries else LEVELS), rounded(k, (-2, -1), fine if keys else LEVELS))]
 
 
-def strong_apart(head: Head, count: int, kind: torch.dtype = torch.float16) -> Factors:
+def power(matrix: Tensor, exponent: float) -> Tensor:
+    """Of a symmetric matrix with positive eigenvalues."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values**exponent @ vectors.T
+
+
+def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q T and k T^-1, whose products are those of q and k, with T symmetric and equal second moments: of all T the one
+    with the least sum of squares of q T times that of k T^-1, to which the error of one step for all columns grows.
+    """
+
+    def moments(x: Tensor) -> Tensor:
+        found = x.T @ x / len(x)
+        return found + 1e-3 * found.diagonal().mean() * torch.eye(len(found), dtype=x.dtype)
+
+    of_q = moments(q)
+    root, inverse = power(of_q, 0.5), power(of_q, -0.5)
+    square = inverse @ power(root @ moments(k) @ root, 0.5) @ inverse  # T T, from T Cq T = T^-1 Ck T^-1
+    return q @ power(square, 0.5), k @ power(square, -0.5)
+
+
+def int8_balanced(head: Head, steps: tuple[int, ...] = (-2, -1), centred: bool = False) -> Factors:
+    """centred: also q minus its mean, whose products with the keys are not rounded."""
+    mean = head.q.mean(0) if centred else torch.zeros_like(head.q[0])
+    k = head.k - head.k.mean(0)
+    q, keys = balanced(head.q - mean, k)
+    return [(rounded(_turned(q)), rounded(_turned(keys), steps)), (mean.expand_as(q), k)]
+
+
+def without_query_mean(head: Head) -> Factors:
+    """q.k = a.k + (q - a).k, a the mean of the head's queries. The product with the mean is not rounded."""
+    mean, k = head.q.mean(0), head.k - head.k.mean(0)
+    return [(rounded(_turned(head.q - mean)), rounded(_turned(k), (-2, -1))), (mean.expand_as(head.q), k)]
+
+
+def scaled_columns(head: Head) -> Factors:
+    """Columns of q times what columns of k are divided by: both then have equal second moments."""
+    k = head.k - head.k.mean(0)
+    factor = (k.square().mean(0) / head.q.square().mean(0)).sqrt().sqrt()
+    return [(rounded(_turned(head.q * factor)), rounded(_turned(k / factor), (-2, -1)))]
+
+
+def cut_off(head: Head, share: float) -> Factors:
+    """127 steps reach `share` of the largest entry of k, and what is larger is cut off."""
+    q, k = _turned(head.q), _turned(head.k - head.k.mean(0))
+    step = k.abs().max() * share / LEVELS
+    return [(rounded(q), (k / step + 0.5).floor().clamp(-LEVELS, LEVELS) * step)]
+
+
+def strong_apart(head: Head, count: int, kind: torch.dtype = torch.float16, balance: bool = False) -> Factors:
     """The strongest directions of a head in another dtype, the rest in INT8."""
     along, k = directions(head, count), head.k - head.k.mean(0)
     strong_q, strong_k = (x @ along for x in (head.q, k))
     q, rest = head.q - strong_q @ along.T, k - strong_k @ along.T
     strong = strong_q.to(kind).double(), strong_k.to(kind).double()
+    q, rest = balanced(q, rest) if balance else (q, rest)
     return [(rounded(_turned(q)), rounded(_turned(rest), (-2, -1))), strong]
 
 
@@ -112,12 +162,19 @@ SCHEMES: dict[str, Callable[[Head], Factors]] = {
     "INT8, as it is": int8,
     "INT8, no turn": lambda head: int8(head, turn=False),
     "INT8, a step per key": lambda head: int8(head, (-1,)),
+    "INT8, a step per head that reaches 85 % of the largest key": lambda head: cut_off(head, 0.85),
+    "INT8, columns of q and k balanced": scaled_columns,
+    "INT8, second moments of q and k balanced": int8_balanced,
+    "INT8, second moments balanced, a step per key": lambda head: int8_balanced(head, (-1,)),
+    "INT8, Q minus its mean": without_query_mean,
+    "INT8, Q minus its mean, second moments balanced": lambda head: int8_balanced(head, centred=True),
     "INT8, K minus its block's mean": lambda head: without_block_means(head, False, False),
     "INT8, K minus its block's mean, a step per key": lambda head: without_block_means(head, False, True),
     "INT8, K and Q minus their blocks' means": lambda head: without_block_means(head, True, False),
     "INT8, q in two terms": lambda head: two_terms(head, True, False),
     "INT8, q and k in two terms": lambda head: two_terms(head, True, True),
     "INT8, 8 directions in fp16": lambda head: strong_apart(head, 8),
+    "INT8, 8 directions in fp16, the rest balanced": lambda head: strong_apart(head, 8, balance=True),
     "INT8, 16 directions in bf16": lambda head: strong_apart(head, 16, torch.bfloat16),
     "INT8, 16 directions in fp16": lambda head: strong_apart(head, 16),
     "INT8, 32 directions in fp16": lambda head: strong_apart(head, 32),

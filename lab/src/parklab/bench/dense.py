@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from parkattn.backend import resolve
+from parkattn.backend import INT8_HEAD_DIMS, resolve
 from parkattn.ops import Backend, attend, residual
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sage
@@ -62,6 +63,8 @@ def gate(device: torch.device, *, rehearse: bool = False, full: bool = False) ->
             shapes = (TINY,) if rehearse else (Shape(3, 1500, 12, 70, dim), Shape(2, 17_000, 12, 70, dim))
             for shape in shapes:
                 yield from _gate_dense(ours, shape, dtype, device)
+            if dim in INT8_HEAD_DIMS and device.type == "cuda":
+                yield from gate_int8(shapes[0], dtype, device)
             if dtype == torch.bfloat16 or dim == 128:
                 yield from _gate_anchor(ours, shapes[0]._replace(dim=dim), dtype, device)
 
@@ -118,6 +121,55 @@ def _gate_dense(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.d
         again = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid)
         yield verdict(f"{name}: repeats bit-equal", 0 if repeats_equal(again, 3) else 1, 0)
         del scores, exact_lse
+
+
+def gate_int8(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """The whole call in INT8, rounding included, against the definition that rounds the same way, in float64; and the
+    Hopper kernel where scores are so steep that quick exponentials lose rows.
+    """
+    q, k, v = rows(shape, device, dtype)
+    keys = k.shape[2] - k.shape[2] // 5 * 2 - 1  # another number than of queries, and no multiple of a tile
+    k, v = k[:, :, :keys], v[:, :, :keys]
+    ours = resolve("triton", device, dtype, shape.dim, "int8")
+    name = f"dense int8 d{shape.dim} {str(dtype)[6:]} {shape.tokens} x {keys}"
+    for padding, valid in (
+        ("", None),
+        (", padded", torch.arange(keys, device=device)[None] < keys - keys // 5),
+        (", no key", torch.zeros(1, keys, device=device, dtype=torch.bool)),
+    ):
+        call = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid)
+        out = call()
+        if padding == ", no key":
+            yield verdict(f"{name}{padding}", out.abs().max(), 0)
+            continue
+        exact, plain = (
+            dense_attention(q.to(kind), k.to(kind), v.to(kind), key_valid=valid, precision="int8").double()
+            for kind in (torch.float64, dtype)
+        )
+        # weights are rounded in the kernel alone
+        allowed = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
+        yield verdict(f"{name}{padding}", (out.double() - exact).abs().max(), allowed)
+        yield verdict(f"{name}{padding}: repeats bit-equal", 0 if repeats_equal(call, 3) else 1, 0)
+    if ours.hopper and dtype == torch.bfloat16:
+        yield _gate_steep(q, k, v, name)
+
+
+def _gate_steep(q: Tensor, k: Tensor, v: Tensor, name: str) -> Case:
+    from parkattn.ops.attend.hopper_dense import attend_dense_hopper
+    from parkattn.ops.permute import triton as permute
+
+    q = q.clone()
+    q[:, 0] *= 300
+    (given, row_steps), (keys, step) = (
+        permute.round_rows(q, None),
+        permute.round_rows(k, None, permute.key_rounding(k)),
+    )
+    values, steps = permute.gather_rows(v, None), (row_steps, step / q.shape[-1])
+    out, careful = (attend_dense_hopper(given, keys, values, quick=quick, steps=steps)[0] for quick in (True, False))
+    allowed = 2 * torch.finfo(q.dtype).eps * careful.abs().max()
+    return verdict(
+        f"{name}: quick as careful where scores are steep", (out.double() - careful.double()).abs().max(), allowed
+    )
 
 
 def _gate_anchor(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parklab.bench import attend, kmeans, pama, qrkc
+from parkattn.backend import INT8_HEAD_DIMS
+from parklab.bench import attend, dense, kmeans, pama, qrkc
 from parklab.bench.problems import Case, Shape
 from parklab.bench.timing import gpu_environment
 
@@ -129,6 +130,8 @@ def checks(section: str, device: torch.device) -> Iterator[Case]:
         if section == "sanitize":
             for gate in (pama.gate, kmeans.gate, qrkc.gate, attend.gate):
                 yield from gate(device, rehearse=True)
+            for dim in INT8_HEAD_DIMS if device.type == "cuda" else ():
+                yield from dense.gate_int8(Shape(20, 700, 4, 8, dim), torch.bfloat16, device)
         elif section in ("consan-attend", "consan-compensated"):
             # one head dim and dtype: ConSan takes minutes to compile a kernel
             stand_ins = section == "consan-compensated"
