@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-from parkattn.compat import without_compile_wrapper
-
 Grid = tuple[int, int, int]  # (frames, height, width) in tokens
 
 
@@ -301,7 +299,7 @@ STAY_DENSE: dict[str, str] = {
 
 def row_for(transformer: Any) -> ModelRow:
     """The row of the transformer's class, or of the class that it extends, as xDiT's do."""
-    names = [cls.__name__ for cls in type(without_compile_wrapper(transformer)).__mro__]
+    names = [cls.__name__ for cls in type(transformer).__mro__]
     for name in names:
         if name in MODELS:
             return MODELS[name]
