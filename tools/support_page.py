@@ -34,8 +34,6 @@ HOW_FAR = {
     "LTX2VideoTransformer3DModel": f"2.5: {BLOCKS}",
     "Kandinsky5Transformer3DModel": f"Pro: {BLOCKS}",
     "CosmosTransformer3DModel": f"2.5: {BLOCKS}",
-    "ConsisIDTransformer3DModel": "in small sizes on a CPU, the transformer alone: its pipeline needs OpenCV",
-    "Cosmos3OmniTransformer": "in small sizes on a CPU, the transformer alone: its pipeline needs a tokenizer of Qwen's",
     "QwenImageTransformer2DModel": "in small sizes on a CPU, the transformer alone",
     "Flux2Transformer2DModel": "in small sizes on a CPU, the transformer alone",
 }

@@ -112,8 +112,9 @@ class ParkImpl(ServedLayer, AttentionImpl):
             return dense()
         steps, levels = context.total_denoise_steps, getattr(context, LEVELS, None)
         request.stand_at(context.denoise_step_idx, steps, levels, "cond", where.grid)
-        sequence = {"before": where.before, "references": where.references}
-        return request.attend(self, q, k, v, dense, counted_branches=True, **sequence)
+        return request.attend(
+            self, q, k, v, dense, before=where.before, references=where.references, counted_branches=True
+        )
 
     def _why_not_video(self, q: Tensor, k: Tensor, v: Tensor, place: VideoPlace | None) -> str | None:
         if not self.numbered:
