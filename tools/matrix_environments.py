@@ -75,7 +75,7 @@ def served(name: str) -> dict[str, str]:
 # what docs/comfyui.md says, in an environment that has torch: whatever else is installed keeps its version
 BESIDE = (
     "python -m pip uninstall --quiet --yes parkattn && python -m pip freeze > $OUT/before && "
-    f"python -m pip --isolated install --quiet {PLACES['parkattn']} && python -m pip freeze --exclude parkattn | diff $OUT/before -"
+    "python -m pip --isolated install --quiet . && python -m pip freeze --exclude parkattn | diff $OUT/before -"
 )
 NODE = (
     "import importlib.util as u; s = u.spec_from_file_location('node', 'integrations/comfyui/parkattn_node/__init__.py'); "
