@@ -112,6 +112,8 @@ def test_settings_come_from_the_config_and_what_is_not_known_is_refused():
     assert sglang.settings_of(arguments("paper", prefix="Hunyuan")).model == "hunyuanvideo"
     with pytest.raises(ValueError, match="top_q"):
         sglang.settings_of(arguments({"top_q": 0.7}))
+    with pytest.raises(ValueError, match=r"references: expected False, since SGLang does not say"):
+        sglang.settings_of(arguments({"references": True}))
     with pytest.raises(TypeError, match=r"^park: expected a profile or a mapping, got 3"):
         served.ServedSettings.read("park", 3)
 

@@ -173,7 +173,7 @@ def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leav
     [
         ({"prefix": "attn"}, layout(), 0, "a layer that is not numbered self-attention"),
         ({"role": "cross"}, layout(), 0, "a layer that is not numbered self-attention"),
-        ({}, layout(None, None, VIDEO), 0, "the model does not say where its video is, or has reference videos too"),
+        ({}, layout(None, None, VIDEO), 0, "the model does not say where its video is, or it does not come last"),
         ({}, layout(8), 0, f"{VIDEO} tokens are fewer than the {VIDEO + 8} of the video and its prefix"),
         ({}, layout(), None, "the pipeline does not record its step, or how many there are"),
         ({}, layout(), 1, "step-wise execution: every step has a context of its own, and none names its request"),
@@ -193,6 +193,44 @@ def test_a_prefix_is_always_seen_and_padding_behind_the_video_is_cut_off(stand_i
     assert torch.allclose(out[:, :9], expected[:, :9], atol=1e-5) and not torch.allclose(
         out[:, 9 : VIDEO + 9], expected[:, 9:], atol=1e-3
     )
+
+
+def spans(*starts: int, used: int) -> Any:
+    """As Ref2VA layouts say it: references of GRID, and the video, which comes last."""
+    found = tuple(types.SimpleNamespace(start=start, latent_grid=GRID) for start in starts)
+    return types.SimpleNamespace(prefix_len=None, latent_grid=None, used_len=used, video_spans=found)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_references_are_exact_or_where_asked_for_as_sparse_as_the_video(stand_in, monkeypatch, asked):
+    """9 of text, a reference, 7 of sound, the video, 3 of padding."""
+    given, video, used = slice(9, 9 + VIDEO), slice(16 + VIDEO, 16 + 2 * VIDEO), 16 + 2 * VIDEO
+    where, count = spans(16 + VIDEO, 9, used=used), used + 3
+    monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL.replace("}", f', "references": {str(asked).lower()}}}'))
+    stack, context = layers(stand_in), Context()
+    expected = DenseImpl(DIM**-0.5).forward(*(x[:, :used] for x in tokens(count)))
+    rounding = used * torch.finfo(torch.float32).eps
+    assert (step(stand_in, stack, context, 0, where, count)[0][:, :used] - expected).abs().max() < rounding
+    monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE.replace("}", f', "references": {str(asked).lower()}}}'))
+    context = Context()
+    error = (step(stand_in, stack, context, 0, where, count)[0][:, :used] - expected).abs().amax((0, 2, 3))
+    assert error[video].max() > 10 * rounding and bool(error[given].max() > 10 * rounding) is asked
+    assert max(error[:9].max(), error[given.stop : video.start].max()) < rounding
+    assert not vllm_omni.request_of(context).summary().dense_because
+
+
+def test_a_layout_whose_video_does_not_come_last_is_declined(stand_in):
+    context = Context()
+    step(stand_in, layers(stand_in), context, 0, spans(0, used=VIDEO + 4), VIDEO + 4)
+    reason = "the model does not say where its video is, or it does not come last"
+    assert vllm_omni.request_of(context).summary().dense_because == {reason: 2 * LAYERS}
+
+
+def test_what_the_platforms_backend_can_do_with_packed_requests_holds_for_calls_that_go_to_it(stand_in):
+    for name in ("supports_multi_doc_packed_varlen", "supports_packed_mask_free"):
+        for can in (True, False):
+            with mock.patch.object(DenseBackend, name, staticmethod(lambda can=can: can), create=True):
+                assert getattr(stand_in.backend.ParkBackend, name)() is can
 
 
 def test_one_compiled_graph_serves_every_layer(stand_in):

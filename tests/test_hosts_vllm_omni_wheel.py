@@ -86,11 +86,16 @@ def wheel():
         patch.setattr(abstract, "current_omni_platform", platforms.current_omni_platform)
         sdpa = importlib.import_module(f"{ROOT}.attention.backends.sdpa").SDPABackend.get_impl_cls()
         patch.setattr(sdpa, "forward", sdpa.forward_cuda)  # the wheel sends no CPU to it
-        package = types.ModuleType(f"{ROOT}.models.wan2_2")  # whose own __init__ imports every pipeline
-        package.__path__ = [str(Path(omni.__file__).parent / "diffusion/models/wan2_2")]
-        patch.setitem(sys.modules, package.__name__, package)
+        for name in ("wan2_2", "minimax_h3"):
+            package = types.ModuleType(f"{ROOT}.models.{name}")  # whose own __init__ imports every pipeline
+            package.__path__ = [str(Path(omni.__file__).parent / "diffusion/models" / name)]
+            patch.setitem(sys.modules, package.__name__, package)
         found = types.SimpleNamespace(contexts=importlib.import_module(f"{ROOT}.forward_context"), registry=registry)
         found.wan = importlib.import_module(f"{ROOT}.models.wan2_2.wan2_2_transformer").WanTransformer3DModel
+        h3 = f"{ROOT}.models.minimax_h3"
+        found.h3 = importlib.import_module(f"{h3}.minimax_h3_transformer").MiniMaxH3DiTModel
+        found.h3_loop = importlib.import_module(f"{h3}.denoise_loop")
+        found.h3_packed = importlib.import_module(f"{h3}.packed_sequence")
         found.data, found.config = importlib.import_module(f"{ROOT}.data"), importlib.import_module(f"{ROOT}.config")
         found.compile = importlib.import_module(f"{ROOT}.compile").regionally_compile
         config = importlib.import_module("vllm.config")
@@ -102,19 +107,40 @@ def wheel():
             yield found
 
 
-def wan(wheel: Any, backend: str) -> Any:
-    """vLLM-Omni's own Wan transformer, tiny and random, with the backend that its config names for self-attention."""
-    told = wheel.data.OmniDiffusionConfig(
+def config_with(wheel: Any, backend: str) -> Any:
+    """It names the backend of self-attention."""
+    return wheel.data.OmniDiffusionConfig(
         model=str(Path(__file__).parent), diffusion_attention_config={"per_role": {"self": {"backend": backend}}}
     )
+
+
+def wan(wheel: Any, backend: str) -> Any:
+    """vLLM-Omni's own Wan transformer, tiny and random."""
+    told = config_with(wheel, backend)
     with wheel.config.set_current_diffusion_config(told):
         model = wheel.wan(
             patch_size=(1, 2, 2), num_attention_heads=HEADS, attention_head_dim=DIM, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
             ffn_dim=64, num_layers=LAYERS,
         ).float().eval()  # fmt: skip
+    return ready(model, told, 0.2)
+
+
+def minimax_h3(wheel: Any, backend: str) -> Any:
+    """vLLM-Omni's own MiniMax-H3 transformer, whose blocks are in bfloat16."""
+    told, wide = config_with(wheel, backend), HEADS * DIM
+    told.tf_model_config = {
+        "num_layers": LAYERS, "token_refiner_num_layers": 1, "hidden_size": wide, "num_attention_heads": HEADS, "attention_head_dim": DIM,
+        "ffn_hidden_size": 64, "text_dim": 16, "timestep_input_dim": 32, "time_embed_hidden_size": 32, "time_embed_dim": 16,
+        "adaln_out_features": 18 * wide, "final_adaln_out_features": 2 * wide, "rope_inv_freq_len": 2,
+    }  # fmt: skip
+    with wheel.config.set_current_diffusion_config(told):
+        return ready(wheel.h3(told).eval(), told, 0.1)
+
+
+def ready(model: Any, told: Any, spread: float) -> Any:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * spread).to(parameter.dtype)
     for module in model.modules():
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
@@ -148,6 +174,32 @@ class Pipeline:
                 }
                 found.append(self.model(**given, return_dict=False)[0])
         return torch.cat(found)
+
+
+def looped(wheel: Any, model: Any, references: bool) -> tuple[torch.Tensor, Any]:
+    """Its own denoising loop over its own packed layout -> rows of the video, and the context of the request."""
+    size = {"text_len": 7, "latent_t": 5, "latent_h": 16, "latent_w": 16, "audio_t": 4}
+    given = {"kind": "video_audio", "ref_audio_t": 4, "latent_t": 5, "latent_h": 16, "latent_w": 16}
+    packed = (
+        wheel.h3_packed.minimax_h3_packed_sequence_ref2va_blocks(**size, ref_blocks=[given])
+        if references
+        else wheel.h3_packed.minimax_h3_packed_sequence(**size, include_keyframe_cond=False)
+    )
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    words = torch.randn(7, 16, generator=generator).to(torch.bfloat16)
+    branch = wheel.h3_loop.MiniMaxH3DenoiseBranch(
+        packed=packed, text_embeddings=words, token_tags=packed["token_tags"], device=cpu
+    )
+    rows, sounds = torch.randn(len(branch.img_pos), 96, generator=generator), torch.randn(len(branch.audio_pos), 32)
+    levels = [1.0, 0.75, 0.5, 0.25, 0.0]
+    context = wheel.contexts.create_forward_context(vllm_config=wheel.vllm, omni_diffusion_config=model.told)
+    with wheel.contexts.override_forward_context(context):
+        found, _ = wheel.h3_loop.minimax_h3_denoise_loop(
+            model=model, positive=branch, initial_video_rows=rows, initial_audio_rows=0 * sounds, sigmas_video=levels, sigmas_audio=levels,
+            keyframe_cond_rows=rows[~branch.update_mask] if references else None,
+            audio_ref_rows=0 * sounds[~branch.audio_update_mask] if references else None, device=cpu,
+        )  # fmt: skip
+    return found[branch.update_mask], context
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -202,3 +254,23 @@ class TestWithWheel:
             assert torch.equal(eager.step(number), compiled.step(number))
         ran = vllm_omni.request_of(compiled.context).summary()
         assert [row["layer"] for row in ran.layers] == list(range(LAYERS)) and not ran.dense_because
+
+    # a reference that is exact is half of the sequence
+    @pytest.mark.parametrize(("references", "most"), [("none", 0.9), ("exact", 0.95), ("sparse", 0.9)])
+    def test_its_packed_sequence_runs_in_its_own_loop(self, wheel, monkeypatch, references, most):
+        given, asked = references != "none", f', "references": {str(references == "sparse").lower()}}}'
+        model = minimax_h3(wheel, "PARK_ATTN")
+        theirs, _ = looped(wheel, minimax_h3(wheel, "TORCH_SDPA"), given)
+        monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL.replace("}", asked))
+        found, context = looped(wheel, model, given)
+        # blocks are in bfloat16: sums in another order may round to the neighbour
+        assert relative_error(found, theirs) < torch.finfo(torch.bfloat16).eps
+        report = vllm_omni.request_of(context).summary()
+        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
+            (i, STEPS) for i in range(LAYERS)
+        ]
+        assert report.state_bytes == 0 < report.peak_state_bytes
+        monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE.replace("}", asked))
+        fewer, context = looped(wheel, model, given)
+        assert relative_error(fewer, theirs) > relative_error(found, theirs)
+        assert vllm_omni.request_of(context).summary().density < most

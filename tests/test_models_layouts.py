@@ -13,9 +13,9 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as reg
 
 import tiny_models
 import tiny_pipelines as tiny
-from parkattn.hosts.diffusers import enable, summary
+from parkattn.hosts.diffusers import enable, fused, summary
 from parkattn.hosts.diffusers.processor import MethodProcessor
-from parkattn.models import MODELS, grid_of_packed_rows
+from parkattn.models import MODELS, grid_of_packed_rows, references_of_packed_rows
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
 from test_models import TINY, run, tolerance
 
@@ -192,3 +192,71 @@ def test_images_are_sparse_where_that_is_asked_for_and_keep_text_apart(cls):
     assert [(site.text, site.grid, stats.phase) for site, stats in seen] == [(slice(0, 8), (1, 6, 8), "refresh")] * len(
         MODELS[cls].attentions(transformer)
     )
+
+
+def with_references() -> dict[str, torch.Tensor]:
+    """MiniMax-H3's references: 8 of text, of which 4 are about a picture, a picture of 16, sound of 6, a video of 3 x 16,
+    10 of audio, 48 of video.
+    """
+    _, _, inputs, _ = tiny_models.newer()["minimax h3"]
+    text, picture, sound, given, audio, clip = torch.arange(136).split([8, 16, 6, 48, 10, 48])
+    frame = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
+
+    def frames(count: int, begin: float) -> torch.Tensor:
+        times = begin + 1.5 * torch.arange(count).repeat_interleave(16)
+        return torch.cat([times[:, None], frame.repeat(count, 1)], 1)
+
+    places = torch.zeros(136, 3)
+    places[text, 0] = torch.arange(8.0)
+    for rows, positions in ((picture, frames(1, 8.0)), (given, frames(3, 9.0)), (clip, frames(3, 15.0))):
+        places[rows] = positions
+    tags, times = torch.zeros(136).long(), torch.zeros(136).long()
+    tags[text[:4]], tags[sound], tags[audio] = 1, 2, 2
+    times[picture], times[given], times[audio], times[sound] = 1, 1, 2, 3
+    return {
+        **inputs,
+        "hidden_states": tiny.noise(1, 112, 16),
+        "audio_hidden_states": tiny.noise(1, 16, 4, seed=2),
+        "timestep": torch.tensor([0.5, 0.9, 0.6, 1.0]),
+        "timestep_indices": times,
+        "token_tags": tags,
+        "position_ids": places.double(),
+        "video_indices": torch.cat([picture, given, clip]),
+        "audio_indices": torch.cat([sound, audio]),
+        "text_indices": text,
+    }
+
+
+def test_references_that_are_videos_are_told_from_pictures_sound_and_words():
+    inputs = with_references()
+    assert references_of_packed_rows(inputs) == (range(30, 78),)
+    assert grid_of_packed_rows(inputs, None) == (3, 4, 4)
+    assert references_of_packed_rows(packed([(1, 2), (0, 1), (2, 0)])) == ()
+    assert references_of_packed_rows({"position_ids": torch.zeros(3, 3)}) == ()
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_references_are_exact_and_where_asked_for_as_sparse_as_the_video(monkeypatch, fuse):
+    monkeypatch.setattr(fused, "COMPILER", "aot_eager")
+    transformer, _, _ = of("minimax h3")
+    inputs, settings = with_references(), {"total_steps": 3, "fuse": fuse, "dense_steps": 1, "refresh_interval": 2}
+    times = [{**inputs, "timestep": torch.tensor([at, 0.9, 0.6, 1.0])} for at in (0.1, 0.3, 0.5)]
+    dense, densities = [run(transformer, arguments) for arguments in times], []
+    for asked, exact in ((False, 88), (True, 40)):
+        with enable(transformer, EVERY_BLOCK, references=asked, reference_steps=1, **settings):
+            seen = trace(transformer)
+            for arguments, expected in zip(times, dense, strict=True):
+                torch.testing.assert_close(run(transformer, arguments), expected, rtol=0, atol=tolerance(expected))
+            assert list(summary(transformer).fused) == (["yes, as asked"] if fuse else [])
+        assert [stats.phase for site, stats in seen if site.layer == 0] == ["dense", "refresh", "reuse"]
+        assert {(site.text.stop, site.grid) for site, _ in seen if site.step} == {(exact, None if asked else (3, 4, 4))}
+        with enable(transformer, SPARSE, references=asked, total_steps=1):
+            assert (run(transformer, inputs) - dense[0]).abs().max() > 0
+            densities.append(summary(transformer).density)
+    assert densities[1] < densities[0] < 1
+
+
+def test_a_model_without_references_refuses_to_make_them_sparse():
+    transformer, _, _ = of("wan")
+    with pytest.raises(ValueError, match=r"references: expected False for Wan2.1, .* got True; leave it out"):
+        enable(transformer, SPARSE, total_steps=1, references=True)

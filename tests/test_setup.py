@@ -169,6 +169,12 @@ def test_the_matrix_names_tests_that_exist():
     assert "test_reuse" in named and not {name for name in named if not (ROOT / f"tests/{name}.py").is_file()}
 
 
+def test_the_matrix_needs_no_package():
+    """-S: without site-packages, as the Python of `make matrix` may be."""
+    command = [sys.executable, "-S", "-E", str(ROOT / "tools/matrix.py"), "--help"]
+    assert "versions" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_every_extra_has_a_job_in_the_matrix():
     jobs = (ROOT / "tools/matrix_environments.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}")[0]
     assert {*EVERY, *PROJECTS} == set(re.findall(r'^    "([\w\[\]]*)":', jobs, re.MULTILINE))

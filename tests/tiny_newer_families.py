@@ -170,6 +170,44 @@ def cosmos() -> Any:
     return without_text("CosmosTextToWorldPipeline", made("cosmos"), scheduler, safety_checker=Harmless())
 
 
+class Words:
+    """What Cosmos 3's pipeline asks of its tokenizer: 8 tokens that depend on the words."""
+
+    eos_token_id = 1
+
+    def convert_tokens_to_ids(self, name: str) -> int:
+        return 2
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **_: Any) -> Any:
+        from transformers import BatchEncoding
+
+        letters = sum(len(str(message["content"])) for message in conversation)
+        return BatchEncoding({"input_ids": [3 + place * letters % 20 for place in range(8)]})
+
+
+def cosmos3() -> Any:
+    transformer = made("cosmos 3", latent_channel=16, patch_latent_dim=64, sound_gen=False)
+    parts = {"text_tokenizer": Words(), "vae": tiny.wan_vae(), "scheduler": unipc(), "enable_safety_checker": False}
+    return quiet(diffusers.Cosmos3OmniPipeline(transformer=transformer, **parts))
+
+
+def run_cosmos3(pipe: Any, seed: int, steps: int) -> torch.Tensor:
+    run = {"num_inference_steps": steps, "generator": torch.Generator().manual_seed(seed), "output_type": "latent"}
+    return pipe("a cat", negative_prompt="a dog of another size", **SIZE, guidance_scale=5.0, **run).video
+
+
+def consisid() -> Any:
+    from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline  # diffusers hides it without OpenCV
+
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4, block_out_channels=(8, 8, 8, 8),
+        latent_channels=4, layers_per_block=1, norm_num_groups=2,
+    )  # fmt: skip
+    parts = {"tokenizer": None, "text_encoder": None, "scheduler": diffusers.CogVideoXDDIMScheduler()}
+    return quiet(ConsisIDPipeline(vae=vae.eval(), transformer=made("consisid", in_channels=8), **parts))
+
+
 def minimax_h3(component: str = "transformer", **sizes: Any) -> Any:
     """The denoising loop of the modular pipeline; what comes before it are encoders and the layout of the sequence."""
     from diffusers.modular_pipelines.minimax_h3 import denoise
@@ -233,6 +271,12 @@ _FAMILIES = {
     # the forward of skip guidance leaves the attention of one layer out
     "ltx2": Family(ltx2, ltx2_inputs, forwards=3, left_out=1),
     "cosmos": Family(cosmos, lambda: {**GUIDED, "fps": 30}, forwards=2),
+    "cosmos 3": Family(cosmos3, dict, forwards=2, call=run_cosmos3),
+    "consisid": Family(
+        consisid,
+        lambda: {**SIZE, **embeds(), "image": image(), "max_sequence_length": 16, "guidance_scale": 6.0},
+        batch=2,
+    ),
     "minimax h3": Family(minimax_h3, dict, call=run_minimax_h3),
     "kandinsky5": Family(kandinsky5, kandinsky5_inputs, forwards=2),
     "kandinsky6": Family(kandinsky6, kandinsky6_inputs, forwards=2),

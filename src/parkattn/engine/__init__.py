@@ -51,6 +51,8 @@ class Clock:
     """Branch of guidance, such as cond or uncond."""
     grid: tuple[int, int, int] | None = None
     """(frames, height, width) of the video tokens; a call with another number of them is given none."""
+    references: tuple[range, ...] = ()
+    """Tokens before the video that are videos too and may be sparse, where a host was asked for it."""
     noise_levels: tuple[float, ...] | None = None
     """One per step."""
     videos: int | None = None

@@ -9,15 +9,16 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_choice, expect_count, expect_string, shown
+from parkattn.checks import expect_choice, expect_count, expect_flag, expect_string, shown
 from parkattn.hosts.attached import CountingEngine
+from parkattn.hosts.packed import attend_packed
 from parkattn.methods import configured_method
 from parkattn.models import SIZES, Grid
 from parkattn.site import AttentionMethod
@@ -25,25 +26,27 @@ from parkattn.site import AttentionMethod
 
 @dataclass(frozen=True)
 class ServedSettings:
-    """What a server's operator said. model: whose preset the profile builds on; changes: single fields of it, such as
-    top_p.
+    """What a server's operator said. model: whose preset the profile builds on; references: those that are videos are
+    sparse too, where the server says which they are; changes: single fields of the profile, such as top_p.
     """
 
     profile: str = "quality"
     model: str = "wan2.1-14b"
     min_tokens: int = 8192
+    references: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         expect_string("profile", self.profile)
         expect_choice("model", self.model, SIZES)
         expect_count("min_tokens", self.min_tokens, least=0)
+        expect_flag("references", self.references)
         self.make_method()  # what it does not know is said when the server starts, not in the first request
 
     @classmethod
     def read(cls, where: str, told: Any, model: str = "wan2.1-14b") -> ServedSettings:
-        """told: a profile, or a mapping with profile, model, min_tokens and fields of the profile. model: where told
-        has none.
+        """told: a profile, or a mapping with profile, model, min_tokens, references and fields of the profile. model:
+        where told has none.
         """
         if isinstance(told, str):
             return cls(told, model)
@@ -51,7 +54,7 @@ class ServedSettings:
             raise TypeError(
                 f'{where}: expected a profile or a mapping, got {shown(told)}; write for example {{"profile": "quality"}}.'
             )
-        own = {name: told[name] for name in ("profile", "model", "min_tokens") if name in told}
+        own = {name: told[name] for name in ("profile", "model", "min_tokens", "references") if name in told}
         changes = {
             name: tuple(value) if isinstance(value, list) else value for name, value in told.items() if name not in own
         }
@@ -68,7 +71,7 @@ class ServedRequest(CountingEngine):
 
     def __init__(self, settings: ServedSettings, logger: str) -> None:
         super().__init__(settings.make_method(), settings.min_tokens, unknown_step="the server does not say the step")
-        self._logger, self._ended = logging.getLogger(logger), False
+        self._logger, self._ended, self._references = logging.getLogger(logger), False, settings.references
 
     def reset(self) -> None:
         super().reset()
@@ -102,28 +105,34 @@ class ServedRequest(CountingEngine):
         v: Tensor,
         dense: Callable[[], Tensor],
         *,
-        text: slice | None = None,
+        before: int = 0,
+        after: int = 0,
+        references: Sequence[range] = (),
         counted_branches: bool = False,
     ) -> Tensor:
-        """[b n h d] in and out, as dense gives it. counted_branches: a layer is called once for each branch of
+        """[b n h d] in and out, as dense gives it. before, after: tokens around the video, which are always seen;
+        references: those before it that are videos too. counted_branches: a layer is called once for each branch of
         guidance, unnamed.
         """
         assert layer.index is not None
         name, part = self.enter(layer.number, layer.index)
         if counted_branches and part:
             self.engine.clock.branch, part = "uncond" if part == 1 else f"branch {part}", 0
-        out = self.engine.attend(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            layer=layer.index,
-            dense=lambda: dense().transpose(1, 2),
-            transformer=name,
-            text=text,
-            scale=layer.scale,
-            part=part,
-            reason="gradients are on, as in training"
-            if torch.is_grad_enabled() and q.requires_grad
-            else self.why_short(q.shape[1]),
-        )
+        training = torch.is_grad_enabled() and q.requires_grad
+        site: dict[str, Any] = {
+            "layer": layer.index,
+            "dense": lambda: dense().transpose(1, 2),
+            "transformer": name,
+            "scale": layer.scale,
+            "part": part,
+            "reason": "gradients are on, as in training" if training else self.why_short(q.shape[1]),
+        }
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        if after:
+            out = self.engine.attend(*heads_first, text=slice(q.shape[1] - after, q.shape[1]), **site)
+        else:
+            sparse = references if self._references else ()
+            out = attend_packed(self.engine, *heads_first, before=before, references=sparse, **site)
         self.leave()
         return out.transpose(1, 2).contiguous()  # blocks take views of it
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from parkattn.checks import expect_count
+from parkattn.checks import expect_count, expect_flag
 from parkattn.engine.summary import Summary
 from parkattn.hosts.diffusers.sequence_parallel import hunyuan_sequence_parallel
 from parkattn.hosts.diffusers.session import Session, release, sessions_of, summary_of, transformers_of
 from parkattn.methods import configured_method
-from parkattn.models import row_for
+from parkattn.models import no_references, row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parkattn.reuse import dense_prefix
@@ -36,6 +36,7 @@ def enable(
     total_steps: int | None = None,
     fuse: bool | None = None,
     image: bool = False,
+    references: bool = False,
     **changes: Any,
 ) -> Session:
     """Run `method` in the video self-attention of a pipeline or a transformer.
@@ -45,13 +46,19 @@ def enable(
     or the defaults for other methods; changes override single fields. Enabling again replaces what was enabled before.
     total_steps is for a bare transformer, which has no scheduler to ask. fuse: run the stock blocks compiled, which
     fuses their norms, RoPE and modulation; None: on a GPU, in large runs. image: say that the model makes images, which
-    gain at 4k (65,536 tokens) and not at usual sizes.
+    gain at 4k (65,536 tokens) and not at usual sizes. references: given videos that a model packs before its own
+    (MiniMax-H3) are sparse too, instead of exact.
     """
     row = row_for(next(iter(transformers_of(target).values())))
     if image is not row.image:
         kind = "images" if row.image else "videos"
         raise ValueError(
             f"image: expected {row.image} for {row.released}, which makes {kind}, got {image!r}; pass image={row.image}."
+        )
+    expect_flag("references", references)
+    if references and row.references is no_references:
+        raise ValueError(
+            f"references: expected False for {row.released}, which packs no videos before its own, got True; leave it out."
         )
     named = ParkConfig.DEFAULT_PROFILE if config is None and method == "park" else config
     made = configured_method(method, named, model=row.preset, **changes)
@@ -60,7 +67,7 @@ def enable(
     expect_layers(target, getattr(made, "config", None))
     if isinstance(target, torch.nn.Module) and isinstance(made, PlannedMethod):
         dense_prefix(made.config, total_steps)  # refuses now what would fail in the first forward
-    session = Session(target, made, total_steps, fuse)
+    session = Session(target, made, total_steps, fuse, references)
     if config is None and row.borrows and row.preset in getattr(getattr(made, "config", None), "PRESETS", ()):
         session.advice.append(
             f"this model has no preset of its own and borrows {row.preset}'s; compare with dense before relying on it"

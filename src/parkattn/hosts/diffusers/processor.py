@@ -27,6 +27,7 @@ from parkattn.hosts.diffusers.sequence_parallel import (
     why_not_balanced,
     why_not_ulysses,
 )
+from parkattn.hosts.packed import attend_packed
 from parkattn.models import ModelRow
 
 _UNKNOWN_LAYOUT = "which tokens are the video is unknown: several videos or images in one sequence, or a transformer compiled whole; compile blocks alone (block.compile())"
@@ -224,19 +225,23 @@ class MethodProcessor:
         if self.row.text == "packed":
             text_tokens = length - math.prod(grid) if grid is not None else length
             reason = reason or (_UNKNOWN_LAYOUT if not 0 <= text_tokens < length else None)
-        out = self.engine.attend(
-            *(x.transpose(1, 2) for x in tokens[:3]),
-            layer=self.layer,
-            transformer=self.transformer,
-            text=_text_span(self.row.text, text_tokens, length),
-            key_valid=key_valid,
-            scale=options.scale,
-            dense=lambda: stock().transpose(1, 2),
-            part=options.part,
-            parts=options.parts,
-            reason=reason or mask_reason,
-            ranks=ranks,
-        )
+        site: dict[str, Any] = {
+            "layer": self.layer,
+            "transformer": self.transformer,
+            "key_valid": key_valid,
+            "scale": options.scale,
+            "dense": lambda: stock().transpose(1, 2),
+            "part": options.part,
+            "parts": options.parts,
+            "reason": reason or mask_reason,
+            "ranks": ranks,
+        }
+        q, k, v = (x.transpose(1, 2) for x in tokens[:3])
+        if self.row.text == "packed":
+            references = self.engine.clock.references
+            out = attend_packed(self.engine, q, k, v, before=text_tokens, references=references, **site)
+        else:
+            out = self.engine.attend(q, k, v, text=_text_span(self.row.text, text_tokens, length), **site)
         return out.transpose(1, 2)
 
     def _stock_attention(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:

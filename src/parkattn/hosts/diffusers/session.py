@@ -55,7 +55,12 @@ class Session:
     """One enable. A context manager: leaving it disables."""
 
     def __init__(
-        self, target: Any, method: AttentionMethod, total_steps: int | None = None, fuse: bool | None = None
+        self,
+        target: Any,
+        method: AttentionMethod,
+        total_steps: int | None = None,
+        fuse: bool | None = None,
+        references: bool = False,
     ) -> None:
         transformers = transformers_of(target)
         rows = {name: row_for(transformer) for name, transformer in transformers.items()}
@@ -66,7 +71,7 @@ class Session:
         for transformer in transformers.values():
             release(transformer)
         self.tracker = StepTracker(
-            self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps
+            self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps, references
         )
         self._attached: list[_Attached] = []
         self._undo: list[Callable[[], None]] = []  # of what is on the pipeline

@@ -27,6 +27,7 @@ class StepTracker:
 
     scheduler_of returns the pipeline's scheduler, which users may replace between runs; None for a bare transformer.
     begin_run is called when a run begins, drop_plans when plans are of no use any more, while the log goes on.
+    references: the clock is also told of those that are videos.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class StepTracker:
         begin_run: Callable[[], None],
         drop_plans: Callable[[], None],
         total_steps: int | None = None,
+        references: bool = False,
     ) -> None:
         self.clock = clock
+        self.references = references
         clock.total_steps = total_steps
         clock.branch = "forward 0"
         self._scheduler_of = scheduler_of
@@ -156,9 +159,8 @@ class _Hooks:
         self.row = row
         self.names = names  # of the arguments of forward
         self.told = False  # of the forward under way, by whoever called it
-        self._read: tuple[weakref.ref[Any], Grid | None] | None = (
-            None  # the last argument that was read, and the grid that it says
-        )
+        # the last argument that was read, and what it says
+        self._read: tuple[weakref.ref[Any], Grid | None, tuple[range, ...]] | None = None
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # in a graph nothing may depend on the step; attention then asks for the position itself (`at_layer`)
@@ -168,25 +170,26 @@ class _Hooks:
         clock.gradient = torch.is_grad_enabled()
         clock.recomputed = clock.gradient and bool(getattr(module, "gradient_checkpointing", False))
         self.tracker.begin_forward(dict(self.row.named(arguments)), training=clock.gradient and module.training)
-        clock.grid = self._grid(arguments, getattr(module, "config", None))
+        clock.grid, clock.references = self._layout(arguments, getattr(module, "config", None))
 
-    def _grid(self, arguments: dict[str, Any], config: Any) -> Grid | None:
-        assert self.row is not None
+    def _layout(self, arguments: dict[str, Any], config: Any) -> tuple[Grid | None, tuple[range, ...]]:
+        """The grid of the video, and references that are videos."""
+        assert self.row is not None and self.tracker is not None
         places = arguments.get(self.row.read_once)
         if places is None:
-            return self.row.grid(arguments, config)
+            return self.row.grid(arguments, config), ()
         if self._read is None or self._read[0]() is not places:
-            self._read = weakref.ref(places), self.row.grid(arguments, config)
-        return self._read[1]
+            references = self.row.references(arguments) if self.tracker.references else ()
+            self._read = weakref.ref(places), self.row.grid(arguments, config), references
+        return self._read[1:]
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or self.tracker is None or self.row is None:
             return
         self.tracker.end_forward(failed=output is None)  # which torch calls us with where forward raised
         if self.row.by_grid and not self.tracker.clock.recomputed:
-            self.tracker.clock.grid = (
-                None  # of this forward alone: one that is compiled whole would take it for its own
-            )
+            # of this forward alone: one that is compiled whole would take it for its own
+            self.tracker.clock.grid, self.tracker.clock.references = None, ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _Hooks, (None, None, [])

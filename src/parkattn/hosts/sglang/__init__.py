@@ -81,7 +81,12 @@ def settings_of(args: Any) -> ServedSettings | None:
         return None
     dit = dit_config(args)
     joint = str(getattr(dit, "prefix", "")).lower() == "hunyuan" or type(dit).__name__.startswith("MiniMaxH3")
-    return ServedSettings.read("park", config["park"], "hunyuanvideo" if joint else "wan2.1-14b")
+    settings = ServedSettings.read("park", config["park"], "hunyuanvideo" if joint else "wan2.1-14b")
+    if settings.references:
+        raise ValueError(
+            "references: expected False, since SGLang does not say which they are, got True; leave it out."
+        )
+    return settings
 
 
 def dit_config(args: Any) -> Any:

@@ -103,11 +103,10 @@ class ParkImpl(ServedLayer, AttentionImpl):
         branch = "uncond" if batch.is_cfg_negative else "cond"
         request.stand_at(step if isinstance(step, int) else None, *steps_of(batch), branch, grid)
         if place:
-            before = slice(0, tokens - video)
             used = (q[:, :tokens], k[:, :tokens], v[:, :tokens])
-            out = request.attend(self, *used, lambda: dense()[:, :tokens], text=before)
+            out = request.attend(self, *used, lambda: dense()[:, :tokens], before=tokens - video)
             return torch.cat([out, out.new_zeros(1, q.shape[1] - tokens, *out.shape[2:])], 1)  # nobody reads padding
-        return request.attend(self, q, k, v, dense, text=slice(video, tokens) if tokens > video else None)
+        return request.attend(self, q, k, v, dense, after=tokens - video)
 
     def _why_not_video(self, q: Tensor, k: Tensor, v: Tensor, tokens: int, video: int | None) -> str | None:
         if self.index is None:

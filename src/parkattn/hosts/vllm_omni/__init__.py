@@ -3,7 +3,7 @@
     vllm serve Wan-AI/Wan2.2-T2V-A14B-Diffusers --omni --diffusion-attention-config '{"per_role": {"self": {"backend": "PARK_ATTN"}}}'
 
 The keys of that config are closed, so settings come by the environment: PARKATTN_SETTINGS is a profile, or JSON with
-profile, model, min_tokens and fields of the profile. Models say where their video is by
+profile, model, min_tokens, references and fields of the profile. Models say where their video is by
 `AttentionMetadata.video_layout` (Wan and MiniMax-H3 do). What is outside of it is always seen; padding behind it is cut
 off. Ulysses and CFG parallelism stay vLLM-Omni's own.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,24 +32,43 @@ LEVELS = "_parkattn_noise_levels"
 
 
 class VideoPlace(NamedTuple):
-    """Where a sequence holds the video: after so many other tokens, on this grid, and last but for padding."""
+    """Where a sequence holds the video: after so many other tokens, on this grid, and last but for padding. references:
+    tokens before it that are videos too.
+    """
 
     before: int
     grid: Grid
+    references: tuple[range, ...] = ()
 
     @property
     def used(self) -> int:
-        frames, height, width = self.grid
-        return self.before + frames * height * width
+        return self.before + math.prod(self.grid)
 
     @classmethod
     def read(cls, layout: Any) -> VideoPlace | None:
-        """None: the layout has other videos too, as references have, or none."""
-        if layout is None or layout.prefix_len is None or layout.latent_grid is None:
+        """None: the layout says no video, or none that comes last."""
+        if layout is None:
             return None
-        frames, height, width = layout.latent_grid
-        place = cls(int(layout.prefix_len), (int(frames), int(height), int(width)))
+        spans = sorted(getattr(layout, "video_spans", ()), key=lambda span: span.start)
+        if spans:
+            *others, last = spans
+            given = tuple(range(span.start, span.start + math.prod(span.latent_grid)) for span in others)
+            place = cls(last.start, last.latent_grid, given)
+        elif layout.prefix_len is not None and layout.latent_grid is not None:
+            place = cls(layout.prefix_len, layout.latent_grid)
+        else:
+            return None
         return place if layout.used_len in (None, place.used) else None
+
+    @classmethod
+    def unpacked(cls, numbers: Sequence[int]) -> VideoPlace:
+        """Of `packed`."""
+        before, frames, height, width, *ends = numbers
+        return cls(before, (frames, height, width), tuple(map(range, ends[::2], ends[1::2])))
+
+    def packed(self) -> list[int]:
+        """As operators of a graph take it."""
+        return [self.before, *self.grid, *(end for given in self.references for end in (given.start, given.stop))]
 
 
 def register_backend() -> None:

@@ -45,6 +45,16 @@ class ParkBackend(AttentionBackend):
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
         return platform_default(HEAD_SIZE_UNKNOWN).supports_attention_mask(None)
 
+    # of calls that go to the platform's backend: several requests in one sequence, and padding without a mask
+
+    @classmethod
+    def supports_multi_doc_packed_varlen(cls) -> bool:
+        return platform_default(HEAD_SIZE_UNKNOWN).supports_multi_doc_packed_varlen()
+
+    @classmethod
+    def supports_packed_mask_free(cls) -> bool:
+        return platform_default(HEAD_SIZE_UNKNOWN).supports_packed_mask_free()
+
 
 class ParkImpl(ServedLayer, AttentionImpl):
     """One layer, [b n h d]. dense: the platform's own backend."""
@@ -85,11 +95,11 @@ class ParkImpl(ServedLayer, AttentionImpl):
             return self.dense.forward(query, key, value, attn_metadata)
         tokens, used = query.shape[1], place.used
         # a layout also says that a mask covers nothing but the padding behind the video
-        out = self.ask(query[:, :used], key[:, :used], value[:, :used], [place.before, *place.grid])
+        out = self.ask(query[:, :used], key[:, :used], value[:, :used], place.packed())
         return out if used == tokens else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, tokens - used))
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, place: list[int]) -> Tensor:
-        before, *grid = place
+        where = VideoPlace.unpacked(place)
 
         def dense() -> Tensor:
             return self.dense.forward(q, k, v, AttentionMetadata())
@@ -101,14 +111,16 @@ class ParkImpl(ServedLayer, AttentionImpl):
             request.declined[reason] += 1
             return dense()
         steps, levels = context.total_denoise_steps, getattr(context, LEVELS, None)
-        request.stand_at(context.denoise_step_idx, steps, levels, "cond", (grid[0], grid[1], grid[2]))
-        return request.attend(self, q, k, v, dense, text=slice(0, before) if before else None, counted_branches=True)
+        request.stand_at(context.denoise_step_idx, steps, levels, "cond", where.grid)
+        return request.attend(
+            self, q, k, v, dense, before=where.before, references=where.references, counted_branches=True
+        )
 
     def _why_not_video(self, q: Tensor, k: Tensor, v: Tensor, place: VideoPlace | None) -> str | None:
         if not self.numbered:
             return "a layer that is not numbered self-attention"
         if place is None:
-            return "the model does not say where its video is, or has reference videos too"
+            return "the model does not say where its video is, or it does not come last"
         if not q.shape == k.shape == v.shape or self.causal:
             return "q, k and v are not of one shape, or attention is causal"
         return (
