@@ -191,6 +191,8 @@ class Store:
                 if (folder / ".").stat().st_dev != self.folder.stat().st_dev:  # a rename would not be atomic
                     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
         except OSError as error:
+            if error.errno is None:  # explained further in
+                raise
             if error.errno in files.FULL:
                 raise OSError(files.NO_ROOM.format(folder)) from None
             why = f"{folder} ({error.strerror})"
@@ -397,8 +399,10 @@ def record_in(data: bytes | None) -> Record | None:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """A name below a folder, and a hash."""
-    return not {"", ".", ".."} & set(entry[0].split("/")) and isinstance(entry[1], str)
+    """A name below a folder, and a hash. Hidden folders (.git) and the store's own names are no place for a result."""
+    *folders, last = entry[0].split("/")
+    hidden = any(part.startswith(".") for part in folders) or last.startswith(files.OWN)
+    return not hidden and not {"", ".", ".."} & {*folders, last} and isinstance(entry[1], str)
 
 
 def _differences(before: Record, asked: Record) -> str:
