@@ -46,9 +46,7 @@ class Cell:
     request: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     group: str | None = None  # cells of one group are made by one process, one after the other
-    unsaid: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what records of earlier versions mean by having no such name
+    unsaid: Mapping[str, Any] = field(default_factory=dict)  # what earlier records mean by having no such name
 
     @property
     def mark(self) -> str:
@@ -90,10 +88,8 @@ class Store:
                 return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
         asked = {"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))}
         told = record.get("request", {})
-        before = {
-            "format": record.get("format"),
-            "request": {**cell.unsaid, **told} if isinstance(told, dict) else told,
-        }
+        request = {**cell.unsaid, **told} if isinstance(told, dict) else told
+        before = {"format": record.get("format"), "request": request}
         if content_hash(asked) != content_hash(before):
             return Found(OTHER, record, f"made with other settings ({_differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]
@@ -170,8 +166,7 @@ class Store:
                         if state == files.HELD:
                             removed += self._recover(mark)
                 except OSError as error:
-                    # what is finished can still be read where nothing can be written, or where no lock of ours stands
-                    # (None)
+                    # finished cells can be read where nothing can be written, or no lock of ours stands (None)
                     if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, None):
                         raise
         if removed:
