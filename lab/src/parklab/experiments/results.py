@@ -305,8 +305,8 @@ def _mean_of(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
 
 def mean_of_all(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
     """None where one is missing: seconds of some runs would stand for all."""
-    values = [row.get(part) for row in found]
-    return None if None in values else statistics.fmean(values)
+    values = [row[part] for row in found if row.get(part) is not None]
+    return statistics.fmean(values) if len(values) == len(found) else None
 
 
 def _place(request: Mapping[str, Any]) -> tuple[Any, ...]:
