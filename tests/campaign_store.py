@@ -3,8 +3,8 @@
 The long form of tests/test_store.py and test_store_received.py: generate, --prompts, compare, ablation, capture and
 profile (with frames that cost nothing) are cut off before every file operation, in an empty folder and while a finished
 one is overwritten (stops); by full and bad disks (full); by SIGKILL; several processes share a folder; finished folders
-are damaged (corrupt); folders come with journals, locks, links and FIFOs of others (received); locks follow NFS's rule
-(nfs); requests differ in null, absent and true alone (requests). Every count but the runs must be 0, else exit code 1.
+are damaged (corrupt); folders come with journals, locks, links and FIFOs of others (received); locks follow
+NFS's rule, or there are none (network); requests differ in null, absent and true alone (requests). Every count but the runs must be 0, else exit code 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parklab import store
 from parklab.store import Cell, Store
 
 COMMANDS: dict[str, disturb.Command] = {"store": disturb.run_store, **disturb.COMMANDS}
-PARTS = ("stops", "full", "sigkill", "shared", "corrupt", "received", "nfs", "requests")
+PARTS = ("stops", "full", "sigkill", "shared", "corrupt", "received", "network", "requests")
 Damage = Callable[[Path], None]
 Plant = Callable[[Path, Path, str], None]  # (folder, another folder beside it, mark of one of its cells)
 HANG_SECONDS = 60
@@ -216,7 +216,8 @@ JOURNALS: dict[str, Any] = {
     "up to a new file": {"../outside/new.txt": SHA256}, "itself": {".": SHA256}, "no name": {"": SHA256}, "no files": {},
     "null": None, "a list": [], "a number": 3, "a pair": [["a"]], "no hash": {"a.bin": None}, "a list as hash": {"a.bin": [SHA256]},
     "a long name": {"x" * 300: SHA256}, "a NUL": {"a\0b": SHA256}, "a surrogate": {"\ud800": SHA256}, "a file as folder": {"a.bin/b": SHA256},
-    "another hash": {"a.bin": "0" * 64},
+    "another hash": {"a.bin": "0" * 64}, "a hidden folder": {".git/hooks/pre-commit": SHA256}, "a hidden folder below": {"raw/.git/config": SHA256},
+    "a lock": {".park-0123456789abcdef.lock": SHA256},
 }  # fmt: skip
 # what came with a folder: by name how it is put there, and whether a run may end with one line about it
 RECEIVED: dict[str, tuple[Plant, bool]] = {
@@ -271,23 +272,29 @@ def receive(trial: Trial, what: str, plant: Plant, mark: str, may_refuse: bool) 
         tally.unclear += 1
     finally:
         signal.alarm(0)
+    hidden = [path for path in place.rglob("*") if any(part.startswith(".") for part in path.relative_to(place).parts)]
+    tally.mixed += any(path.is_file() and path.read_bytes() == PLANTED for path in hidden)
     tally.lost += disturb.contents(outside) != {"mine.txt": b"mine"} or len(list(outside.iterdir())) != 1
     return tally
 
 
-def over_nfs(trial: Trial) -> Tally:
-    """Exclusive locks need files that are open for writing: they are, and so the folder is not taken for one without
-    locks.
+def over_network(trial: Trial) -> Tally:
+    """NFS locks files that are open for writing, and ours are; file systems without locks are written, and said to have
+    none.
     """
-    place, said, tally = trial._place("nfs"), list[str](), Tally(runs=1)
-    try:
-        with disturb.disturbed(how=disturb.NFS):
-            trial.command(place, 0, False, said.append)
-    except (ValueError, OSError):
-        tally.refused += 1
-    tally.unclear += any("no locks" in line for line in said)
-    tally.other_bytes += disturb.contents(place) != trial.expected[0]
-    return tally
+    found = Tally()
+    for answer in (None, *files.NO_LOCKS):
+        place, said, tally = trial._place("network"), list[str](), Tally(runs=1)
+        try:
+            with disturb.disturbed(how=disturb.NFS) as through:
+                through.lock_answer = answer
+                trial.command(place, 0, False, said.append)
+        except (ValueError, OSError):
+            tally.refused += 1
+        tally.unclear += any("no locks" in line for line in said) != (answer is not None)
+        tally.other_bytes += disturb.contents(place) != trial.expected[0]
+        found += tally
+    return found
 
 
 # two requests each that a comparison by value, or one of flattened names, takes for one
@@ -327,8 +334,8 @@ def parts(trial: Trial, asked: str, every: int) -> Iterator[tuple[str, Tally]]:
         yield "corrupt", corrupted(trial)
     if asked in ("received", "all"):
         yield "received", received(trial)
-    if asked in ("nfs", "all"):
-        yield "NFS", over_nfs(trial)
+    if asked in ("network", "all"):
+        yield "network", over_network(trial)
     if asked in ("requests", "all") and trial.command is disturb.run_store:
         yield "requests", mistaken(trial)
 

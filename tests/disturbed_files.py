@@ -54,6 +54,7 @@ class Disturbed:
 
     def __init__(self, at: int | None = None, how: str = STOP) -> None:
         self.at, self.how, self.count = at, how, 0
+        self.lock_answer: int | None = None  # the error number that every lock meets
         self.handles: dict[int, Path] = {}
         self.unsynced: dict[tuple[int, int], Path] = {}
         # (target, source, what the target held) of renames and removals whose folder is not synced yet
@@ -128,6 +129,8 @@ class Disturbed:
     def flock(self, handle: int, operation: int) -> None:
         if self.happens(allocates=False):
             raise self.cut()
+        if self.lock_answer is not None:
+            raise OSError(self.lock_answer, os.strerror(self.lock_answer))
         if self.how == NFS and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))  # as flock(2) says
         fcntl.flock(handle, operation)

@@ -27,6 +27,7 @@ import torch
 
 from fuzz_calls import no_hang
 from parklab import cli
+from parklab.experiments.bench_lines import FIELDS
 from parklab.experiments.captures import ABOUT, FORMAT
 from parklab.sprites.grammar import EXAMPLE
 
@@ -59,10 +60,16 @@ LINES: dict[str, dict[str, Any]] = {
     | dict.fromkeys(("metric_ms", "cholesky_ms", "transform_ms", "means_ms"), 0.1),
     "scaling": {"benchmark": "scaling", "over": "density", "part": "attention", "length": 9, "density": 0.5, "ms": 1.0},
 }  # fmt: skip
+EXPERIMENTS = {"pama": "tab:pama_kernel_overhead", "qrkc": "fig:qrkc_breakdown"}  # of lines under another name
 SITE = {
     "transformer": "t", "layer": 0, "step": 0, "branch": "cond", "total_steps": 4, "grid": [1, 4, 4], "text": None, "scale": None,
     "noise_levels": None,
 }  # fmt: skip
+
+
+def optional(line: dict[str, Any]) -> list[str]:
+    """Fields that a line of this kind may lack."""
+    return [name[:-1] for name in FIELDS[line.get("format") or line["benchmark"]] if name.endswith("?")]
 
 
 def put(path: Path, content: bytes | str) -> None:
@@ -176,14 +183,11 @@ def _cases() -> dict[str, tuple[list[str], str, Damage]]:
         "a header past the end": partial(put, content=struct.pack("<Q", 2**40) + b"{}"),
     }.items()}  # fmt: skip
     for name, line in LINES.items():
-        words = [
-            word.replace("NAME", {"pama": "tab:pama_kernel_overhead", "qrkc": "fig:qrkc_breakdown"}.get(name, name))
-            for word in RECORDS
-        ]
+        words = [word.replace("NAME", EXPERIMENTS.get(name, name)) for word in RECORDS]
         for field, value in line.items():
             if field in ("format", "benchmark"):
                 continue
-            if field != "guidance" and (name, field) != ("pama", "ms"):
+            if field not in optional(line):
                 found[f"{name} lines: no {field}"] = words, "jsonl", partial(lacking, line=line, field=field)
             for wrong in (
                 [],

@@ -85,6 +85,22 @@ def test_levels_that_belong_to_another_run_are_not_used():
     assert phases(when, 30, levels=flow_levels(50, 12.0)) == phases(when, 30)
 
 
+@pytest.mark.parametrize(
+    "levels",
+    [
+        [1.0] * 30,
+        [1.0, 0.5] * 15,
+        [math.nan] * 30,
+        [math.inf, *flow_levels(30, 1.0)[1:]],
+        [-x for x in flow_levels(30, 1.0)],
+    ],
+    ids=["constant", "back and forth", "NaN", "infinite", "negative"],
+)
+def test_numbers_that_cannot_be_noise_levels_leave_a_run_its_plain_anchors(levels):
+    when = ParkConfig(anchors=6)
+    assert phases(when, 30, levels=tuple(levels)) == phases(when, 30)
+
+
 def test_a_run_with_anchors_is_anchors_and_reuse_and_nothing_else():
     names = phases(ParkConfig(anchors=6), 50)
     assert [step for step, name in enumerate(names) if name == "anchor"] == list(anchor_steps(6, 50))

@@ -35,7 +35,14 @@ sys.path.insert(0, str(ROOT / "tools"))
 methods_page = import_module("methods_page")
 
 PAGES = sorted(DOCS.rglob("*.md"))
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *PAGES]
+BESIDE = (
+    "lab/README.md",
+    "benchmarks/results/README.md",
+    "src/parkattn/ops/*/README.md",
+    "lab/src/parklab/sprites/*/MODEL_CARD.md",
+)
+BESIDE_CODE = sorted(path for pattern in BESIDE for path in ROOT.glob(pattern))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *PAGES, *BESIDE_CODE]
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\n$")
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)\n(?P<body>.*?)^(?P=fence)\n", flags=re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)(?:(?: {4}.*)?\n)*(?=\n|\Z|\S)")
@@ -143,6 +150,7 @@ def test_every_block_is_code_that_is_run_or_parsed_or_plain_text():
 TARGETS = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = set(PROJECT["project"]["optional-dependencies"])
+LAB_EXTRAS = set(tomllib.loads((ROOT / "lab/pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 def expect_command(words: list[str]) -> None:
@@ -155,8 +163,8 @@ def expect_command(words: list[str]) -> None:
     elif program == "make":
         assert {word for word in rest if "=" not in word} <= TARGETS, rest
     elif program == "pip":
-        for extras in re.findall(r"(?:parkattn|\.)\[([\w,]+)\]", " ".join(rest)):
-            assert set(extras.split(",")) <= EXTRAS, extras
+        for whose, extras in re.findall(r"(parkattn|parklab|lab|\.)\[([\w,]+)\]", " ".join(rest)):
+            assert set(extras.split(",")) <= (LAB_EXTRAS if whose.endswith("lab") else EXTRAS), extras
     elif program == "torchrun":
         start = next(i for i, word in enumerate(rest) if word == "park" or word.endswith(".py"))
         expect_command(rest[start:] if rest[start] == "park" else ["python", *rest[start:]])
@@ -192,7 +200,9 @@ def commands_in(text: str) -> list[list[str]]:
     """Lines of a shell, continued ones as one, without what is said beside them, and commands in running text."""
     bodies = [re.sub(r"\\\n\s*", " ", block.body) for block in blocks_of(text) if block.language == "bash"]
     shell = [re.split(r"(?<=\S) {4,}", line)[0] for body in bodies for line in body.splitlines()]
-    inline = re.findall(r"`((?:park|make|torchrun) [^`\n]+)`", FENCE.sub("\n", text))
+    inline = re.findall(
+        r"`((?:park |make |torchrun |pip install |python -m |python tools/)[^`\n]+)`", FENCE.sub("\n", text)
+    )
     return [words for line in (*shell, *inline) if (words := shlex.split(line, comments=True))]
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import re
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("PIL")
 from comparison_pages import DESKTOP, PHONE, opened, picture
 from parklab.experiments import figures
 from parklab.experiments.paper_numbers import PAPER
-from parklab.experiments.report import NOT_ASKED, sections_of, to_page
+from parklab.experiments.report import FEW_ROWS, NOT_ASKED, sections_of, to_page
 from parklab.experiments.results import Dots, Result
 from parklab.experiments.tables import Finding, text_table
 
@@ -64,6 +65,20 @@ def test_the_tally_says_how_many_held_what_that_rests_on_and_where(browser, made
     links = tab.locator("main a").all_inner_texts()
     assert len(links) == count and not any(re.match(r"(tab|fig):", text) for text in links)
     assert tab.locator("tbody tr:has(a)").first.locator("td").all_inner_texts() == ["1"] * 4
+
+
+def test_every_count_of_the_tally_is_seen_on_a_phone(browser, made):
+    tab = opened(browser, made[0], **PHONE)
+    assert tab.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.tally').parentElement)") <= 0
+
+
+def test_what_the_paper_prints_is_folded_where_it_is_long(made):
+    text = made[0].read_text(encoding="utf-8")
+    for printed in PAPER.values():
+        told = html.escape(f"printed in the paper: {printed.caption}")
+        long = len(printed.rows) > FEW_ROWS
+        assert (f"<summary>{told} ({len(printed.rows)} rows)</summary>" in text) == long
+        assert (f"<h3>{told}</h3>" in text) == (not long)
 
 
 def test_a_section_without_records_is_folded_and_one_with_them_is_open(browser, made):

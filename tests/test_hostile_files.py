@@ -38,6 +38,23 @@ def test_a_whole_line_of_records_is_read_and_one_that_a_stop_cut_off_is_skipped(
     assert read_lines([tmp_path / "a.jsonl"]) == [hostile.LINES[name]]
 
 
+@pytest.mark.parametrize("name", hostile.LINES)
+def test_a_line_is_drawn_without_any_field_that_it_may_lack(tmp_path, name):
+    line, words = (
+        hostile.LINES[name],
+        [word.replace("NAME", hostile.EXPERIMENTS.get(name, name)) for word in hostile.RECORDS],
+    )
+    whole = line | dict.fromkeys(hostile.optional(line), 1.0)
+    for number, field in enumerate(["", *hostile.optional(line)]):
+        path, settings = tmp_path / f"{number}.jsonl", ("dense", "paper", "fast") if name == "frontier" else ("",)
+        lacking = {key: value for key, value in whole.items() if key != field}
+        path.write_text("".join(json.dumps(lacking | ({"setting": each} if each else {})) + "\n" for each in settings))
+        code, said = hostile.run(
+            *(word.replace("FILE", str(path)) for word in words), "--out", str(tmp_path / str(number))
+        )
+        assert code == 0, (field, said)
+
+
 def test_a_capture_that_is_whole_is_measured(tmp_path):
     hostile.capture(tmp_path / "a.safetensors", q=torch.randn(1, 2, 16, 4), k=torch.randn(1, 2, 16, 4))
     words = [word.replace("FILE", str(tmp_path / "a.safetensors")) for word in hostile.CAPTURE]

@@ -253,6 +253,13 @@ def test_a_profile_that_nobody_knows_is_refused_by_that_word(method, name):
             give(name)
 
 
+@pytest.mark.parametrize("word", ["profile", "preset"])
+def test_a_profile_that_is_given_by_that_word_is_answered_with_where_it_goes(word):
+    for give in (lambda: enable(tiny.wan(), **{word: "fast"}), lambda: make_method("park", **{word: "fast"})):
+        with pytest.raises(ValueError, match=rf"got {word}; pass the name of a profile or preset as config"):
+            give()
+
+
 def test_a_method_takes_fields_by_name_as_enable_does():
     assert make_method("park", compensate=True).config == ParkConfig(compensate=True)
     assert make_method("park", {"top_p": 0.5}, compensate=True).config == ParkConfig(top_p=0.5, compensate=True)

@@ -28,6 +28,10 @@ def test_the_readme_names_its_paper_spells_out_its_words_and_says_how_to_install
         assert said in text
 
 
+def test_the_first_screen_of_the_readme_fits_40_lines():
+    assert README.splitlines().index("## Install") <= 41, "40 lines, and an empty one before the next heading"
+
+
 def test_the_density_in_the_readme_is_that_of_its_snippet():
     q, k, *_ = clustered_scene()
     density = build_plan(q, k, ParkConfig(top_p=0.9)).density().mean()

@@ -190,9 +190,24 @@ def test_a_density_profile_that_is_a_fifo_is_refused_and_does_not_hang(tmp_path)
 
 
 @pytest.mark.parametrize("name", disturb.COMMANDS)
-def test_locks_are_open_for_writing_as_nfs_wants_them(tmp_path, quiet, name):
-    found = campaign.over_nfs(disturb.Trial(disturb.COMMANDS[name], tmp_path))
+def test_locks_are_open_for_writing_as_nfs_wants_them_and_a_file_system_may_have_none(tmp_path, quiet, name):
+    found = campaign.over_network(disturb.Trial(disturb.COMMANDS[name], tmp_path))
     assert found.clean, found
+
+
+def test_a_lock_that_another_machine_holds_over_smb_is_waited_for(tmp_path, monkeypatch):
+    real, said = files.fcntl.flock, []
+
+    def over_smb(handle, operation):
+        if operation & files.fcntl.LOCK_NB:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        real(handle, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", over_smb)
+    with files.locked(tmp_path, "0" * 16, wait=False) as state:
+        assert state == files.BUSY
+    with files.locked(tmp_path, "0" * 16, waiting=lambda: said.append("waits")) as state:
+        assert state == files.HELD and said == ["waits"]
 
 
 def test_a_lock_of_another_user_is_locked_for_reading_or_named(tmp_path, monkeypatch):
@@ -276,6 +291,22 @@ def test_lines_that_do_not_all_fit_are_appended_not_at_all(tmp_path):
     assert path.read_text() == '{"number": 0}\n'
     record.append_records(path, [{"number": 1}])
     assert path.read_text() == '{"number": 0}\n{"number": 1}\n'
+
+
+def test_lines_that_ctrl_c_cuts_off_are_appended_not_at_all(tmp_path, monkeypatch):
+    path, write, calls = tmp_path / "results.jsonl", os.write, []
+    record.append_records(path, [{"number": 0}])
+
+    def cut(handle, data):
+        calls.append(data)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return write(handle, bytes(data)[:20])
+
+    monkeypatch.setattr(files.os, "write", cut)
+    with pytest.raises(KeyboardInterrupt):
+        record.append_records(path, [{"number": number} for number in range(1, 9)])
+    assert path.read_text() == '{"number": 0}\n'
 
 
 def test_lines_are_not_appended_to_a_fifo(tmp_path):

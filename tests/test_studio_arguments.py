@@ -29,10 +29,24 @@ CASES = {
     ),
     "guidance NaN": (
         ["reproduce", "all", "--quick", "--guidance", "1,nan"],
-        "guidance: expected a number from 0 on",
+        "guidance: expected a number from 0 to 1000",
         "got nan",
     ),
-    "guidance below 0": (["reproduce", "frontier", "--guidance=-5"], "guidance: expected a number from 0 on", "got -5"),
+    "guidance beyond all use": (
+        ["generate", EXAMPLE, "--guidance=1e9"],
+        "guidance: expected a number from 0 to 1000",
+        "got 1000000000.0",
+    ),
+    "more frames a second than a player shows": (
+        ["generate", EXAMPLE, "--fps=1001"],
+        "fps: expected at most 1000",
+        "got 1001",
+    ),
+    "guidance below 0": (
+        ["reproduce", "frontier", "--guidance=-5"],
+        "guidance: expected a number from 0 to 1000",
+        "got -5",
+    ),
     "no height": (["generate", EXAMPLE, "--height", "0"], "height: expected at least 1", "0"),
     "a setting nearly right": (["generate", EXAMPLE, "--set", "topp=0.8"], "got topp", "did you mean top_p?"),
     "a method nearly right": (

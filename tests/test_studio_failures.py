@@ -83,7 +83,7 @@ def holds(error: str, said: str) -> bool:
         ([SENTENCE, "--dtype", "int4"], "dtype: expected one of bfloat16, float16, float32"),
         ([SENTENCE, "--offload", "model", "--device", "cpu"], "offload: expected none on cpu"),
         ([SENTENCE, "--steps", "0"], "steps: expected at least 1, got 0"),
-        ([SENTENCE, "--guidance", "nan"], "guidance: expected a number from 0 on, got nan"),
+        ([SENTENCE, "--guidance", "nan"], "guidance: expected a number from 0 to 1000, got nan"),
         ([SENTENCE, "--negative", "blue"], "negative: expected guidance above 1 beside it, got 1.0"),
         (
             [SENTENCE, "--text-tokens", "4"],

@@ -23,7 +23,6 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -124,41 +123,38 @@ def files() -> bool:
     return not any(bad for _, bad in kinds.values())
 
 
-def soak() -> bool:
-    """Videos of two families in one process, enabled anew now and then: memory stays flat, a video repeats to the bit."""
+def soak(videos: int = VIDEOS, warm_up: int = WARM_UP) -> bool:
+    """Videos of two families and profiles in one process, enabled anew now and then: memory stays flat, a video repeats
+    to the bit.
+    """
     import torch
 
     import parkattn
     import tiny_pipelines as tiny
 
     torch.set_num_threads(1)
-    runs = ((tiny.wan(), tiny.run_wan), (tiny.hunyuan(), tiny.run_hunyuan))
-    settings: dict[str, Any] = {
-        "query_clusters": 4,
-        "key_clusters": 6,
-        "top_p": None,
-        "top_k": 0.4,
-        "dense_steps": 1,
-        "reference_steps": 4,
-    }
+    blocks = {"query_clusters": 4, "key_clusters": 6}
+    runs = (
+        (tiny.wan(), tiny.run_wan, {"config": "paper", **blocks, "top_p": None, "top_k": 0.4, "dense_steps": 1}),
+        (tiny.hunyuan(), tiny.run_hunyuan, {"config": "quality", **blocks}),
+    )
     first: dict[int, torch.Tensor] = {}
     memory, held, different = [], 0, 0
-    for number in range(WARM_UP + VIDEOS):
+    for number in range(warm_up + videos):
         if number % 20 == 0:
-            for pipe, _ in runs:
+            for pipe, _, settings in runs:
                 parkattn.enable(pipe, **settings)
-        which = number % 2
-        pipe, run = runs[which]
+        pipe, run, _ = runs[number % 2]
         latents = run(pipe, seed=number // 2 % 3, prompt="a cat " * (1 + number % 5))
         case = number % 30
         different += not torch.equal(first.setdefault(case, latents), latents)
         held = max(held, parkattn.summary(pipe).state_bytes)
-        if number in (WARM_UP, WARM_UP + VIDEOS // 2, WARM_UP + VIDEOS - 1):
+        if number in (warm_up, warm_up + videos // 2, warm_up + videos - 1):
             gc.collect()
             memory.append(_resident_mib())
     growth = memory[-1] - memory[0]
     print(
-        f"soak: {VIDEOS} videos, resident memory {memory[0]:.0f}, {memory[1]:.0f}, {memory[2]:.0f} MiB at start, middle and end "
+        f"soak: {videos} videos, resident memory {memory[0]:.0f}, {memory[1]:.0f}, {memory[2]:.0f} MiB at start, middle and end "
         f"(at most {GROWTH_MIB} more allowed), {held} bytes of plans held between videos, {different} videos that did not repeat",
         flush=True,
     )

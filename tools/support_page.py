@@ -85,7 +85,7 @@ def models() -> list[tuple[str, ...]]:
     def settings(row: ModelRow) -> str:
         return f"borrowed from {row.preset}" if row.borrows else row.preset
 
-    return [(row.released, settings(row), HOW_FAR.get(name, SMALL)) for name, row in ROWS.items()] + [TRAINED]
+    return [*((row.released, settings(row), HOW_FAR.get(name, SMALL)) for name, row in ROWS.items()), TRAINED]
 
 
 def verdict(entry: dict[str, Any] | None) -> str:

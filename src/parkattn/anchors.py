@@ -103,5 +103,16 @@ def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None
 
 
 def levels_of(site: CallSite) -> tuple[int, tuple[float, ...] | None]:
-    total = site.total_steps or 0
-    return total, site.noise_levels if site.noise_levels is not None and len(site.noise_levels) == total else None
+    """Steps, and the noise level of each where they can be read as such; without them a run falls linearly."""
+    total, levels = site.total_steps or 0, site.noise_levels
+    return total, levels if levels is not None and len(levels) == total and _are_levels(levels) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _are_levels(levels: tuple[float, ...]) -> bool:
+    """Finite, not below 0, and in one direction: a schedule that goes back, or stays, says nothing about distances."""
+    if not all(math.isfinite(level) and level >= 0 for level in levels):
+        return False
+    return list(levels) in (sorted(levels), sorted(levels, reverse=True)) and (
+        len(levels) < 2 or levels[0] != levels[-1]
+    )

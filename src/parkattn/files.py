@@ -20,10 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+ENOTSUPP = 524  # the kernel's own, which some network file systems let through
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, ENOTSUPP)
+TAKEN = (errno.EAGAIN, errno.EACCES)  # the latter over SMB
 NO_ROOM = "out: expected room for {}, got a full disk or quota; free some space and run again."
 HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
 ORDINARY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not hang
+OWN = ".park-"
 LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.tmp)")
 
 
@@ -62,7 +65,7 @@ def locked(folder: Path, mark: str, *, wait: bool = True, waiting: Callable[[], 
 
     The kernel lets go of the lock of a process that ends in any way. waiting() is called once before a wait.
     """
-    path = folder / f".park-{mark}.lock"
+    path = folder / f"{OWN}{mark}.lock"
     while True:
         handle = _open_lock(path)
         try:
@@ -89,11 +92,11 @@ def mark_of(name: str) -> str:
 
 
 def temporary_path(folder: Path, mark: str) -> Path:
-    return folder / f".park-{mark}-{os.urandom(4).hex()}.tmp"
+    return folder / f"{OWN}{mark}-{os.urandom(4).hex()}.tmp"
 
 
 def journal_path(folder: Path, mark: str) -> Path:
-    return folder / f".park-{mark}.journal"
+    return folder / f"{OWN}{mark}.journal"
 
 
 def free_name_beside(path: Path) -> Path:
@@ -112,7 +115,7 @@ def leftovers(folder: Path) -> set[str]:
 
 
 def temporaries(folder: Path, mark: str) -> list[Path]:
-    return [folder / entry.name for entry in os.scandir(folder) if entry.name.startswith(f".park-{mark}-")]
+    return [folder / entry.name for entry in os.scandir(folder) if entry.name.startswith(f"{OWN}{mark}-")]
 
 
 def remove_temporaries(folder: Path, mark: str) -> int:
@@ -154,7 +157,7 @@ def append(path: Path, data: bytes) -> None:
         try:
             _write(handle, b"\n" * torn + data)
             os.fsync(handle)
-        except OSError:
+        except BaseException:  # Ctrl-C between two writes, too
             os.ftruncate(handle, end)
             raise
     finally:
@@ -265,15 +268,15 @@ def _write(handle: int, data: bytes) -> None:
 def _lock(handle: int, wait: bool, waiting: Callable[[], None]) -> str:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return UNSUPPORTED
+        if error.errno not in TAKEN:
+            raise
         if not wait:
             return BUSY
         waiting()
         fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            return UNSUPPORTED
-        raise
     return HELD
 
 

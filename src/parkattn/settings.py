@@ -140,6 +140,8 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
             f"{config.__name__}: expected no fields, since it has none, got {shown(', '.join(unknown))[1:-1]}; leave them out."
         )
     advice = did_you_mean(unknown[0], known, "")
+    if {"profile", "preset"} & set(unknown):
+        advice = 'pass the name of a profile or preset as config, as in enable(pipe, "quality").'
     # the list only where no name is near: it is long
     wanted, advice = (
         ("other fields", advice) if advice else (f"fields out of {', '.join(known)}", "correct or remove that name.")

@@ -42,8 +42,10 @@ def record_in(data: bytes | None) -> Record | None:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """A name below a folder, and a hash."""
-    return not {"", ".", ".."} & set(entry[0].split("/")) and isinstance(entry[1], str)
+    """A name below a folder, and a hash. Hidden folders (.git) and the store's own names are no place for a result."""
+    *folders, last = entry[0].split("/")
+    hidden = any(part.startswith(".") for part in folders) or last.startswith(files.OWN)
+    return not hidden and not {"", ".", ".."} & {*folders, last} and isinstance(entry[1], str)
 
 
 def differences(before: Record, asked: Record) -> str:

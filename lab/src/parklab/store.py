@@ -51,9 +51,7 @@ class Cell:
     request: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     group: str | None = None  # cells of one group are made by one process, one after the other
-    unsaid: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what records of earlier versions mean by having no such name
+    unsaid: Mapping[str, Any] = field(default_factory=dict)  # what earlier records mean by having no such name
 
     @property
     def mark(self) -> str:
@@ -95,10 +93,8 @@ class Store:
                 return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
         asked = {"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))}
         told = record.get("request", {})
-        before = {
-            "format": record.get("format"),
-            "request": {**cell.unsaid, **told} if isinstance(told, dict) else told,
-        }
+        request = {**cell.unsaid, **told} if isinstance(told, dict) else told
+        before = {"format": record.get("format"), "request": request}
         if content_hash(asked) != content_hash(before):
             return Found(OTHER, record, f"made with other settings ({differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]
@@ -195,6 +191,8 @@ class Store:
                 if (folder / ".").stat().st_dev != self.folder.stat().st_dev:  # a rename would not be atomic
                     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
         except OSError as error:
+            if error.errno is None:  # explained further in
+                raise
             if error.errno in files.FULL:
                 raise OSError(files.NO_ROOM.format(folder)) from None
             why = f"{folder} ({error.strerror})"

@@ -106,7 +106,7 @@ def _runs_of_cells(gathered: Gathered) -> Runs:
 def _runs_of_lines(lines: Sequence[Row]) -> Runs:
     """Later lines of a setting, prompt and seed replace earlier ones."""
     key: Callable[[Row], tuple[Any, ...]] = lambda line: (_place(line), line["prompt"], line["seed"])  # noqa: E731
-    dense = {key(line): line["seconds"] for line in lines if line["setting"] == DENSE}
+    dense = {key(line): line.get("seconds") for line in lines if line["setting"] == DENSE}
     runs: Runs = {}
     for line in lines:
         if line["setting"] != DENSE:
@@ -116,7 +116,7 @@ def _runs_of_lines(lines: Sequence[Row]) -> Runs:
 
 
 def _place(asked: Row) -> Place:
-    scale, size = asked["guidance"], (asked["frames"], asked["height"], asked["width"])
+    scale, size = asked.get("guidance"), (asked["frames"], asked["height"], asked["width"])
     video = "the model's own size" if None in size else "x".join(map(str, size))
     return "" if scale is None else f"{scale:g}", f"{video}, {asked['steps'] or 'the model’s own'} steps"
 

@@ -24,17 +24,19 @@ NOT_ASKED = "not asked for in this run; run park reproduce {}"
 NO_NUMBERS = "the paper prints no numbers of this figure"
 HALF_A_SCREEN = 64  # letters
 FEW_STATEMENTS = 12  # more are folded
+FEW_ROWS = 16  # of what the paper prints; more are folded
 UNSURE = "of both, less than their interval"
 # beside the comparison page's own: a held statement is no success of ours, so neither colour is red or green
 STYLE = """
-th.text, td.text, td.long { text-align: left; } td.long { white-space: normal; min-width: 14em; }
+th, td { padding: 8px 6px; } th.text, td.text, td.long { text-align: left; } td.long { white-space: normal; min-width: 11em; }
+.tally th { white-space: normal; } .tally tbody th { min-width: 7em; }
 .sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 14px; align-items: start; }
 .sides > div, .stack > div { min-width: 0; } .picture { padding: 12px; margin-bottom: 12px; background: #fff; }
 .picture img { display: block; max-width: 100%; height: auto; } a { color: var(--accent); }
 main ul { list-style: none; padding: 0; margin: 0; } main li { padding: 6px 0; overflow-wrap: anywhere; }
 .chip { border: 1px solid var(--edge); border-radius: 7px; padding: 1px 8px; font-size: .8rem; margin-right: 6px; white-space: nowrap; }
 .held .chip { border-color: var(--accent); color: var(--accent); } .not-held .chip { border-color: var(--warn); color: var(--warn); }
-@media (max-width: 720px) { .picture { overflow-x: auto; } .picture img { max-width: none; width: 640px; } }
+@media (max-width: 720px) { .tally thead th { font-size: .68rem; padding: 8px 3px; } .picture { overflow-x: auto; } .picture img { max-width: none; width: 640px; } }
 """
 
 
@@ -192,7 +194,7 @@ def _tally(filled: Sequence[Section], about: Mapping[str, Any], judged: bool) ->
         + "</tr>"
         for section in filled
     )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    table = f'<table class="tally"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     return (
         f'<p id="verdict">{first}</p><p class="soft">It rests on: {rests or "nothing"}.</p>'
         f'<section class="figures" aria-label="Tally">{cards}</section><h2>Tables and figures</h2>'
@@ -240,7 +242,10 @@ def _printed(section: Section) -> str:
     if section.label in PAPER:
         printed = PAPER[section.label]
         table = tables.to_html(tables.text_table(printed.columns, printed.rows))
-        return f"<div><h3>printed in the paper: {html.escape(printed.caption)}</h3>{table}</div>"
+        told = f"printed in the paper: {html.escape(printed.caption)}"
+        if len(printed.rows) > FEW_ROWS:
+            return f'<details class="card"><summary>{told} ({len(printed.rows)} rows)</summary>{table}</details>'
+        return f"<div><h3>{told}</h3>{table}</div>"
     return f"<div><h3>{NO_NUMBERS}</h3></div>" if section.label in LABELS else ""
 
 

@@ -261,7 +261,7 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
             if any(row.get(measure) is None for found in here.values() for row in found):
                 continue
             for axis, title in AXES.items():
-                if any(row[axis] is None for found in here.values() for row in found):
+                if any(row.get(axis) is None for found in here.values() for row in found):
                     continue
                 series = [
                     Series(
@@ -305,8 +305,8 @@ def _mean_of(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
 
 def mean_of_all(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
     """None where one is missing: seconds of some runs would stand for all."""
-    values = [row[part] for row in found]
-    return None if None in values else statistics.fmean(values)
+    values = [row[part] for row in found if row.get(part) is not None]
+    return statistics.fmean(values) if len(values) == len(found) else None
 
 
 def _place(request: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -353,8 +353,10 @@ def card_text(record: dict[str, Any]) -> str:
 With it the shipped model makes a video in 4 to 8 steps without guidance, so that sparse attention can be measured on a
 model made for few steps. Scheduler and its settings stay those of the pipeline.
 
-    pipe = WanPipeline.from_pretrained(parklab.sprites.CHECKPOINT)
-    pipe.load_lora_weights(parklab.sprites.FEW_STEPS)
+    from diffusers import WanPipeline
+    from parklab.sprites import CHECKPOINT, FEW_STEPS
+    pipe = WanPipeline.from_pretrained(CHECKPOINT)
+    pipe.load_lora_weights(FEW_STEPS)
     frames = pipe("a red circle moves right over blue waves", height=160, width=256, num_frames=33,
                   num_inference_steps=4, guidance_scale=1.0, max_sequence_length=32).frames[0]
 

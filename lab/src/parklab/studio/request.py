@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,9 @@ from parklab.studio.placement import judge_quantise
 
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
-MOST = {
-    "seed": LARGEST_SEED,
-    "steps": 1000,
-    "text_tokens": 4096,
-}  # schedulers are trained on 1000 steps; encoders read up to 1000 tokens
+# schedulers are trained on 1000 steps; encoders read up to 1000 tokens; players show up to a few hundred frames a second
+MOST = {"seed": LARGEST_SEED, "steps": 1000, "text_tokens": 4096, "fps": 1000}
+LARGEST_GUIDANCE = 1000.0
 UNASKED = (
     "prompt",
     "changes",
@@ -132,8 +129,10 @@ def named_files(changes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def expect_guidance(value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"guidance: expected a number from 0 on, got {value}; 1 is none, 3 to 6 are usual.")
+    if not 0 <= value <= LARGEST_GUIDANCE:  # not so for NaN
+        raise ValueError(
+            f"guidance: expected a number from 0 to {LARGEST_GUIDANCE:g}, got {value}; 1 is none, 3 to 6 are usual."
+        )
 
 
 def expect_profile(method: str, name: str) -> None:
