@@ -275,7 +275,7 @@ def nothing_runs() -> Iterator[None]:
             (cpu, "measure_cpu", lambda **options: iter(())),
             (decisions, "measure_decisions", lambda: iter(())),
             (sanitize, "run_rounds", lambda only, limit: iter(())),
-            (e2e_turns, "run_and_tabulate", lambda record, **options: ({}, [])),
+            (e2e_turns, "run_and_tabulate", lambda record, options, **limits: ({}, [])),
             (gpu, "run_all", lambda out, **options: {}),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -24,6 +24,7 @@ TINY = {
     name: replace(model, video=(17, 128, 128), settings={"query_clusters": 8, "key_clusters": 16})
     for name, model in whole_models.SMALL.items()
 }
+WHOLE = e2e.SectionOptions(full=True, rehearse=True)
 
 
 @pytest.fixture(scope="module", params=["wan2.1-1.3b", "hunyuanvideo"])
@@ -161,13 +162,13 @@ def test_a_section_keeps_its_lines_with_commit_and_versions(tmp_path, monkeypatc
     monkeypatch.setenv("PARKATTN_COMMIT", "abc1234")
     monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
     monkeypatch.setitem(whole_models.SMALL, "wan2.1-1.3b", TINY["wan2.1-1.3b"])
-    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, turn=lambda: 60.0)
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", WHOLE, turn=lambda: 60.0)
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [line["benchmark"] for line in lines] == ["e2e forward"] * 7 + ["e2e", "e2e run", "e2e run", "e2e decode"]
     assert {line["environment"]["commit"] for line in lines} == {"abc1234"}
     assert {(line["model"], line["rehearsal"]) for line in lines} == {("wan2.1-1.3b", True)}
     assert [row[0] for row in e2e_turns.table_rows(lines)] == ["wan2.1-1.3b"]
-    e2e.run_section("wan2.1-1.3b", tmp_path / "short.jsonl", full=True, rehearse=True, turn=lambda: 0.0)
+    e2e.run_section("wan2.1-1.3b", tmp_path / "short.jsonl", WHOLE, turn=lambda: 0.0)
     assert "e2e run" not in (tmp_path / "short.jsonl").read_text()
 
 
@@ -181,7 +182,7 @@ def test_waiting_for_a_turn_costs_none_of_its_seconds(tmp_path, monkeypatch, cap
         clock[0] += 1000.0  # the others came first
         return 500.0
 
-    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, turn=turn)
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", WHOLE, turn=turn)
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [line.get("steps_done") for line in lines if line.get("method") == "dense"] == [50]
 
@@ -226,7 +227,7 @@ def test_everybody_gets_ready_first_and_a_failure_costs_one_section(tmp_path, mo
     }
     worker(monkeypatch, code)
     began = time.monotonic()
-    outcome = e2e_turns.run_all(tmp_path / "r.jsonl", budget_s=8)
+    outcome = e2e_turns.run_all(tmp_path / "r.jsonl", e2e.SectionOptions(), budget_s=8)
     good = dict.fromkeys(("gate", "hunyuanvideo", "gate-around"), "passed")
     assert outcome == good | {"wan2.1-14b": "failed", "wan2.1-1.3b": "out of time"}
     assert time.monotonic() - began < 30
@@ -236,7 +237,8 @@ def test_everybody_gets_ready_first_and_a_failure_costs_one_section(tmp_path, mo
 
 def test_after_a_failed_gate_nothing_is_measured(tmp_path, monkeypatch):
     worker(monkeypatch, {"gate": "sys.exit('wrong')", "wan2.1-14b": "wait_for_turn(); sys.exit(0)"})
-    assert e2e_turns.run_all(tmp_path / "r.jsonl", only=["gate", "wan2.1-14b"], budget_s=60) == {"gate": "failed"}
+    outcome = e2e_turns.run_all(tmp_path / "r.jsonl", e2e.SectionOptions(), only=["gate", "wan2.1-14b"], budget_s=60)
+    assert outcome == {"gate": "failed"}
 
 
 def test_a_section_that_nobody_waits_for_ends(monkeypatch, capfd):

@@ -20,7 +20,7 @@ def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forw
     monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
     record = tmp_path / "r.jsonl"
     how = {"full": False, "rehearse": True, "profile": "fast", "precision": "int8", "float8": True}
-    e2e.run_section("wan2.1-1.3b", record, **how, turn=lambda: 60.0)
+    e2e.run_section("wan2.1-1.3b", record, e2e.SectionOptions(**how), turn=lambda: 60.0)
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     found = [line for line in lines if line["benchmark"] == "e2e bits"]
     kinds = [("bfloat16", "bf16"), ("bfloat16", "int8"), ("float8", "int8")]
@@ -35,6 +35,6 @@ def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forw
     assert [len(row) for row in e2e_turns.bits_rows(lines)] == [len(e2e_turns.BITS_COLUMNS)] * 3
 
 
-def test_int8_without_a_profile_that_has_it_is_refused(tmp_path):
+def test_int8_without_a_profile_that_has_it_is_refused():
     with pytest.raises(ValueError, match="precision: expected --profile fast or quality"):
-        e2e_turns.run_all(tmp_path / "r.jsonl", precision="int8")
+        e2e.SectionOptions(precision="int8")

@@ -22,6 +22,7 @@ ALIKE = {
     name: replace(model, settings={**model.settings, "query_multiple": 1, "key_multiple": 1})
     for name, model in TINY.items()
 }
+FAST = e2e.SectionOptions(full=True, rehearse=True, profile="fast")
 
 
 @pytest.fixture(scope="module", params=["wan2.1-1.3b", "hunyuanvideo"])
@@ -130,7 +131,7 @@ def test_the_settings_that_profiles_are_timed_with_are_those_of_enable():
 def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_composed_one(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
     monkeypatch.setitem(whole_models.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
-    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", full=True, rehearse=True, profile="fast", turn=lambda: 60.0)
+    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", FAST, turn=lambda: 60.0)
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     whole = ["e2e profile run", "e2e profile run", "e2e decode"]
     prepared = [line.get("part") for line in lines if line["benchmark"] == "e2e preparation"]
@@ -143,7 +144,7 @@ def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_compo
     assert set(lines[12]["median_step_s"]) == {"dense", "anchor", "reuse"}
     rows = e2e_turns.profile_rows(lines)
     assert [row[:2] for row in rows] == [["wan2.1-1.3b", name] for name in ("fast", "paper", "quality")]
-    assert {len(row) for row in rows} == {len(e2e_turns.columns_of("fast"))}
+    assert {len(row) for row in rows} == {len(e2e_turns.columns_of(FAST))}
     assert rows[0][10].endswith("x, bar 3.0") and rows[1][10].endswith("x")
     assert [row[9] for row in rows] == ["6", "", "8"]
     assert e2e_turns.table_rows(lines) == [], "the figures of the paper preset stay those of its own call"
@@ -154,8 +155,9 @@ def test_a_section_of_a_profile_keeps_its_lines_and_a_whole_run_beside_the_compo
 def test_a_whole_run_leaves_out_the_forwards_of_given_steps_and_is_composed_of_the_others(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
     monkeypatch.setitem(whole_models.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
-    how = {"full": True, "rehearse": True, "profile": "fast", "turn": lambda: 60.0}
-    e2e.run_section("wan2.1-1.3b", tmp_path / "r.jsonl", forecast=(6, 8, 10, 11, 12, 47), **how)
+    e2e.run_section(
+        "wan2.1-1.3b", tmp_path / "r.jsonl", replace(FAST, forecast=(6, 8, 10, 11, 12, 47)), turn=lambda: 60.0
+    )
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     (forwards,) = (line for line in lines if line["benchmark"] == "e2e profile")
     (run,) = (line for line in lines if line["benchmark"] == "e2e profile run" and line["method"] == "park")
@@ -166,7 +168,9 @@ def test_a_whole_run_leaves_out_the_forwards_of_given_steps_and_is_composed_of_t
     stock = forwards["baselines"]["stock"]
     assert run["composed"]["speedup"]["stock"] == pytest.approx(50 * stock / run["composed_s"])
     with pytest.raises(RuntimeError, match=r"forecast steps \[\], expected \[16\].*so nothing was recorded"):
-        e2e.run_section("wan2.1-1.3b", tmp_path / "s.jsonl", forecast=(16,), **how)  # an anchor
+        e2e.run_section(
+            "wan2.1-1.3b", tmp_path / "s.jsonl", replace(FAST, forecast=(16,)), turn=lambda: 60.0
+        )  # an anchor
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -180,11 +184,11 @@ def test_a_profile_on_compiled_blocks_has_no_stock_to_compare_with():
     assert rows[0][:2] == ["m, compiled", "fast"] and rows[0][10] == "" != rows[0][11]
 
 
-def test_what_no_profile_or_density_is_is_refused_before_anything_starts(tmp_path):
+def test_what_no_profile_or_density_is_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match="profile: expected"):
-        e2e_turns.run_all(tmp_path / "r.jsonl", profile="fastest")
+        e2e.SectionOptions(profile="fastest")
     with pytest.raises(ValueError, match="density: expected"):
-        e2e_turns.run_all(tmp_path / "r.jsonl", density=0.0)
+        e2e.SectionOptions(density=0.0)
     for chosen in ({}, {"profile": "fast"}, {"full": True}, {"profile": "fast", "full": True, "precision": "int8"}):
         with pytest.raises(ValueError, match="forecast: expected --full and --profile"):
-            e2e_turns.run_all(tmp_path / "r.jsonl", forecast=(6,), **chosen)
+            e2e.SectionOptions(forecast=(6,), **chosen)

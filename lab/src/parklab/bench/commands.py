@@ -226,18 +226,20 @@ def e2e(
     rehearse: Rehearse = False,
 ) -> None:
     """Whole models at 720p with random weights: forwards of every kind, memory, and what a run gains."""
-    from parklab.bench.e2e_turns import columns_of, run_and_tabulate
+    from parklab.bench.e2e_turns import SectionOptions, columns_of, run_and_tabulate
 
-    chosen: dict[str, Any] = {"full": full, "compiled": compiled, "rehearse": rehearse, "profile": profile}
-    chosen |= {"density": density, "float8": float8, "precision": precision, "forecast": forecast or ()}
-    outcome, rows = run_and_tabulate(record, only=only, **chosen, budget_s=budget)
+    options = SectionOptions(
+        full=full, compiled=compiled, rehearse=rehearse, profile=profile, density=density, float8=float8,
+        precision=precision, forecast=tuple(forecast or ()),
+    )  # fmt: skip
+    outcome, rows = run_and_tabulate(record, options, only=only, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"
     anchored = "one forward of each kind; 50 steps against dense: stock, in compiled blocks, in our own kernel"
     linears = "bfloat16 and float8 linears, one forward in each phase; attention, products and rest of a reuse forward in seconds"
     bits = "one forward of each kind in each precision; 50 steps against stock dense in bfloat16"
     titles = {"int8": bits}
     title = titles.get(precision, linears if float8 else paper if profile == "paper" else anchored)
-    table = Table(*columns_of(profile, float8, precision), title=title)
+    table = Table(*columns_of(options), title=title)
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -28,12 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parkattn.checks import expect_choice, expect_fraction, expect_indices
 from parkattn.engine.summary import PHASES, Summary
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.hosts.diffusers.fused import FUSED
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parkattn.reuse import Schedule, count_phases
+from parkattn.settings import PRECISIONS
 from parklab.bench.timing import Watched, bench_device, free_memory, gpu_environment, watched
 from parklab.bench.whole_models import (
     MODELS,
@@ -54,6 +56,7 @@ PHASES_MEASURED = ("refresh", "reuse", "refresh", "reuse")
 COMPOSED = "dense x dense_s + refresh_cold_s + (refresh - 1) x refresh_warm_s + reuse x reuse_s, one forward per step"
 SECTIONS = ("gate", "wan2.1-14b", "hunyuanvideo", "gate-around", "wan2.1-1.3b")
 ROOM_FOR_ALL = 120e9  # bytes of GPU memory from which on all models get ready at once
+Keep = Callable[[dict[str, Any]], None]  # is given a record's line as soon as it is there
 
 
 def find_top_k(transformer: Any, inputs: dict[str, Any], model: WholeModel, density: float = DENSITY) -> float:
@@ -156,7 +159,7 @@ def seconds_of_fusing(
         return first - second if not summary(transformer).fused.keys().isdisjoint(FUSED) else None
 
 
-def measure(ready: Prepared, note: Callable[[dict[str, Any]], None] = lambda part: None) -> dict[str, Any]:
+def measure(ready: Prepared, note: Keep = lambda part: None) -> dict[str, Any]:
     """One forward of each kind: refresh and reuse through enable on the bare transformer, counted by its timesteps, and
     stock dense.
 
@@ -201,9 +204,7 @@ class Phases(NamedTuple):
     residual_bytes: int  # held after the last of them
 
 
-def timed_phases(
-    ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Callable[[dict[str, Any]], None]
-) -> Phases:
+def timed_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Keep) -> Phases:
     """One forward in each of these phases, which are those of the config's first steps."""
     # as in a whole run, whose length decides whether blocks are fused
     with enable(ready.transformer, config, total_steps=RUN_STEPS) as session:
@@ -214,7 +215,7 @@ def timed_phases(
     return Phases(runs, report, residuals)
 
 
-def timed_forward(ready: Prepared, timestep: float, phase: str, note: Callable[[dict[str, Any]], None]) -> Watched:
+def timed_forward(ready: Prepared, timestep: float, phase: str, note: Keep) -> Watched:
     found = watched(lambda: run_forward(ready.transformer, ready.inputs, timestep), ready.device)
     note({
         "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds, "peak_gb": found.peak_gb,
@@ -260,19 +261,40 @@ def largest(values: list[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SectionOptions:
+    """Which forwards of a model are measured, and how; the options of `park bench e2e`."""
+
+    full: bool = False
+    compiled: bool = False
+    rehearse: bool = False
+    profile: str = "paper"
+    density: float | None = None
+    float8: bool = False
+    precision: str = "bf16"
+    forecast: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        anchored, eight_bits = self.profile != "paper", self.precision != "bf16"
+        expect_choice("profile", self.profile, ParkConfig.PROFILES)
+        expect_choice("precision", self.precision, PRECISIONS)
+        if eight_bits and (self.compiled or not anchored):
+            raise ValueError(
+                "precision: expected --profile fast or quality beside int8, without --compiled; add --profile fast."
+            )
+        beside = {"--full": self.full, "--compiled": self.compiled, "--profile": anchored}
+        if self.float8 and any(beside.values()) and not eight_bits:
+            others = ", ".join(name for name, chosen in beside.items() if chosen)
+            raise ValueError(f"float8: expected it alone, got {others} beside it; run them one after the other.")
+        if self.density is not None:
+            expect_fraction("density", self.density, zero=False)
+        if self.forecast and not (anchored and self.full and not eight_bits):
+            raise ValueError("forecast: expected --full and --profile fast or quality beside it, in bf16; add both.")
+        expect_indices("forecast", tuple(self.forecast))
+
+
 def run_section(
-    name: str,
-    record: Path,
-    *,
-    full: bool,
-    rehearse: bool,
-    compiled: bool = False,
-    profile: str = "paper",
-    density: float | None = None,
-    float8: bool = False,
-    precision: str = "bf16",
-    forecast: Sequence[int] = (),
-    turn: Callable[[], float] = lambda: math.inf,
+    name: str, record: Path, options: SectionOptions, *, turn: Callable[[], float] = lambda: math.inf
 ) -> None:
     """One process: the gate, or one model. turn() is called when everything is ready, waits, and returns the seconds it
     is given.
@@ -280,63 +302,62 @@ def run_section(
     device, facts = bench_device(), gpu_environment()
 
     def keep(line: dict[str, Any]) -> None:
-        append_records(record, [{"section": name, "rehearsal": rehearse, **line, "environment": facts}])
+        append_records(record, [{"section": name, "rehearsal": options.rehearse, **line, "environment": facts}])
         sys.stdout.write(json.dumps(line, default=str) + "\n")
         sys.stdout.flush()
 
     if name.startswith("gate"):
-        from parklab.bench import e2e_gate
-
-        if name == "gate-around":
-            turn()  # says nothing about the figures, and would disturb them
-        checks = e2e_gate.gate if name == "gate" else e2e_gate.gate_around
-        corrected = e2e_gate.gate_corrected(device, rehearse=rehearse) if name == "gate" and profile != "paper" else ()
-        failed = []
-        for case in itertools.chain(checks(device, rehearse=rehearse), corrected):
-            keep(case)
-            failed += [] if case["ok"] else [case["gate"]]
-        if failed:
-            raise RuntimeError(f"{name}: {', '.join(failed)} failed.")
-        if name == "gate":
-            turn()
+        _run_gate(name, device, keep, options, turn)
         return
-    model = (SMALL if rehearse else MODELS)[name]
-    if precision != "bf16":
+    model = (SMALL if options.rehearse else MODELS)[name]
+    if options.precision != "bf16":
         from parklab.bench.e2e_bits import run_bits
 
-        how: dict[str, Any] = {"profile": profile, "density": density, "float8": float8, "full": full}
-        run_bits(name, model, device, keep, **how, rehearse=rehearse, turn=turn)
-        return
-    if float8:
+        run_bits(name, model, device, keep, options, turn)
+    elif options.float8:
         from parklab.bench.e2e_float8 import run_float8
 
-        run_float8(name, model, device, keep, density=density, turn=turn)
-        return
-    if profile != "paper":
+        run_float8(name, model, device, keep, density=options.density, turn=turn)
+    elif options.profile != "paper":
         from parklab.bench.e2e_profile import run_profile
 
-        run_profile(
-            name,
-            model,
-            device,
-            keep,
-            profile=profile,
-            density=density,
-            compiled=compiled,
-            full=full,
-            forecast=forecast,
-            rehearse=rehearse,
-            turn=turn,
-        )
-        return
-    ready = prepare(model, device, compiled=compiled, density=DENSITY if density is None else density)
+        run_profile(name, model, device, keep, options, turn)
+    else:
+        _run_paper(name, model, device, keep, options, turn)
+
+
+def _run_gate(name: str, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float]) -> None:
+    from parklab.bench import e2e_gate
+
+    rehearse = options.rehearse
+    if name == "gate-around":
+        turn()  # says nothing about the figures, and would disturb them
+        cases = e2e_gate.gate_around(device, rehearse=rehearse)
+    else:
+        corrected = () if options.profile == "paper" else e2e_gate.gate_corrected(device, rehearse=rehearse)
+        cases = itertools.chain(e2e_gate.gate(device, rehearse=rehearse), corrected)
+    failed = []
+    for case in cases:
+        keep(case)
+        failed += [] if case["ok"] else [case["gate"]]
+    if failed:
+        raise RuntimeError(f"{name}: {', '.join(failed)} failed.")
+    if name == "gate":
+        turn()
+
+
+def _run_paper(
+    name: str, model: WholeModel, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float]
+) -> None:
+    density = DENSITY if options.density is None else options.density
+    ready = prepare(model, device, compiled=options.compiled, density=density)
     ends = turn() + time.monotonic()  # waits, so the clock is read after it
     found = measure(ready, lambda part: keep({"model": name, **part}))
     keep({"model": name, **found})
     left = ends - time.monotonic()
     # a run that cannot be finished says nothing
-    if full and name == "wan2.1-1.3b" and left > found["run"]["park_s"]:
+    if options.full and name == "wan2.1-1.3b" and left > found["run"]["park_s"]:
         from parklab.bench.e2e_run import whole_run
 
-        for line in whole_run(ready, seconds=left, rehearse=rehearse):
+        for line in whole_run(ready, seconds=left, rehearse=options.rehearse):
             keep({"model": name, **line})

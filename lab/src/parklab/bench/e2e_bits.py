@@ -19,7 +19,9 @@ import torch
 
 from parkattn.settings import PRECISIONS
 from parklab.bench.e2e import (
+    Keep,
     Prepared,
+    SectionOptions,
     WholeModel,
     compile_phases,
     find_top_k,
@@ -45,24 +47,19 @@ from parklab.bench.e2e_run import sparse_density, whole_run
 
 QUALITY_DENSITY = 0.25  # near that of quality's reuse steps in the small model
 QUALITY_PHASES = ("anchor", "reuse")
-Note = Callable[[dict[str, Any]], None]
 
 
 def run_bits(
     name: str,
     model: WholeModel,
     device: torch.device,
-    keep: Note,
-    *,
-    profile: str,
-    density: float | None,
-    float8: bool,
-    full: bool,
-    rehearse: bool,
+    keep: Keep,
+    options: SectionOptions,
     turn: Callable[[], float],
 ) -> None:
     """One model's section: baselines, each precision, and float8 linears."""
-    prepared = prepare_profile(model, device, profile, DENSITY if density is None else density)
+    profile = options.profile
+    prepared = prepare_profile(model, device, profile, DENSITY if options.density is None else options.density)
     ready = prepared.ready
     quality = replace(ready, top_k=find_top_k(ready.transformer, ready.inputs, model, QUALITY_DENSITY))
     compile_phases(ready, timed_config(ready, profile).replace(precision="int8"), PHASES_TIMED)
@@ -75,12 +72,12 @@ def run_bits(
     for precision in PRECISIONS:
         note(measure_bits(ready, quality, profile, precision, "bfloat16", baselines, note))
     left = ends - time.monotonic()
-    if full and name == "wan2.1-1.3b":
+    if options.full and name == "wan2.1-1.3b":
         config = profile_config(model, profile, ready.top_k, precision="int8")
         how: dict[str, Any] = {"config": config, "benchmark": "e2e bits run"}
-        for line in whole_run(ready, seconds=left, rehearse=rehearse, **how):
+        for line in whole_run(ready, seconds=left, rehearse=options.rehearse, **how):
             note(line)
-    if float8:
+    if options.float8:
         prepared.compiled_calls.clear()
         torch._dynamo.reset()  # graphs of the other linears
         made = make_float8(ready.transformer, device)
@@ -89,7 +86,7 @@ def run_bits(
         note({"made_by": made, **measure_bits(ready, quality, profile, "int8", "float8", baselines, note)})
 
 
-def time_baselines(prepared: PreparedProfile, note: Note) -> dict[str, float]:
+def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:
     """Seconds of a dense forward: stock, and with its blocks compiled."""
     found = {"stock": timed_forward(prepared.ready, 999.0, "dense", note).seconds}
     with compiled_again(prepared.compiled_calls):
@@ -104,7 +101,7 @@ def measure_bits(
     precision: str,
     linears: str,
     baselines: dict[str, float],
-    note: Note,
+    note: Keep,
 ) -> dict[str, Any]:
     config = timed_config(ready, profile).replace(precision=precision)
 

@@ -28,6 +28,7 @@ from parklab.bench.e2e import (
     DENSITY,
     PHASES_MEASURED,
     RUN_STEPS,
+    Keep,
     Prepared,
     compile_phases,
     largest,
@@ -49,7 +50,6 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST_ERROR = 2**-4
 BAR = 0.8  # of the reuse forward with bfloat16 linears
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_int_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
-Note = Callable[[dict[str, Any]], None]
 
 
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def error_of(rounded: torch.nn.Module, linear: torch.nn.Linear) -> float:
 
 
 def run_float8(
-    name: str, model: WholeModel, device: torch.device, keep: Note, *, density: float | None, turn: Callable[[], float]
+    name: str, model: WholeModel, device: torch.device, keep: Keep, *, density: float | None, turn: Callable[[], float]
 ) -> None:
     """One model's section: products alone, then every forward with bfloat16 linears and again with float8 ones."""
     ready = prepare(model, device, density=DENSITY if density is None else density)
@@ -156,11 +156,11 @@ def run_float8(
         before = found
 
 
-def _keep_with(keep: Note, names: dict[str, str], part: dict[str, Any]) -> None:
+def _keep_with(keep: Keep, names: dict[str, str], part: dict[str, Any]) -> None:
     keep({**names, **part})
 
 
-def measure_linears(ready: Prepared, calls: dict[torch.nn.Module, Any], note: Note) -> dict[str, Any]:
+def measure_linears(ready: Prepared, calls: dict[torch.nn.Module, Any], note: Keep) -> dict[str, Any]:
     """One forward of each kind, and where the kernels of a dense and of a reuse forward spend their time.
 
     calls: of blocks compiled for dense, as compiled_dense returns them.

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from parkattn.park import ParkConfig
 from parklab.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
+    Keep,
     Prepared,
+    SectionOptions,
     compile_blocks,
     compile_phases,
     composed,
@@ -50,7 +52,6 @@ COMPOSED = "dense x own_dense_s + anchor_cold_s + (anchor - 1) x anchor_warm_s +
 # what the fast profile is held to: a whole run against stock diffusers, and all state with guidance, in GB
 SPEED_BARS = {"wan2.1-14b": 2.4, "wan2.1-1.3b": 3.0, "hunyuanvideo": 4.0}
 STATE_BARS = {"wan2.1-14b": 4.0}
-Note = Callable[[dict[str, Any]], None]
 
 
 def profile_config(model: WholeModel, profile: str, top_k: float, **changes: Any) -> ParkConfig:
@@ -134,7 +135,7 @@ def compiled_again(calls: dict[torch.nn.Module, Any]) -> Iterator[None]:
             del module._compiled_call_impl
 
 
-def measure_profile(prepared: PreparedProfile, note: Note = lambda part: None) -> dict[str, Any]:
+def measure_profile(prepared: PreparedProfile, note: Keep = lambda part: None) -> dict[str, Any]:
     """One forward of each kind. Dense comes last and stock: what enable changed is undone by then."""
     ready, profile = prepared.ready, prepared.profile
     model, config = ready.model, timed_config(ready, profile)
@@ -230,49 +231,34 @@ def run_profile(
     name: str,
     model: WholeModel,
     device: torch.device,
-    keep: Note,
-    *,
-    profile: str,
-    density: float | None,
-    compiled: bool,
-    full: bool,
-    forecast: Sequence[int],
-    rehearse: bool,
+    keep: Keep,
+    options: SectionOptions,
     turn: Callable[[], float],
 ) -> None:
-    """One model's section, as `run_section` does it for the paper preset. forecast: steps of the whole run whose
-    forward is not run.
+    """One model's section, as `run_section` does it for the paper preset.
 
     Every part of the preparation is a line too: where a run was stopped, they say how far it came.
     """
-    began = time.monotonic()
+    profile, began = options.profile, time.monotonic()
+    named = {"model": name, "profile": profile}
 
     def done(part: str) -> None:
-        keep(
-            {
-                "model": name,
-                "profile": profile,
-                "benchmark": "e2e preparation",
-                "part": part,
-                "seconds": time.monotonic() - began,
-            }
-        )
+        keep({**named, "benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
 
-    prepared = prepare_profile(
-        model, device, profile, DENSITY if density is None else density, compiled=compiled, done=done
-    )
+    density = DENSITY if options.density is None else options.density
+    prepared = prepare_profile(model, device, profile, density, compiled=options.compiled, done=done)
     given = turn()  # waits, so the clock is read after it
     ends = time.monotonic() + given
-    found = measure_profile(prepared, lambda part: keep({"model": name, "profile": profile, **part}))
+    found = measure_profile(prepared, lambda part: keep({**named, **part}))
     found["memory"]["state_bar_gb"] = STATE_BARS.get(name)
     keep({"model": name, "speed_bar": SPEED_BARS.get(name), **found})
     sys.stdout.write(state_sentence(found["memory"]) + "\n")
     sys.stdout.flush()
     config = profile_config(model, profile, prepared.ready.top_k)
-    run = anchored_run(found, phases_with_forecasts(config, RUN_STEPS, forecast), found["baselines"])
+    run = anchored_run(found, phases_with_forecasts(config, RUN_STEPS, options.forecast), found["baselines"])
     composed_s, left = run["park_s"], ends - time.monotonic()
     # a run that cannot be finished says nothing
-    if full and name == "wan2.1-1.3b" and left > composed_s:
-        how: dict[str, Any] = {"config": config, "forecast": forecast, "benchmark": "e2e profile run"}
-        for line in whole_run(prepared.ready, seconds=left, rehearse=rehearse, **how):
-            keep({"model": name, "profile": profile, "composed_s": composed_s, "composed": run, **line})
+    if options.full and name == "wan2.1-1.3b" and left > composed_s:
+        how: dict[str, Any] = {"config": config, "forecast": options.forecast, "benchmark": "e2e profile run"}
+        for line in whole_run(prepared.ready, seconds=left, rehearse=options.rehearse, **how):
+            keep({**named, "composed_s": composed_s, "composed": run, **line})

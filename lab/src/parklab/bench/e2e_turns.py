@@ -14,16 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from parkattn.checks import expect_choice, expect_fraction, expect_indices
-from parkattn.park import ParkConfig
-from parkattn.settings import PRECISIONS
-from parklab.bench.e2e import MODELS, ROOM_FOR_ALL, SECTIONS, run_section
+from parkattn.checks import expect_choice
+from parklab.bench.e2e import MODELS, ROOM_FOR_ALL, SECTIONS, SectionOptions, run_section
 from parklab.bench.e2e_profile import BASELINES
 from parklab.bench.timing import bench_device
 from parklab.record import read_records
@@ -32,56 +31,18 @@ READY = "ready"
 
 
 def run_all(
-    record: Path,
-    *,
-    only: list[str] | None = None,
-    full: bool = False,
-    compiled: bool = False,
-    rehearse: bool = False,
-    profile: str = "paper",
-    density: float | None = None,
-    float8: bool = False,
-    precision: str = "bf16",
-    forecast: Sequence[int] = (),
-    budget_s: float = 1200,
+    record: Path, options: SectionOptions, *, only: list[str] | None = None, budget_s: float = 1200
 ) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time". After a failed gate nothing is measured."""
-    expect_choice("profile", profile, ParkConfig.PROFILES)
-    others = [
-        name
-        for name, chosen in {"--full": full, "--compiled": compiled, "--profile": profile != "paper"}.items()
-        if chosen
-    ]
-    expect_choice("precision", precision, PRECISIONS)
-    if precision != "bf16" and (compiled or profile == "paper"):
-        raise ValueError(
-            "precision: expected --profile fast or quality beside int8, without --compiled; add --profile fast."
-        )
-    if float8 and others and precision == "bf16":
-        raise ValueError(f"float8: expected it alone, got {', '.join(others)} beside it; run them one after the other.")
-    if density is not None:
-        expect_fraction("density", density, zero=False)
-    if forecast and (profile == "paper" or not full or precision != "bf16"):
-        raise ValueError("forecast: expected --full and --profile fast or quality beside it, in bf16; add both.")
-    expect_indices("forecast", tuple(forecast))
     ends = time.monotonic() + budget_s
     names = only or list(SECTIONS)
     for name in names:
         expect_choice("only", name, (*SECTIONS, *MODELS))
     together = bench_device().type != "cuda" or torch.cuda.mem_get_info()[1] >= ROOM_FOR_ALL
-    options = {
-        "full": full,
-        "compiled": compiled,
-        "rehearse": rehearse,
-        "profile": profile,
-        "density": density,
-        "float8": float8,
-        "precision": precision,
-        "forecast": list(forecast),
-    }
+    chosen = json.dumps(asdict(options))
 
     def start(name: str) -> _Section:
-        return _Section(name, [sys.executable, "-m", "parklab.bench.e2e_turns", name, str(record), json.dumps(options)])
+        return _Section(name, [sys.executable, "-m", "parklab.bench.e2e_turns", name, str(record), chosen])
 
     sections = {name: start(name) for name in names} if together else {}
     outcome: dict[str, str] = {}
@@ -104,16 +65,15 @@ def run_all(
     return outcome
 
 
-def run_and_tabulate(record: Path | None, **options: Any) -> tuple[dict[str, str], list[list[str]]]:
-    """run_all, and the rows of columns_of(profile, float8) that this run (not an earlier one in the same file) came to."""
+def run_and_tabulate(
+    record: Path | None, options: SectionOptions, **limits: Any
+) -> tuple[dict[str, str], list[list[str]]]:
+    """run_all, and the rows of columns_of(options) that this run (not an earlier one in the same file) came to."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "lines.jsonl") if record is None else record
         before = len(read_records(lines))
-        outcome = run_all(lines, **options)
-        rows = table_rows if options.get("profile", "paper") == "paper" else profile_rows
-        rows = float8_rows if options.get("float8") else rows
-        rows = rows if options.get("precision", "bf16") == "bf16" else bits_rows
-        return outcome, rows(read_records(lines)[before:])
+        outcome = run_all(lines, options, **limits)
+        return outcome, _rows_of(options)(read_records(lines)[before:])
 
 
 class _Section:
@@ -227,12 +187,17 @@ def bits_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def columns_of(profile: str, float8: bool = False, precision: str = "bf16") -> tuple[str, ...]:
-    if precision != "bf16":
+def columns_of(options: SectionOptions) -> tuple[str, ...]:
+    if options.precision != "bf16":
         return BITS_COLUMNS
-    if float8:
+    if options.float8:
         return FLOAT8_COLUMNS
-    return COLUMNS if profile == "paper" else PROFILE_COLUMNS
+    return COLUMNS if options.profile == "paper" else PROFILE_COLUMNS
+
+
+def _rows_of(options: SectionOptions) -> Callable[[list[dict[str, Any]]], list[list[str]]]:
+    rows = {COLUMNS: table_rows, PROFILE_COLUMNS: profile_rows, FLOAT8_COLUMNS: float8_rows, BITS_COLUMNS: bits_rows}
+    return rows[columns_of(options)]
 
 
 def profile_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
@@ -311,4 +276,4 @@ def _say(line: str) -> None:
 
 if __name__ == "__main__":
     section, lines, given = sys.argv[1:]  # as `run_all` starts it
-    run_section(section, Path(lines), **json.loads(given), turn=wait_for_turn)
+    run_section(section, Path(lines), SectionOptions(**json.loads(given)), turn=wait_for_turn)

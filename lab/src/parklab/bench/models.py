@@ -43,7 +43,7 @@ SHARPER = (
 )
 WHOLE = "minimax-h3"
 RESERVE = 4e9  # bytes that are left free beside what a forward was measured to take
-Note = Callable[[dict[str, Any]], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
 class Ready(NamedTuple):
@@ -84,7 +84,7 @@ def prepare(model: RealModel, blocks: int, device: torch.device, *, rehearse: bo
     return Ready(model, device, transformer, model.arguments(transformer, device), rehearse)
 
 
-def run_models(only: list[str], device: torch.device, keep: Note, *, budget_s: float, rehearse: bool = False) -> bool:
+def run_models(only: list[str], device: torch.device, keep: Keep, *, budget_s: float, rehearse: bool = False) -> bool:
     """Every record goes to keep as soon as it is there; a model that fails says why, and the others go on."""
     ends, passed = time.monotonic() + budget_s, True
     for name in only:
