@@ -1,5 +1,6 @@
 """The rules of the house that a reader can rely on. Import direction itself is checked by lint-imports in `make test`."""
 
+import ast
 import json
 import os
 import re
@@ -33,6 +34,25 @@ def test_import_loads_nothing_heavy():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_is_longer_than_about_400_lines(path):
     assert len(path.read_text().splitlines()) <= (420 if path.is_relative_to(ROOT / "tests") else 400)
+
+
+def _holds_device_code(function: ast.AST) -> bool:
+    """Triton, Gluon and TileLang compile a function as a whole, so that its length is the kernel's."""
+    inner = (node for node in ast.walk(function) if isinstance(node, ast.FunctionDef))
+    marks = (ast.unparse(mark) for node in inner for mark in node.decorator_list)
+    return any(re.search(r"\b(jit|prim_func)\b", mark) for mark in marks)
+
+
+@pytest.mark.parametrize("room", ["src", "lab/src", "tools"])
+def test_no_function_outside_kernels_is_longer_than_60_lines(room):
+    found = {
+        f"{path.relative_to(ROOT)}: {node.name}": node.end_lineno - node.lineno + 1
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _holds_device_code(node)
+    }
+    assert not {name: lines for name, lines in found.items() if lines > 60}
+    assert len(found) > 50
 
 
 def test_records_are_few_files_and_in_no_distribution():

@@ -18,6 +18,7 @@ import parkattn
 from parklab.bench import commands as bench
 from parklab.experiments import commands as experiments
 from parklab.studio import commands as studio
+from parklab.studio import options
 from parklab.studio.terminal import say
 
 
@@ -121,23 +122,23 @@ def methods(
 @app.command("profile")
 def density_profile(
     out: Annotated[Path, typer.Option(help="The safetensors file.")] = Path("out/density.safetensors"),
-    model: studio.Model = None,
+    model: options.Model = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to show; repeatable: the most that any of them needs counts.")
     ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Queries of a head that are looked at; all when not given.")
     ] = None,
-    seed: studio.Seed = 0,
-    steps: studio.Steps = None,
-    height: studio.Height = None,
-    width: studio.Width = None,
-    frames: studio.Frames = None,
-    guidance: studio.Guidance = None,
-    device: studio.Device = "auto",
-    dtype: studio.Dtype = "auto",
-    offload: studio.Offload = "none",
-    overwrite: studio.Overwrite = False,
+    seed: options.Seed = 0,
+    steps: options.Steps = None,
+    height: options.Height = None,
+    width: options.Width = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    offload: options.Offload = "none",
+    overwrite: options.Overwrite = False,
 ) -> None:
     """How many keys each head of a model needs, from dense runs: the file that SVOO's density_profile takes."""
     from parklab.studio.compare import DEFAULT_PROMPT

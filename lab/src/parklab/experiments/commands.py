@@ -11,7 +11,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from parklab.studio.commands import Device, Dtype, Offload, Overwrite, Settings, changes_from, numbers_from
+from parklab.studio.commands import changes_from, numbers_from
+from parklab.studio.options import Device, Dtype, Offload, Overwrite, Settings
 from parklab.studio.terminal import console, interruptible, say
 
 if TYPE_CHECKING:
@@ -48,7 +49,33 @@ Records = Annotated[
 Fuse = Annotated[
     bool, typer.Option("--fuse", help="Compile the blocks around attention: pays where many videos are made on a GPU.")
 ]
-UNTIMED = "No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several processes on one GPU."
+Labels = Annotated[list[str] | None, typer.Argument(help="Labels of the paper (park reproduce --list), or all.")]
+Listed = Annotated[bool, typer.Option("--list", help="Print what there is, and what is not built and why.")]
+PromptCount = Annotated[int | None, typer.Option(min=1, help="Number of prompts; 2 when not given.")]
+PromptFile = Annotated[Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")]
+Seeds = Annotated[list[str] | None, typer.Option(help="Seeds, separated by commas or repeated; 0 when not given.")]
+Methods = Annotated[
+    str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")
+]
+Size = Annotated[str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="Folder with the backbones of VBench's dimensions (docs/metrics.md).")
+]
+CaptureFiles = Annotated[list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")]
+Untimed = Annotated[
+    bool,
+    typer.Option(
+        "--untimed",
+        help="No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several "
+        "processes on one GPU.",
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")
+]
+Shard = Annotated[
+    str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")
+]
 Draw = Annotated[
     bool,
     typer.Option(
@@ -104,86 +131,78 @@ def ablation(
 
 @app.command()
 def reproduce(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Labels of the paper (park reproduce --list), or all.")
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print what there is, and what is not built and why.")] = False,
+    names: Labels = None,
+    listed: Listed = False,
     model: Model = "tiny",
-    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; 2 when not given.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="One prompt per line; for models other than the shipped one.")
-    ] = None,
-    seeds: Annotated[
-        list[str] | None, typer.Option(help="Seeds, separated by commas or repeated; 0 when not given.")
-    ] = None,
+    prompts: PromptCount = None,
+    prompt_file: PromptFile = None,
+    seeds: Seeds = None,
     guidance: Scales = None,
-    methods: Annotated[
-        str | None, typer.Option(help="Names separated by commas, for the tables of methods; all when not given.")
-    ] = None,
+    methods: Methods = None,
     densities: Densities = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="FRAMESxHEIGHTxWIDTH", help="For --frames, --height and --width.")
-    ] = None,
+    size: Size = None,
     steps: Annotated[int | None, typer.Option()] = None,
     frames: Annotated[int | None, typer.Option()] = None,
     height: Annotated[int | None, typer.Option()] = None,
     width: Annotated[int | None, typer.Option()] = None,
     settings: EverySetting = None,
     measures: Measures = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Folder with the backbones of VBench's dimensions (docs/metrics.md).")
-    ] = None,
-    capture_file: Annotated[
-        list[Path] | None, typer.Option(help="Retrieval is measured on these files of park capture.")
-    ] = None,
+    weights: Weights = None,
+    capture_file: CaptureFiles = None,
     records: Records = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     offload: Offload = "none",
     fuse: Fuse = False,
-    untimed: Annotated[bool, typer.Option("--untimed", help=UNTIMED)] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One prompt, 64 x 96 x 9, 4 steps, a few methods: does everything work?")
-    ] = False,
+    untimed: Untimed = False,
+    quick: Quick = False,
     draw: Draw = False,
     pack: Pack = None,
     keep: Keep = "all",
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Part I of N, counted from 0; torchrun's rank when not given.")
-    ] = None,
+    shard: Shard = None,
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
     """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
-    from parklab.experiments.campaign import CampaignStore
-    from parklab.experiments.reproduce import evaluation_for, parse_shard, parse_size, run_experiments
+    from parklab.experiments.reproduce import evaluation_for, parse_shard, run_experiments
 
     if listed:
         _list_experiments()
         return
     if pack is not None:
-        packed, left = CampaignStore(out, say, "cells", records or ()).pack(pack)
-        say(
-            f"wrote {pack}: {packed} cells"
-            + (f"; {left} with files of their own stay in {out / 'cells'}" if left else "")
-        )
+        _pack_cells(pack, out, records or [])
         return
     if not names:
         raise ValueError("name: expected labels of the paper, or all, got none; see park reproduce --list.")
-    lengths = {"frames": frames, "height": height, "width": width}
-    if size is not None:
-        if any(value is not None for value in lengths.values()):
-            raise ValueError("size: expected it alone, got --frames, --height or --width beside it; leave those out.")
-        lengths |= parse_size(size)
     evaluation = evaluation_for(
-        model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, seeds=_numbers("seeds", seeds or ["0"], int),
-        guidances=_numbers("guidance", guidance, float) if guidance else (None,),
-        methods=tuple(methods.split(",")) if methods else (), densities=_numbers("densities", densities or ["0.5"], float),
-        changes=changes_from(settings), steps=steps, **lengths, device=device, dtype=dtype, offload=offload, fuse=fuse or None, timed=not untimed,
-        measures=measures, weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()), draw=draw, keep=keep,
+        model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, steps=steps, draw=draw, keep=keep,
+        seeds=_numbers("seeds", seeds or ["0"], int), densities=_numbers("densities", densities or ["0.5"], float),
+        guidances=_numbers("guidance", guidance, float) if guidance else (None,), changes=changes_from(settings),
+        methods=tuple(methods.split(",")) if methods else (), **_lengths(size, frames=frames, height=height, width=width),
+        device=device, dtype=dtype, offload=offload, fuse=fuse or None, timed=not untimed, measures=measures,
+        weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()),
     )  # fmt: skip
     with interruptible(f"finished cells are kept in {out}, run again to go on"), _cells_bar() as advance:
         outcome = run_experiments(names, evaluation, out, part=parse_shard(shard), advance=advance, say=say)
     _show(outcome, out, quick)
+
+
+def _lengths(size: str | None, **given: int | None) -> dict[str, int | None]:
+    """Frames, height and width, either from --size or each from its own option."""
+    from parklab.experiments.reproduce import parse_size
+
+    if size is None:
+        return given
+    if any(value is not None for value in given.values()):
+        raise ValueError("size: expected it alone, got --frames, --height or --width beside it; leave those out.")
+    return {**parse_size(size)}
+
+
+def _pack_cells(target: Path, out: Path, records: list[Path]) -> None:
+    from parklab.experiments.campaign import CampaignStore
+
+    packed, left = CampaignStore(out, say, "cells", records).pack(target)
+    stay = f"; {left} with files of their own stay in {out / 'cells'}" if left else ""
+    say(f"wrote {target}: {packed} cells{stay}")
 
 
 @contextlib.contextmanager

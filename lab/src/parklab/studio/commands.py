@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from parklab.studio.options import (
+    Methods,
+    Overwrite,
+    Preset,
+    Profiles,
+    Seed,
+    Settings,
+    VideoOptions,
+    with_video_options,
+)
 from parklab.studio.terminal import console, interruptible, say, step_bars, waiting, warn
 
 if TYPE_CHECKING:
@@ -21,70 +32,9 @@ IMPORTING = "importing PyTorch"
 DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
 ESTIMATED_MODEL = "wan2.1-14b"  # by `park doctor`, when none is named
 
-Model = Annotated[str | None, typer.Option(help="Diffusers folder or hub id; the shipped model when not given.")]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        "--preset",
-        help="paper, quality or fast, or a model's settings by name (park presets); quality when not given.",
-    ),
-]
-Profiles = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        "--preset",
-        help="As in park generate, quality when not given; several separated by commas, as in paper,fast: a video of each.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="One setting of the method, e.g. top_p=0.8; repeatable."),
-]
-Seed = Annotated[int, typer.Option(help="Seed of the noise.")]
-Steps = Annotated[
-    int | None, typer.Option(help="Denoising steps; the model's number (16 with the small model) when not given.")
-]
-Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (160) when not given.")]
-Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16; the model's (256) when not given.")]
-Frames = Annotated[int | None, typer.Option(help="4n + 1 frames; the model's (33) when not given.")]
-Fps = Annotated[int, typer.Option(help="Frames per second of the mp4.")]
-Guidance = Annotated[float | None, typer.Option(help="Guidance scale.")]
-Negative = Annotated[str | None, typer.Option(help="What the video must not show.")]
-TextTokens = Annotated[
-    int | None, typer.Option(help="Room for the prompt in tokens (max_sequence_length); a longer prompt is refused.")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Offload = Annotated[str, typer.Option(help="none, model, group or sequential: keep weights in CPU memory.")]
-Quantise = Annotated[
-    str | None,
-    typer.Option(
-        help="The transformer's weights: float8 or int8, rounded by torchao, or FILE.gguf in their place; needs pip install 'parklab\\[quant]'."
-    ),
-]
-Image = Annotated[
-    str | None,
-    typer.Option(help="First picture of an image-to-video model: PNG, JPEG or WebP, cropped to the video's shape."),
-]
-Lora = Annotated[
-    str | None,
-    typer.Option(
-        help="A LoRA of this model, .safetensors only, or few-steps: the shipped model's for --steps 4 to 8; "
-        "needs pip install 'parklab\\[lora]'."
-    ),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(
-        help="Names separated by commas, or all; dense is always among them. When not given: PARK and its ablations, with several profiles PARK alone."
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-
 
 @app.command()
+@with_video_options
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help='What to show, e.g. "a red circle moves right over blue waves".')
@@ -98,25 +48,11 @@ def generate(
     out: Annotated[
         Path | None, typer.Option(help="The mp4 (out/video.mp4), with --prompts a folder (out/videos).")
     ] = None,
-    model: Model = None,
     method: Annotated[str, typer.Option(help="dense, park or another method's name.")] = "park",
     preset: Preset = None,
     settings: Settings = None,
-    seed: Seed = 0,
-    steps: Steps = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
-    fps: Fps = 16,
-    guidance: Guidance = None,
-    negative: Negative = None,
-    text_tokens: TextTokens = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    offload: Offload = "none",
-    quantise: Quantise = None,
-    image: Image = None,
-    lora: Lora = None,
+    *,
+    video: VideoOptions,
     overwrite: Overwrite = False,
 ) -> None:
     """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
@@ -128,16 +64,12 @@ def generate(
         )
     with waiting(IMPORTING):
         from parkattn.park import ParkConfig
-        from parklab.studio.gain import what_was_saved, why_no_gain
         from parklab.studio.generate import generate_video
         from parklab.studio.request import Request
 
     preset = ParkConfig.DEFAULT_PROFILE if preset is None and method == "park" else preset
-    request = Request(
-        prompt=prompt or "", model=model, method=method, preset=preset, changes=changes_from(settings), seed=seed, steps=steps, height=height,
-        width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens, device=device, dtype=dtype,
-        offload=offload, quantise=quantise, image=image, lora=lora,
-    )  # fmt: skip
+    changes = changes_from(settings)
+    request = Request(prompt=prompt or "", method=method, preset=preset, changes=changes, **asdict(video))
     if prompts is not None:
         _generate_many(request, prompts, out if out is not None else Path("out/videos"), overwrite)
         return
@@ -146,17 +78,24 @@ def generate(
         record, made = generate_video(
             request, out, overwrite=overwrite, progress=bars.begin(method), stage=bars.stage, say=say
         )
-    if not made:
+    if made:
+        _show_generated(record, method)
+        say(f"wrote {out} and {out.with_suffix('.json').name}")
+    else:
         say(f"{out} is done already, with these settings; pass --overwrite to make it again.")
-        return
+
+
+def _show_generated(record: dict[str, Any], method: str) -> None:
+    from parklab.studio.gain import what_was_saved, why_no_gain
+
     found = record["measured"]
     seconds = found["seconds"]
+    saved = "" if method == "dense" else f"; {what_was_saved(found)}"
     say(
-        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, {seconds['decode']:.1f} s decoding"
-        f"{'' if method == 'dense' else '; ' + what_was_saved(found)}"
+        f"{method}: {found['density']:.0%} of attention computed, {seconds['denoise']:.1f} s denoising, "
+        f"{seconds['decode']:.1f} s decoding{saved}"
     )
     warn(why_no_gain(record))
-    say(f"wrote {out} and {out.with_suffix('.json').name}")
 
 
 def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) -> None:
@@ -194,6 +133,7 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
 
 
 @app.command()
+@with_video_options
 def compare(
     prompt: Annotated[
         str | None, typer.Argument(help="What to show; a sentence of the shipped model when not given.")
@@ -206,24 +146,10 @@ def compare(
         str | None, typer.Option(help="Seeds separated by commas, in the place of --seed: every prompt with each.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for videos, metrics and the page.")] = Path("out/compare"),
-    model: Model = None,
     profiles: Profiles = None,
     settings: Settings = None,
-    seed: Seed = 0,
-    steps: Steps = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Frames = None,
-    fps: Fps = 16,
-    guidance: Guidance = None,
-    negative: Negative = None,
-    text_tokens: TextTokens = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    offload: Offload = "none",
-    quantise: Quantise = None,
-    image: Image = None,
-    lora: Lora = None,
+    *,
+    video: VideoOptions,
     recall_rows: Annotated[
         int, typer.Option(min=0, help="Queries per call on which recall is measured; 0: none.")
     ] = 128,
@@ -241,13 +167,10 @@ def compare(
     names = choose_methods(SHORT_METHODS if methods is None and len(wanted) > 1 else methods)
     if prompt is not None and prompts is not None:
         raise ValueError("prompt: expected either a prompt or --prompts FILE, got both; pass one.")
-    if seeds is not None and seed != 0:
-        raise ValueError(f"seeds: expected either --seed or --seeds, got {seed} and {seeds}; pass one.")
-    request = Request(
-        prompt=prompt if prompt is not None else DEFAULT_PROMPT, model=model, changes=changes_from(settings), seed=seed,
-        steps=steps, height=height, width=width, frames=frames, fps=fps, guidance=guidance, negative=negative, text_tokens=text_tokens,
-        device=device, dtype=dtype, offload=offload, quantise=quantise, image=image, lora=lora,
-    )  # fmt: skip
+    if seeds is not None and video.seed != 0:
+        raise ValueError(f"seeds: expected either --seed or --seeds, got {video.seed} and {seeds}; pass one.")
+    sentence = DEFAULT_PROMPT if prompt is None else prompt
+    request = Request(prompt=sentence, changes=changes_from(settings), **asdict(video))
     with interruptible(f"methods that were finished are kept in {out}; run again to go on"), step_bars() as bars:
         current = {"show": bars.begin(names[0])}
 
@@ -258,8 +181,9 @@ def compare(
                 current["show"] = bars.begin(method)
 
         report = run(
-            request, names, out, profiles=wanted, prompts=prompts, seeds=numbers_from(seeds) if seeds is not None else (),
-            overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce, stage=bars.stage, say=say,
+            request, names, out, profiles=wanted, prompts=prompts, seeds=() if seeds is None else numbers_from(seeds),
+            overwrite=overwrite, recall_rows=recall_rows, progress=lambda s: current["show"](s), announce=announce,
+            stage=bars.stage, say=say,
         )  # fmt: skip
     _show_comparison(report, request.prompt)
     say(f"open {(out / 'index.html').resolve().as_uri()}")

@@ -186,11 +186,7 @@ def compare(
                 fit_to_pipeline(each, pipe)
         variant = places[name][1]
         if variant not in warm:
-            stage(
-                "warming up, untimed: kernels are compiled"
-                if asked.device.startswith("cuda")
-                else "warming up, untimed"
-            )
+            stage("warming up, untimed" + (": kernels are compiled" if asked.device.startswith("cuda") else ""))
         _run(pipe, asked, making, recall_rows, progress, warm=variant in warm)
         warm.add(variant)
         announce(name, "done")
