@@ -9,7 +9,9 @@ import pytest
 
 import parkattn
 import parklab
+from parkattn import ParkConfig
 from parkattn.methods import METHODS
+from parklab.research import ResearchConfig
 
 SOURCES = sorted(path for package in (parkattn, parklab) for path in Path(package.__file__).parent.rglob("*.py"))
 
@@ -73,3 +75,22 @@ def test_every_field_of_park_is_a_profiles_a_models_or_named_in_a_page_for_users
     fields = {field.name for field in dataclasses.fields(config)}
     assert not {name for name in fields - set_by_us if not re.search(rf"\b{name}\b", text)}
     assert len(fields) <= 20
+
+
+@pytest.mark.parametrize(
+    ("old", "advice"),
+    [
+        ({"refresh_top_p": 0.9}, r"write top_p=\(0.7, 0.9\)"),
+        ({"short_residual_rank": 32}, r"write residual_rank=\(12, 32\)"),
+        ({"query_multiple": 1}, "a field of parklab.research.ResearchConfig"),
+    ],
+)
+def test_a_field_of_an_earlier_version_says_where_it_went(old, advice):
+    with pytest.raises(ValueError, match=f"expected other fields, got {next(iter(old))}; .*{advice}"):
+        ParkConfig.profile("quality", **old)
+
+
+def test_every_setting_of_research_alone_is_named_where_the_library_refuses_it():
+    newer = {"noise_tau", "exact_anchors", "s_min"}  # never in the library
+    ours, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (ParkConfig, ResearchConfig))
+    assert set(ParkConfig.MOVED) == theirs - ours - newer

@@ -43,6 +43,10 @@ _CORRECTED = {"compensate": True, "residual_rank": (12, 32), "share_branches": T
 _BY_ERROR = {"budget": "error", "query_tile": 128}
 QUERY_BLOCKS = 128  # of a long video, in every model
 CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
+_STUDIED = (
+    "kmeans_iterations", "warm_iterations", "warm_start", "seed", "alpha", "epsilon", "metric_root", "key_metric", "importance",
+    "floor", "refresh_steps", "query_multiple", "key_multiple", "dense_last_steps", "reference_steps",
+)  # fmt: skip
 _PREFIX_FIELDS = ("dense_fraction", "dense_steps", "refresh_interval", "refresh_steps")  # of a schedule without anchors
 
 
@@ -84,6 +88,16 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
         "quality": {**_CORRECTED, **_BY_ERROR, "top_p": (0.7, 0.9), "anchors": 12},
         "fast": {**_CORRECTED, **_BY_ERROR, "top_p": (0.3, 0.7), "anchors": 7},
         "turbo": {**_CORRECTED, **_BY_ERROR, "top_p": (0.3, 0.7, 0.3), "anchors": 7},
+    }
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "refresh_top_p": "write top_p=(0.7, 0.9): at anchors, and between them.",
+        "refresh_falls": "write top_p=(0.3, 0.7, 0.3): at anchors, between them, and at the end of the run.",
+        "short_residual_rank": "write residual_rank=(12, 32): in long videos, and in short ones.",
+        "own_dense": "leave it out: dense steps run in the backend's kernel where residual_rank is set.",
+        "long_video_blocks": "write query_clusters=(128, None) and key_clusters=(512, None): in long videos.",
+        **dict.fromkeys(
+            _STUDIED, "it is a field of parklab.research.ResearchConfig, which Park and build_plan take too."
+        ),
     }
     BUDGETS: ClassVar[tuple[str, ...]] = ("row", "error")
     """Values of `budget`."""

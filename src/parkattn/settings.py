@@ -56,6 +56,8 @@ class MethodConfig:
     """Changes of any model's settings by what is wanted."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """Settings that name a file: its content decides a result, too."""
+    MOVED: ClassVar[Mapping[str, str]] = {}
+    """Advice for fields of earlier versions."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         try:
@@ -98,9 +100,8 @@ class MethodConfig:
     def named(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
         """A profile or a preset; no name is both."""
         if not (cls.PROFILES or cls.PRESETS):
-            raise ValueError(
-                f"profile: expected none, since {cls.__name__} has neither profiles nor presets, got {shown(name)}; leave it out."
-            )
+            neither = f"since {cls.__name__} has neither profiles nor presets"
+            raise ValueError(f"profile: expected none, {neither}, got {shown(name)}; leave it out.")
         expect_choice("profile", name, [*cls.PROFILES, *cls.PRESETS])
         return cls.profile(name, model=model, **changes) if name in cls.PROFILES else cls.preset(name, **changes)
 
@@ -136,16 +137,14 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
     if not unknown:
         return
     if not known:
-        raise ValueError(
-            f"{config.__name__}: expected no fields, since it has none, got {shown(', '.join(unknown))[1:-1]}; leave them out."
-        )
-    advice = did_you_mean(unknown[0], known, "")
+        got = shown(", ".join(unknown))[1:-1]
+        raise ValueError(f"{config.__name__}: expected no fields, since it has none, got {got}; leave them out.")
+    advice = config.MOVED.get(unknown[0]) or did_you_mean(unknown[0], known, "")
     if {"profile", "preset"} & set(unknown):
         advice = 'pass the name of a profile or preset as config, as in enable(pipe, "quality").'
     # the list only where no name is near: it is long
-    wanted, advice = (
-        ("other fields", advice) if advice else (f"fields out of {', '.join(known)}", "correct or remove that name.")
-    )
+    wanted = "other fields" if advice else f"fields out of {', '.join(known)}"
+    advice = advice or "correct or remove that name."
     raise ValueError(f"{config.__name__}: expected {wanted}, got {shown(', '.join(unknown))[1:-1]}; {advice}")
 
 

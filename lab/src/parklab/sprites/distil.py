@@ -269,8 +269,7 @@ class Distillation:
     def evaluate(self) -> list[dict[str, Any]]:
         """Held-out prompts: following, and the error against the teacher's sample of the same noise in many steps."""
         config, rows = self.config, []
-        # an even count, half of each kind
-        scenes = held_out_scenes(config.evaluate)
+        scenes = held_out_scenes(config.evaluate)  # an even count, half of each kind
         runs = {
             "teacher": (config.reference_steps, config.guidance, False),
             "base": (4, 1.0, False),
