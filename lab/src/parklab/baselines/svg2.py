@@ -43,6 +43,13 @@ from parkattn.settings import LONG_VIDEO, BlockCounts, by_length
 from parkattn.site import CallSite
 from parklab.baselines.settings import FlooredSelection, KMeans, StudiedConfig
 
+# of SVG2, and of SVG-EAR, which begins from its settings
+AUTHORS_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "wan2.1-1.3b": {},
+    "wan2.1-14b": {"dense_layers": (0,)},
+    "wan2.2-14b": {"dense_layers": (0,)},
+    "hunyuanvideo": {"long_video_blocks": (400, 1000), "dense_fraction": 0.1, "dense_layers": (0,)},
+}
 AUTHORS_TOKENS = 75_600  # Wan at 720p with 81 frames, which the authors' cluster counts are for
 
 
@@ -81,12 +88,7 @@ class Svg2Config(AuthorsClusters, FlooredSelection, StudiedConfig):
     floor: float = 0.1
     refresh_interval: int | None = 1
 
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "wan2.1-1.3b": {},
-        "wan2.1-14b": {"dense_layers": (0,)},
-        "wan2.2-14b": {"dense_layers": (0,)},
-        "hunyuanvideo": {"long_video_blocks": (400, 1000), "dense_fraction": 0.1, "dense_layers": (0,)},
-    }
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = AUTHORS_PRESETS
 
 
 class Svg2Planner:

@@ -46,6 +46,7 @@ from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
 from parklab.baselines.settings import FlooredSelection, StudiedConfig
 from parklab.baselines.svg2 import (
+    AUTHORS_PRESETS,
     AuthorsClusters,
     by_weight,
     centroid_weights,
@@ -70,12 +71,7 @@ class SvgEarConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
     compensate: bool = True
     refresh_interval: int | None = 1
 
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "wan2.1-1.3b": {},
-        "wan2.1-14b": {"dense_layers": (0,)},
-        "wan2.2-14b": {"dense_layers": (0,)},
-        "hunyuanvideo": {"long_video_blocks": (400, 1000), "dense_fraction": 0.1, "dense_layers": (0,)},
-    }
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = AUTHORS_PRESETS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,12 +50,7 @@ QUALITY_PHASES = ("anchor", "reuse")
 
 
 def run_bits(
-    name: str,
-    model: WholeModel,
-    device: torch.device,
-    keep: Keep,
-    options: SectionOptions,
-    turn: Callable[[], float],
+    name: str, model: WholeModel, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float]
 ) -> None:
     """One model's section: baselines, each precision, and float8 linears."""
     profile = options.profile

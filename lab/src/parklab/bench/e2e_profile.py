@@ -228,12 +228,7 @@ def state_sentence(memory: dict[str, Any]) -> str:
 
 
 def run_profile(
-    name: str,
-    model: WholeModel,
-    device: torch.device,
-    keep: Keep,
-    options: SectionOptions,
-    turn: Callable[[], float],
+    name: str, model: WholeModel, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float]
 ) -> None:
     """One model's section, as `run_section` does it for the paper preset.
 

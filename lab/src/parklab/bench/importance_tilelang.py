@@ -114,6 +114,7 @@ def two_pass_program(T, dim, width, dtype, *, BM, BN, threads, stages):
             T.copy(q[h, u * BM : (u + 1) * BM, 0:dim], q_s)
             T.fill(top, -1e30)
             T.fill(z, 0)
+            # again as in full_key, which also keeps the exponentials: TileLang compiles a prim_func from its own text
             for j in T.Pipelined(width // BN, num_stages=stages):
                 T.copy(centroids[h, j * BN : (j + 1) * BN, 0:dim], c_s)
                 T.clear(s)

@@ -10,10 +10,8 @@ Writes OUT/checkpoint (a diffusers folder), OUT/packed (the same in 8 bits, in f
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from parklab.sprites.flow import Corpus
 from parklab.sprites.model import SpriteModelConfig
 from parklab.sprites.reconstruction import Autoencoding
 from parklab.sprites.train import Trainer
-from parklab.sprites.training_state import say
+from parklab.sprites.training_state import option_reader, say
 
 from .library import Bank, Library, fresh_clips
 from .packing import INDEX, pack, unpack
@@ -108,16 +106,11 @@ class SolidsTrainer(Trainer):
 
 def main() -> None:
     began = time.monotonic()
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--out", type=Path, required=True)
+    reader = option_reader(__doc__, SolidsTrainConfig())
     reader.add_argument(
         "--minutes", type=float, help="of this call; without it the stages' own steps and seconds count"
     )
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from, packed or not")
-    reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in asdict(SolidsTrainConfig()).items():
-        kind = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": value}
-        reader.add_argument("--" + name.replace("_", "-"), **kind)
     asked = vars(reader.parse_args())
     out, start, device, minutes = (asked.pop(name) for name in ("out", "start", "device", "minutes"))
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ OUT/distillation.json, OUT/MODEL_CARD.md, OUT/loss.svg and OUT/samples.png.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -36,7 +35,7 @@ from .following import look, score
 from .gradients import Descent, autocast
 from .grammar import Scene, every_scene, held_out_scenes
 from .recipe import EVALUATION_SIZES, MIXTURE, SMALL_MIXTURE, draw_scenes, train_scenes
-from .training_state import Stage, load_state, prefixed, save_state, say, unprefixed
+from .training_state import Stage, load_state, option_reader, prefixed, save_state, say, unprefixed
 
 FILE = "pytorch_lora_weights.safetensors"
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
@@ -380,13 +379,8 @@ is about 1) against the teacher's sample of the same noise in {config["reference
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--out", type=Path, required=True)
+    reader = option_reader(__doc__, DistilConfig())
     reader.add_argument("--model", type=Path, default=CHECKPOINT, help="diffusers folder of the teacher")
-    reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in asdict(DistilConfig()).items():
-        kind = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": value}
-        reader.add_argument("--" + name.replace("_", "-"), **kind)
     asked = vars(reader.parse_args())
     out, model, device = asked.pop("out"), asked.pop("model"), torch.device(asked.pop("device"))
     out.mkdir(parents=True, exist_ok=True)

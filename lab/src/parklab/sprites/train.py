@@ -13,7 +13,6 @@ OUT/checkpoint (the diffusers folder with its records), OUT/loss.svg, OUT/sample
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import time
@@ -39,7 +38,7 @@ from .model import (
 )
 from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture, train_scenes
 from .reconstruction import Autoencoding
-from .training_state import load_state, prefixed, save_state, say, unprefixed
+from .training_state import load_state, option_reader, prefixed, save_state, say, unprefixed
 
 WEIGHTS = {
     "vae": "diffusion_pytorch_model.safetensors",
@@ -192,13 +191,8 @@ class Trainer:
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--out", type=Path, required=True)
+    reader = option_reader(__doc__, TrainConfig())
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from")
-    reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in asdict(TrainConfig()).items():
-        kind = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": value}
-        reader.add_argument("--" + name.replace("_", "-"), **kind)
     asked = vars(reader.parse_args())
     out, start, device = asked.pop("out"), asked.pop("start"), torch.device(asked.pop("device"))
     out.mkdir(parents=True, exist_ok=True)

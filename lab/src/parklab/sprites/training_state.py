@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -18,6 +22,17 @@ from parkattn.files import write_atomically
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def option_reader(description: str | None, defaults: Any) -> argparse.ArgumentParser:
+    """--out, --device, and an option for each field of a training's config."""
+    reader = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader.add_argument("--out", type=Path, required=True)
+    reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in asdict(defaults).items():
+        kind = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": value}
+        reader.add_argument("--" + name.replace("_", "-"), **kind)
+    return reader
 
 
 class Stage:

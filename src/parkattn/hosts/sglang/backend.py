@@ -40,6 +40,7 @@ class ParkBackend(AttentionBackend):
 class ParkImpl(ServedLayer, AttentionImpl):
     """One layer, [b n h d]. dense: the backend that SGLang takes where none is asked for."""
 
+    # SGLang's signature: others of its backends are made with the same arguments
     def __init__(
         self,
         num_heads: int,
@@ -54,14 +55,9 @@ class ParkImpl(ServedLayer, AttentionImpl):
         self.scale, self.causal = softmax_scale, causal
         path = current_platform.get_attn_backend_cls_str(None, head_size, get_compute_dtype())
         self.dense = resolve_name(path).get_impl_cls()(
-            num_heads=num_heads,
-            head_size=head_size,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            num_kv_heads=num_kv_heads,
-            prefix=prefix,
-            **others,
-        )
+            num_heads=num_heads, head_size=head_size, softmax_scale=softmax_scale, causal=causal,
+            num_kv_heads=num_kv_heads, prefix=prefix, **others,
+        )  # fmt: skip
         self.number_for_graphs()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:

@@ -59,6 +59,7 @@ class ParkBackend(AttentionBackend):
 class ParkImpl(ServedLayer, AttentionImpl):
     """One layer, [b n h d]. dense: the platform's own backend."""
 
+    # vLLM-Omni's signature: others of its backends are made with the same arguments
     def __init__(
         self,
         num_heads: int,
@@ -76,15 +77,9 @@ class ParkImpl(ServedLayer, AttentionImpl):
         self.numbered = self.index is not None  # all that a graph reads of it, so that one graph serves every layer
         self.scale, self.causal = softmax_scale, causal
         self.dense = platform_default(head_size).get_impl_cls()(
-            num_heads=num_heads,
-            head_size=head_size,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            num_kv_heads=num_kv_heads,
-            prefix=prefix,
-            role=role,
-            **others,
-        )
+            num_heads=num_heads, head_size=head_size, softmax_scale=softmax_scale, causal=causal,
+            num_kv_heads=num_kv_heads, prefix=prefix, role=role, **others,
+        )  # fmt: skip
         self.number_for_graphs()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:

@@ -39,15 +39,9 @@ def attention_of(backend: Backend) -> Attention:
 
 
 def over_kept(
-    backend: Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    compensate: bool = False,
-) -> Tensor:
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *,
+    scale: float | None = None, compensate: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention over the plan's kept blocks. Equal to dense attention when every block is kept.
 
     compensate: a skipped block enters through its mean key and value.
@@ -65,15 +59,9 @@ def over_all(
 
 
 def over_both(
-    backend: Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    compensate: bool = False,
-) -> tuple[Tensor, Tensor]:
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *,
+    scale: float | None = None, compensate: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Dense attention over every key that is not padding, and the part of it that `over_kept` with this plan misses."""
     with outside_autocast(q), explained_memory(q, k, "an anchor's attention"), on_gpu_of(q):
         return attention_of(backend).over_both(q, k, v, plan, scale=scale, compensate=compensate)

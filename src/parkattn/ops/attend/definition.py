@@ -103,18 +103,9 @@ class DefinedAttention:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Blocks,
-    keys: Blocks,
-    mask: Tensor,
-    *,
-    scale: float | None = None,
-    compensate: Tensor | None = None,
-    bias: Tensor | None = None,
-    precision: Precision = "bf16",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, queries: Blocks, keys: Blocks, mask: Tensor, *, scale: float | None = None,
+    compensate: Tensor | None = None, bias: Tensor | None = None, precision: Precision = "bf16",
+) -> Tensor:  # fmt: skip
     """out_i = softmax(q_i K_S^T scale) V_S over the key blocks S that i's block keeps. mask [b h qb kb] -> [b h n d]
 
     compensate [b h kb] marks key blocks that, where they are skipped, still enter through one stand-in key: their mean
@@ -133,18 +124,9 @@ def attend(
 
 
 def attend_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Blocks,
-    keys: Blocks,
-    mask: Tensor,
-    *,
-    scale: float | None = None,
-    compensate: Tensor | None = None,
-    bias: Tensor | None = None,
-    precision: Precision = "bf16",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, queries: Blocks, keys: Blocks, mask: Tensor, *, scale: float | None = None,
+    compensate: Tensor | None = None, bias: Tensor | None = None, precision: Precision = "bf16",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """attend, and log sum exp of the kept scores [b h n] (-inf where nothing is kept), for merging partial results."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     lse = torch.full(q.shape[:3], -torch.inf, dtype=compute_dtype(q.dtype), device=q.device)

@@ -278,29 +278,15 @@ def attend_hopper(
     out = torch.empty(bh, n, d, dtype=v.dtype, device=q.device) if out is None else out
     rows = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
-    if n == 0 or bh == 0:
-        return out, lse
-    if m == 0:
+    if 0 in (n, m, bh):  # no query, no key or no head
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
     at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys,
                             tail=tile.tail, compensated=compensate is not None, tail_bias=True)  # fmt: skip
     q_steps, k_steps = (None, None) if steps is None else steps
     by_head = (
-        q,
-        k,
-        v,
-        q_steps,
-        k_steps,
-        query_offsets,
-        key_offsets,
-        mask,
-        compensate,
-        centroids,
-        mean_values,
-        pair_bias,
-        out_order,
-        lse,
-    )
+        q, k, v, q_steps, k_steps, query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias,
+        out_order, lse,
+    )  # fmt: skip
     for elements, heads, group in head_groups(rows.shape[0], rows.shape[1], at_once):
         _attend_heads(
             rows[elements, heads], *(x if x is None else x[group] for x in by_head), scale=scale, quick=quick, tile=tile

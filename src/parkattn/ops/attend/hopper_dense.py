@@ -99,6 +99,7 @@ def _produce(descs, work, shape, rings, bars, KEYS: gl.constexpr, STAGES: gl.con
     n, m, q_tiles, tiles = shape
     q_ring, k_ring, v_ring, _no_bias = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    # through the same tiles as a consumer: nobody hands them out
     done = 0
     r = 0
     count = tiles
@@ -159,6 +160,7 @@ def attend_dense_kernel(
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 64, D], SHARED_QK)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, D], SHARED_QK)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, D], SHARED)
+    # as in `hopper`, whose text has them because `park bench sanitize` rewrites it
     bars = (
         make_barriers(GROUPS, 1),  # q_full: of each warpgroup; the producer arrives
         make_barriers(GROUPS, 1),  # q_empty: its warpgroup arrives

@@ -156,24 +156,14 @@ def attend_ragged(
     out = torch.empty_like(q, dtype=v.dtype) if out is None else out
     o4 = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
-    if n == 0 or bh == 0:
-        return out, lse
-    if m == 0:
+    if 0 in (n, m, bh):  # no query, no key or no head
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
     at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
                             compensated=compensate is not None)  # fmt: skip
     by_head = (
-        query_offsets,
-        key_offsets,
-        mask,
-        compensate,
-        centroids,
-        mean_values,
-        pair_bias,
-        query_order,
-        lse,
+        query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, query_order, lse,
         *(steps or (None, None)),
-    )
+    )  # fmt: skip
     for elements, some, group in head_groups(batch, heads, at_once):
         rows = (x[elements, some] for x in (o4, q4, k4, v4))
         _attend_heads(*rows, *(x if x is None else x[group] for x in by_head), scale=scale, tile=tile)

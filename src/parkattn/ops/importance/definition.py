@@ -53,15 +53,9 @@ def exact_log_mass(q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, 
 
 
 def pama(
-    q: Tensor,
-    k: Tensor,
-    query_labels: Tensor,
-    query_count: int,
-    key_labels: Tensor,
-    key_count: int,
-    *,
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Each query's softmax over key-block centroids, averaged inside its query block (eq. pama_block_importance)."""
     centroids, sizes = segment_mean(k, key_labels, key_count)
 
@@ -73,15 +67,9 @@ def pama(
 
 
 def query_centroid(
-    q: Tensor,
-    k: Tensor,
-    query_labels: Tensor,
-    query_count: int,
-    key_labels: Tensor,
-    key_count: int,
-    *,
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The query block's mean, one softmax over key-block centroids: what PAMA replaces."""
     centers, members = segment_mean(q, query_labels, query_count)
     centroids, sizes = segment_mean(k, key_labels, key_count)
@@ -91,15 +79,9 @@ def query_centroid(
 
 
 def full_key(
-    q: Tensor,
-    k: Tensor,
-    query_labels: Tensor,
-    query_count: int,
-    key_labels: Tensor,
-    key_count: int,
-    *,
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """phi_v at the query block's mean, over every key (eq. app_query_estimators)."""
     centers, members = segment_mean(q, query_labels, query_count)
 
@@ -110,15 +92,9 @@ def full_key(
 
 
 def exact(
-    q: Tensor,
-    k: Tensor,
-    query_labels: Tensor,
-    query_count: int,
-    key_labels: Tensor,
-    key_count: int,
-    *,
+    q: Tensor, k: Tensor, query_labels: Tensor, query_count: int, key_labels: Tensor, key_count: int, *,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """W_uv, the attention that dense queries of block u really give to block v (eq. block_importance)."""
 
     def one_head(queries: Tensor, query_label: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
