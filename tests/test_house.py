@@ -55,6 +55,30 @@ def test_no_function_outside_kernels_is_longer_than_60_lines(room):
     assert len(found) > 50
 
 
+def _lines_of_texts(source: str) -> set[int]:
+    """Lines of strings in triple quotes that a program writes out as they stand, such as pages and style sheets."""
+    tree = ast.parse(source)
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr))
+    return {
+        number
+        for node in texts
+        if node not in docstrings and re.match('r?f?"""', ast.get_source_segment(source, node) or "")
+        for number in range(node.lineno, node.end_lineno + 1)
+    }
+
+
+@pytest.mark.parametrize("room", ["src", "lab/src", "tools"])
+def test_no_line_of_the_source_is_longer_than_120_columns(room):
+    found = []
+    for path in (ROOT / room).rglob("*.py"):
+        text = path.read_text()
+        long = {number for number, line in enumerate(text.splitlines(), 1) if len(line) > 120}
+        if long:
+            found += [f"{path.relative_to(ROOT)}:{number}" for number in long - _lines_of_texts(text)]
+    assert not found
+
+
 def test_records_are_few_files_and_in_no_distribution():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert not [

@@ -60,7 +60,9 @@ Rule = Callable[[Case, int | None, float], Tensor]  # case, tile, budget in (0, 
 
 
 def pooled(case: Case, tile: int | None, p: float, *, heads: bool, floor: float = 0.0) -> Tensor:
-    """Blocks by mass per cost until share p of the mass of a head, or of all, is kept; floor: of the mean head's cost."""
+    """Blocks by mass per cost until share p of the mass of a head, or of all, is kept;
+    floor: of the mean head's cost.
+    """
     importance, pairs = case.queries[tile][1], case.pairs(tile)
     mass = importance.double() * case.queries[tile][0].sizes.unsqueeze(-1)
     score = torch.where(pairs > 0, mass / pairs, -1.0).flatten(0 if heads else 2)

@@ -1,4 +1,5 @@
-"""What the plain attention kernel takes of each GPU that it is built for: registers, spills, shared memory, instructions.
+"""What the plain attention kernel takes of each GPU that it is built for: registers, spills, shared memory,
+instructions.
 
     python tools/builds.py
 
@@ -32,7 +33,8 @@ def main() -> None:
         rows.append(
             {
                 "arch": arch, "int8": int8, "everything": everything, "tile": list(triton_tile(DIM, arch, int8=int8)),
-                "registers": built.registers, "stack": built.stack, "shared": built.shared, "products": sorted(products(built.ptx)),
+                "registers": built.registers, "stack": built.stack, "shared": built.shared,
+                "products": sorted(products(built.ptx)),
             }
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)

@@ -111,7 +111,8 @@ def _retrieval(label: str) -> Table:
 @published
 def official_kernels() -> str:
     return page_table(
-        "package | its compiled kernel | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our plan, ms",
+        "package | its compiled kernel | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our "
+        "plan, ms",
         (
             (
                 f"{row['kernel']} {row['version']}",
@@ -148,11 +149,15 @@ def float8_linears() -> str:
             ]
         )
 
-    columns = "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | rest | weights | peak, dense | peak, PARK"
+    columns = (
+        "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | "
+        "rest | weights | peak, dense | peak, PARK"
+    )
     return page_table(
         columns,
         (
-            (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}", f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
+            (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}",
+             f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
              *(f"{row['split']['reuse'][part]:.2f}" for part in ("attention_s", "linears_s", "rest_s")),
              *(f"{row['memory'][part]:.1f} GB" for part in ("weights_gb", "dense_peak_gb", "park_peak_gb")))
             for name, row in found.items()

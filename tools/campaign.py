@@ -154,8 +154,9 @@ def soak(videos: int = VIDEOS, warm_up: int = WARM_UP) -> bool:
             memory.append(_resident_mib())
     growth = memory[-1] - memory[0]
     print(
-        f"soak: {videos} videos, resident memory {memory[0]:.0f}, {memory[1]:.0f}, {memory[2]:.0f} MiB at start, middle and end "
-        f"(at most {GROWTH_MIB} more allowed), {held} bytes of plans held between videos, {different} videos that did not repeat",
+        f"soak: {videos} videos, resident memory {memory[0]:.0f}, {memory[1]:.0f}, {memory[2]:.0f} MiB at start, "
+        f"middle and end (at most {GROWTH_MIB} more allowed), {held} bytes of plans held between videos, {different} "
+        "videos that did not repeat",
         flush=True,
     )
     return growth <= GROWTH_MIB and held == 0 and different == 0
@@ -172,7 +173,8 @@ def own_tests_of_diffusers(source: Path | None) -> bool | None:
     """
     if source is None:
         print(
-            "diffusers: skipped, no source given; make campaign DIFFUSERS_SOURCE=PATH, a clone of the installed version",
+            "diffusers: skipped, no source given; make campaign DIFFUSERS_SOURCE=PATH, a clone of the installed "
+            "version",
             flush=True,
         )
         return None
@@ -237,8 +239,8 @@ def main() -> None:
     reader.add_argument("--diffusers", type=Path, default=None, metavar="PATH")
     asked = reader.parse_args()
     parts: dict[str, Callable[[], bool | None]] = {
-        "store": store, "reproduce": reproduce, "folders": folders, "files": files, "calls": calls, "commands": commands, "soak": soak,
-        "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
+        "store": store, "reproduce": reproduce, "folders": folders, "files": files, "calls": calls,
+        "commands": commands, "soak": soak, "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
     }  # fmt: skip
     unknown = sorted(set(asked.parts) - parts.keys())
     if unknown:

@@ -79,7 +79,8 @@ def main() -> None:
         before, now = times[name, "before"], times[name, "now"]
         ratio, low, high = middle([b / a for a, b in zip(before, now, strict=True)])
         print(
-            f"{name:12} before {sorted(before)[len(before) // 2] * 1e3:6.1f} ms   now / before {ratio:.3f} ({low:.3f} to {high:.3f})"
+            f"{name:12} before {sorted(before)[len(before) // 2] * 1e3:6.1f} ms   now / before {ratio:.3f} ({low:.3f} "
+            f"to {high:.3f})"
         )
 
 

@@ -203,7 +203,8 @@ def recall_by_rule() -> str:
 @published
 def memory_by_model() -> str:
     return page_table(
-        "model | weights, bf16 | weights, float8 | activations, stock and compiled | state, quality and paper | decoding | on 24 GB",
+        "model | weights, bf16 | weights, float8 | activations, stock and compiled | state, quality and paper | "
+        "decoding | on 24 GB",
         _memory_rows(),
     )
 
@@ -231,10 +232,12 @@ def builds_by_architecture() -> str:
     found = json.loads((RESULTS / "builds.json").read_text())["rows"]
     pairs = zip(found[::2], found[1::2], strict=True)
     return page_table(
-        "architecture, for example | Q K^T | tile: queries x keys, warps, stages | registers | spilled bytes | shared memory | matrix products",
+        "architecture, for example | Q K^T | tile: queries x keys, warps, stages | registers | spilled bytes | shared "
+        "memory | matrix products",
         (
             (
-                f"sm_{whole['arch']}, {CARDS[whole['arch']]}", "INT8" if whole["int8"] else "bf16", "{} x {}, {}, {}".format(*whole["tile"]),
+                f"sm_{whole['arch']}, {CARDS[whole['arch']]}", "INT8" if whole["int8"] else "bf16",
+                "{} x {}, {}, {}".format(*whole["tile"]),
                 *(f"{whole[name]} ({plain[name]})" for name in ("registers", "stack")),
                 f"{whole['shared'] / 1024:.0f} KB ({plain['shared'] / 1024:.0f})",
                 ", ".join(f"`{_short(name)}`" for name in whole["products"]),

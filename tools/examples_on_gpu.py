@@ -28,8 +28,9 @@ TOKENS, GRID, HEADS, DIM = 75_600, (21, 45, 80), 40, 128
 def through_enable(pipe: Any, name: str) -> None:
     for frames, height, width in VIDEOS:
         with parkattn.enable(pipe, method=name, dense_steps=1) as session:
-            pipe("a cyan star moves down over grey checks", height=height, width=width, num_frames=frames, num_inference_steps=6,
-                 guidance_scale=1.0, generator=torch.Generator("cpu").manual_seed(0), max_sequence_length=32, output_type="np")  # fmt: skip
+            pipe("a cyan star moves down over grey checks", height=height, width=width, num_frames=frames,
+                 num_inference_steps=6, guidance_scale=1.0, generator=torch.Generator("cpu").manual_seed(0),
+                 max_sequence_length=32, output_type="np")  # fmt: skip
             report = session.summary()
         print(
             f"enable, {name}, {frames}x{height}x{width}: density {report.density:.3f}, calls {report.calls}", flush=True
@@ -54,7 +55,8 @@ def at_full_size(entry: Any) -> None:
             worst = max(worst, ((out[0, head, row].double() - exact).norm() / exact.norm()).item())
     density = plan.density().mean().item()
     print(
-        f"14B size, {entry.name}: density {density:.4f}, worst row {worst:.1e}, {median_ms(sparse, 3):.1f} ms; {backend.reason}",
+        f"14B size, {entry.name}: density {density:.4f}, worst row {worst:.1e}, {median_ms(sparse, 3):.1f} ms; "
+        f"{backend.reason}",
         flush=True,
     )
 

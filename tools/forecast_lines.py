@@ -1,9 +1,9 @@
 """Which line forecasts are best: its order and its variable, on outputs of whole runs in which every forward ran.
 
-python tools/forecast_lines.py --measure --size 29x224x256 --prompts 4      writes benchmarks/results/forecast_lines.json
+python tools/forecast_lines.py --measure --size 29x224x256 --prompts 4   # writes benchmarks/results/forecast_lines.json
 
-A row of n forecasts stands between computed steps that are n + 1 apart, so lines go through the last of those. Errors are
-|line - y| / |y| at the end of the row, over both branches and all rows from step FIRST on.
+A row of n forecasts stands between computed steps that are n + 1 apart, so lines go through the last of those. Errors
+are |line - y| / |y| at the end of the row, over both branches and all rows from step FIRST on.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def errors(outputs: list[list[Tensor]], places: dict[str, list[float]]) -> dict[
             for row in ROWS:
                 apart = row + 1
                 missed = [
-                    ((extrapolated([(x[s - i * apart], outputs[s - i * apart][b]) for i in range(order + 1)], x[s + row]) - y).norm() / y.norm()).item()
-                    for s in range(max(FIRST, max(ORDERS) * apart), len(outputs) - 1 - row) for b, y in enumerate(outputs[s + row])
+                    ((extrapolated([(x[s - i * apart], outputs[s - i * apart][b]) for i in range(order + 1)],
+                                   x[s + row]) - y).norm() / y.norm()).item()
+                    for s in range(max(FIRST, max(ORDERS) * apart), len(outputs) - 1 - row) for b,
+                    y in enumerate(outputs[s + row])
                 ]  # fmt: skip
                 found[f"{variable} {order} {row}"] = statistics.fmean(missed)
     return found

@@ -30,8 +30,8 @@ WIDTH, HEIGHT, LARGEST = 300, 250, 70  # of a panel; percent of all-dense
 def draw() -> Picture:
     said = (
         "Mean PSNR against the dense video over the attention that is computed in the whole run, two lengths of video."
-        " PARK's profile quality lies above SVG2, SVG-EAR, SparsePR and Sol-Attn at equal cost. fast does at 7,168 tokens,"
-        " and at 75,600 tokens computes less than any of their runs."
+        " PARK's profile quality lies above SVG2, SVG-EAR, SparsePR and Sol-Attn at equal cost. "
+        "fast does at 7,168 tokens, and at 75,600 tokens computes less than any of their runs."
     )
     picture = Picture(760, 385, "Quality against cost on an H200", said)
     for place, folder in enumerate(TOKENS):

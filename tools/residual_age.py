@@ -1,6 +1,6 @@
 """How a plan and its residual age: errors some steps after the anchor, and what spreads of anchors leave in all.
 
-    python tools/residual_age.py --out benchmarks/results/residual_age.json    # measures once, then prints from the file
+    python tools/residual_age.py --out benchmarks/results/residual_age.json    # measures once, then prints the file
 
 One dense run of the small model is captured. The plan and the residual of step s answer the calls of later steps t; e
 is the relative error of the output, root mean square over the layers.

@@ -1,11 +1,13 @@
-"""What rounding Q K^T or P V to 8 bits costs beside what bf16 costs already, scheme by scheme, in the definitions alone.
+"""What rounding Q K^T or P V to 8 bits costs beside what bf16 costs already, scheme by scheme, in the definitions
+alone.
 
-    park capture "a red circle moves right over blue waves" --frames 29 --height 160 --width 192 --steps 10 --capture-steps 2,6 --values \
-        --guidance 1 --out out/calls.safetensors
+    park capture "a red circle moves right over blue waves" --frames 29 --height 160 --width 192 --steps 10 \
+        --capture-steps 2,6 --values --guidance 1 --out out/calls.safetensors
     python tools/rounding_errors.py out/calls.safetensors
 
-writes benchmarks/results/rounding.json. Inputs are rounded to bf16 first. Every error is relative, against float64 of the
-same inputs and the same plan; all schemes round the weights, once more than the sum of weights, and the output to bf16.
+writes benchmarks/results/rounding.json. Inputs are rounded to bf16 first. Every error is relative, against float64 of
+the same inputs and the same plan; all schemes round the weights, once more than the sum of weights, and the output to
+bf16.
 """
 
 from __future__ import annotations

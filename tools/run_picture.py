@@ -27,9 +27,9 @@ Point = tuple[float, float]  # seconds, dB
 
 def draw() -> Picture:
     said = (
-        "Mean PSNR against the dense video over the seconds of a whole run, for two models and two lengths of video. Further"
-        " left is faster, higher is closer to dense attention. PARK's profiles are blue; a line leads from each to the same"
-        " profile with forecasts."
+        "Mean PSNR against the dense video over the seconds of a whole run, for two models and two lengths of video. "
+        "Further left is faster, higher is closer to dense attention. PARK's profiles are blue; "
+        "a line leads from each to the same profile with forecasts."
     )
     lines = [line for name in LINES if (RESULTS / name).exists() for line in read_records(RESULTS / name)]
     runs = list(runs_of(lines, _own_settings()))

@@ -52,15 +52,19 @@ def profile_rows() -> Iterator[tuple[str, ...]]:
             kept = [row["psnr"] for row in videos.values()]
             lowest = [min(row["psnr"] for row in each.values()) for each in (every, videos)]
             yield (
-                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos.values()), f"{statistics.fmean(kept):.1f}",
-                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}", f"{lowest[0]:.1f}, {lowest[1]:.1f}",
+                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos.values()),
+                f"{statistics.fmean(kept):.1f}", f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
+                f"{lowest[0]:.1f}, {lowest[1]:.1f}",
             )  # fmt: skip
 
 
 @published
 def forecast_profiles() -> str:
     """What forecasts lose against the same profile with every forward, on the same videos."""
-    heads = "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | most lost by a video, dB | worst video, without and with"
+    heads = (
+        "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | most lost by a video, dB "
+        "| worst video, without and with"
+    )
     rows = list(profile_rows())
     return page_table(heads, rows) if rows else NOT_RUN
 
@@ -129,7 +133,8 @@ def few_steps() -> str:
             kept = [row["psnr"] for row in videos.values()]
             above = [row["psnr"] - paper[place]["psnr"] for place, row in videos.items() if place in paper]
             rows.append((
-                str(steps), f"`{name}`", str(len(kept)), f"{_cost(videos):.1%}", f"{statistics.fmean(kept):.1f}{_within(kept)}", f"{min(kept):.1f}",
+                str(steps), f"`{name}`", str(len(kept)), f"{_cost(videos):.1%}",
+                f"{statistics.fmean(kept):.1f}{_within(kept)}", f"{min(kept):.1f}",
                 f"{statistics.fmean(above):+.1f}{_within(above)}" if above and name != "paper" else "",
             ))  # fmt: skip
     heads = "steps | profile | videos | attention computed | PSNR | worst video | above `paper`, dB"
@@ -149,12 +154,17 @@ def run_seconds() -> str:
                 continue
             psnr, share = run.psnr, run.mean("share_computed")
             rows.append((
-                TITLES[run.model], tokens, f"`{run.name.removesuffix(f', {FLOAT8}')}`{', ' + FLOAT8 if FLOAT8 in run.name else ''}",
-                f"{statistics.fmean(psnr):.1f}{_within(psnr)}" if psnr else "", "" if share is None else f"{share:.2f}", f"{run.seconds:,.0f} s",
-                *(f"{run.dense[way] / run.seconds:.2f}x" for way in ("stock", "compiled")), run.how,
+                TITLES[run.model], tokens,
+                f"`{run.name.removesuffix(f', {FLOAT8}')}`{', ' + FLOAT8 if FLOAT8 in run.name else ''}",
+                f"{statistics.fmean(psnr):.1f}{_within(psnr)}" if psnr else "", "" if share is None else f"{share:.2f}",
+                f"{run.seconds:,.0f} s", *(f"{run.dense[way] / run.seconds:.2f}x" for way in ("stock", "compiled")),
+                run.how,
             ))  # fmt: skip
     rows.sort(key=lambda row: (list(TITLES.values()).index(row[0]), list(LENGTHS).index(row[1])))
-    heads = "model | tokens | run | PSNR of the small model | forwards computed | seconds | against stock | blocks compiled | seconds are"
+    heads = (
+        "model | tokens | run | PSNR of the small model | forwards computed | seconds | against stock | blocks "
+        "compiled | seconds are"
+    )
     return page_table(heads, rows) if rows else NOT_RUN
 
 
@@ -164,8 +174,9 @@ def whole_runs() -> str:
     names = ("e2e_profile.jsonl", "e2e_forecast.jsonl")
     found = [line for name in names if (RESULTS / name).exists() for line in records.lines(name, "e2e profile run")]
     rows = [
-        (f"{line['model']}, `{line['profile']}`", str(len(line["steps_by_phase"].get("forecast", ()))), f"{line['density_sparse_steps']:.2f}",
-         f"{line['denoise_s']:.1f} s", f"{line['composed_s']:.1f} s", f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}")
+        (f"{line['model']}, `{line['profile']}`", str(len(line["steps_by_phase"].get("forecast", ()))),
+         f"{line['density_sparse_steps']:.2f}", f"{line['denoise_s']:.1f} s", f"{line['composed_s']:.1f} s",
+         f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}")
         for line in found if line["method"] == "park"
     ]  # fmt: skip
     return page_table("run of 50 steps | forecast | density | whole | composed | apart", rows) if rows else NOT_RUN
@@ -192,8 +203,9 @@ def forecast_caches() -> str:
                 if (in_steps, scale) == (steps, guidance) and name.startswith(f"{DENSE} ")
             ]
             rows += [
-                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos.values()), f"{run.mean('cost'):.2f}",
-                 f"{statistics.fmean(run.psnr):.1f}{_within(run.psnr)}", f"{min(run.psnr):.1f}")
+                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos.values()),
+                 f"{run.mean('cost'):.2f}", f"{statistics.fmean(run.psnr):.1f}{_within(run.psnr)}",
+                 f"{min(run.psnr):.1f}")
                 for run in sorted(runs, key=lambda run: -(run.mean("share_computed") or 0))
             ]  # fmt: skip
     heads = "tokens | guidance | setting | videos | forwards computed | attention | PSNR | worst video"

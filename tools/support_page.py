@@ -51,7 +51,8 @@ REFUSED = (
     (
         "triton < 3.6",
         "no Gluon as the Hopper kernels need it, so the plain kernels are taken, with that reason; built with 3.4 for "
-        "sm_80, PAMA spills registers, and no GPU has run them; torch 2.8 and 2.9 come with such a triton, torch 2.10 with 3.6",
+        "sm_80, PAMA spills registers, and no GPU has run them; "
+        "torch 2.8 and 2.9 come with such a triton, torch 2.10 with 3.6",
     ),
     (
         "torchvision of the index beside a CPU build of torch",

@@ -1,7 +1,7 @@
 """Writes the tables of README.md, DESIGN.md and docs from records in benchmarks/results; no figure in them is
 typed in.
 
-    python tools/tables.py            writes what stands between <!-- table: NAME --> and <!-- /table -->, and the package's forwards.json
+    python tools/tables.py            writes between <!-- table: NAME --> and <!-- /table -->, and forwards.json
     python tools/tables.py --check    writes nothing; exit code 1 where a page differs from its records
 
 Goals ("bar") are the only numbers of this file.
@@ -79,14 +79,18 @@ def _profiles_of_whole_models() -> list[tuple[Record, str, Record]]:
 @published
 def profiles_of_whole_models() -> str:
     rows = [
-        (MODELS[row["model"]], name, *([f"{row[part]:.2f}" for part in ("own_dense_s", "anchor_warm_s", "reuse_s")] if name != "paper"
+        (MODELS[row["model"]], name, *([f"{row[part]:.2f}" for part in ("own_dense_s", "anchor_warm_s",
+                                                                        "reuse_s")] if name != "paper"
          else [f"{row['baselines']['stock']:.2f}", f"{row['refresh_warm_s']:.2f}", f"{row['plain_reuse_s']:.2f}"]),
          ", ".join(f"{count} {phase}" for phase, count in run["steps"].items() if count),
          *(f"{run['speedup'][way]:.2f}x" for way in ("stock", "compiled", "own kernel")),
          f"{row['memory']['plans_with_guidance_gb' if name == 'paper' else 'state_with_guidance_gb']:.2f} GB")
         for row, name, run in _profiles_of_whole_models()
     ]  # fmt: skip
-    columns = "model | profile | dense s | anchor or refresh s | reuse s | steps | against stock | blocks compiled | our dense kernel"
+    columns = (
+        "model | profile | dense s | anchor or refresh s | reuse s | steps | against stock | blocks compiled | our "
+        "dense kernel"
+    )
     return page_table(f"{columns} | state, both branches", rows)
 
 
@@ -132,9 +136,11 @@ def attention_calls() -> str:
 @published
 def dense_calls() -> str:
     names = {
-        "cudnn": "dense, cuDNN", "ours": "dense, our kernel", "anchor, compensated": "anchor", "factor": "factors of the residual",
+        "cudnn": "dense, cuDNN", "ours": "dense, our kernel", "anchor, compensated": "anchor", "factor": "factors of "
+                                                                                                         "the residual",
         "reuse, compensated": "reuse, density 0.10", "add residual": "adding the residual",
-        "without a mask": "dense without padding, cuDNN", "stock, with a mask": "dense with a mask, PyTorch", "ours, padded": "dense with padding, our kernel",
+        "without a mask": "dense without padding, cuDNN", "stock, with a mask": "dense with a mask, PyTorch",
+        "ours, padded": "dense with padding, our kernel",
     }  # fmt: skip
     shapes = {"wan2.1-14b": "Wan2.1-14B", "hunyuan, padded": "HunyuanVideo"}
     return page_table(

@@ -1,10 +1,10 @@
 """Which backend computes a call's operations, and why.
 
-| name       | clusters, importance, permutation | attention                            | needs                                         |
-|------------|-----------------------------------|--------------------------------------|-----------------------------------------------|
-| reference  | PyTorch definitions               | PyTorch definition                   | nothing                                       |
-| triton     | Triton kernels                    | Gluon on sm_90, d 64 or 128; Triton  | NVIDIA sm_80 or later, bf16 or fp16           |
-| flashinfer | Triton kernels                    | FlashInfer's variable-block wrapper  | as triton, and the extra parkattn[flashinfer] |
+| name       | other operations    | attention                           | needs                               |
+|------------|---------------------|-------------------------------------|-------------------------------------|
+| reference  | PyTorch definitions | PyTorch definition                  | nothing                             |
+| triton     | Triton kernels      | Gluon on sm_90, d 64 or 128; Triton | NVIDIA sm_80 or later, bf16 or fp16 |
+| flashinfer | Triton kernels      | FlashInfer's variable-block wrapper | as triton, and parkattn[flashinfer] |
 
 "auto" looks at the device alone: triton on CUDA, reference elsewhere. A backend that cannot run a call refuses it in
 one line that names the alternative; nothing is replaced silently. `resolve(...).reason` names the choice and its cause.
@@ -83,12 +83,14 @@ def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
     """Whether the Hopper kernels run, and why or why not."""
     if importlib.util.find_spec("triton") is None:
         raise ModuleNotFoundError(
-            "backend 'triton': the package triton is not installed; pip install 'parkattn[triton]', or use backend='reference'."
+            "backend 'triton': the package triton is not installed; "
+            "pip install 'parkattn[triton]', or use backend='reference'."
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise ValueError(
-            f"backend: expected a CUDA device for 'triton', got {device}; move q, k, v to CUDA or use backend='reference'."
+            f"backend: expected a CUDA device for 'triton', got {device}; "
+            "move q, k, v to CUDA or use backend='reference'."
         )
     if dtype not in DTYPES:
         raise TypeError(

@@ -61,13 +61,15 @@ def expect_heads(name: str, value: object) -> None:
     assert isinstance(value, Tensor)
     if value.layout != torch.strided or value.is_quantized:
         raise TypeError(
-            f"{name}: expected an ordinary tensor, got {value.layout} of {value.dtype}; convert it with {name}.to_dense()."
+            f"{name}: expected an ordinary tensor, got {value.layout} of {value.dtype}; "
+            f"convert it with {name}.to_dense()."
         )
     if value.device.type == "meta":
         raise ValueError(f"{name}: expected a tensor with values, got one on the device meta; make it on a CPU or GPU.")
     if value.ndim != 4:
         raise ValueError(
-            f"{name}: expected [batch, heads, tokens, dim], got {shape_of(value)}; add the missing axis with unsqueeze or view."
+            f"{name}: expected [batch, heads, tokens, dim], got {shape_of(value)}; "
+            "add the missing axis with unsqueeze or view."
         )
     if value.dtype not in FLOATS:
         raise TypeError(
@@ -75,7 +77,8 @@ def expect_heads(name: str, value: object) -> None:
         )
     if value.numel() == 0:
         raise ValueError(
-            f"{name}: expected at least one token and one channel, got {shape_of(value)}; skip the call for empty input."
+            f"{name}: expected at least one token and one channel, got {shape_of(value)}; "
+            "skip the call for empty input."
         )
 
 
@@ -104,7 +107,8 @@ def expect_attention_inputs(q: Tensor, k: Tensor, *values: Tensor) -> None:
             )
     if values and values[0].shape[2] != k.shape[2]:
         raise ValueError(
-            f"v: expected {k.shape[2]} tokens as k has, got {values[0].shape[2]}; pass the values that belong to these keys."
+            f"v: expected {k.shape[2]} tokens as k has, got {values[0].shape[2]}; "
+            "pass the values that belong to these keys."
         )
 
 
@@ -112,7 +116,8 @@ def expect_finite(name: str, value: Tensor) -> None:
     bad = int((~torch.isfinite(value)).sum())
     if bad:
         raise ValueError(
-            f"{name}: expected finite values, got {bad} NaN or Inf of {value.numel()}; look for overflow before attention (fp16 activations, a bad checkpoint)."
+            f"{name}: expected finite values, got {bad} NaN or Inf of {value.numel()}; "
+            "look for overflow before attention (fp16 activations, a bad checkpoint)."
         )
 
 
@@ -134,11 +139,13 @@ def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
     b, m = k.shape[0], k.shape[2]
     if key_valid.dtype != torch.bool:
         raise TypeError(
-            f"key_valid: expected torch.bool, True where a key may be attended, got {key_valid.dtype}; cast it with .bool()."
+            f"key_valid: expected torch.bool, True where a key may be attended, got {key_valid.dtype}; "
+            "cast it with .bool()."
         )
     if tuple(key_valid.shape) != (b, m):
         raise ValueError(
-            f"key_valid: expected [{b}, {m}] (batch, key tokens), got {shape_of(key_valid)}; squeeze or expand it to that shape."
+            f"key_valid: expected [{b}, {m}] (batch, key tokens), got {shape_of(key_valid)}; "
+            "squeeze or expand it to that shape."
         )
     if key_valid.device != k.device:
         raise ValueError(
@@ -149,7 +156,8 @@ def expect_key_valid(key_valid: Tensor, k: Tensor) -> None:
     empty = (~key_valid.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"key_valid: expected at least one valid key per batch element, got none in element {empty[0]}; drop that element."
+            f"key_valid: expected at least one valid key per batch element, got none in element {empty[0]}; "
+            "drop that element."
         )
 
 
@@ -157,16 +165,19 @@ def expect_text(text: slice, n: int, m: int) -> None:
     """A span start:stop inside both sequences that leaves something to cluster."""
     if not (isinstance(text, slice) and _is_whole(text.start) and _is_whole(text.stop) and text.step in (None, 1)):
         raise TypeError(
-            f"text: expected slice(start, stop) with both ends given, got {shown(text)}; write slice(first_text_token, last_text_token + 1)."
+            f"text: expected slice(start, stop) with both ends given, got {shown(text)}; "
+            "write slice(first_text_token, last_text_token + 1)."
         )
     shorter = min(n, m)
     if not 0 <= text.start <= text.stop <= shorter:
         raise ValueError(
-            f"text: expected a span inside 0..{shorter} (the shorter of q and k), got {shown(text.start)}..{shown(text.stop)}; count tokens after patching."
+            f"text: expected a span inside 0..{shorter} (the shorter of q and k), got "
+            f"{shown(text.start)}..{shown(text.stop)}; count tokens after patching."
         )
     if text.stop - text.start >= shorter:
         raise ValueError(
-            f"text: expected at least one token outside the span, got {text.start}..{text.stop} of {shorter}; use dense attention for text alone."
+            f"text: expected at least one token outside the span, got {text.start}..{text.stop} of {shorter}; "
+            "use dense attention for text alone."
         )
 
 
@@ -189,7 +200,8 @@ def expect_by_length(name: str, value: Any, least: int) -> Any:
         return value
     if len(value) != 2:
         raise TypeError(
-            f"{name}: expected a whole number or two, for a long and for a short video, got {shown(value)}; write (12, 32)."
+            f"{name}: expected a whole number or two, for a long and for a short video, got {shown(value)}; "
+            "write (12, 32)."
         )
     for count in value:
         if count is not None or least == 0:
@@ -313,7 +325,8 @@ def expect_positive(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a positive number, got {shown(value)}; pass a float.")
     if not (value > 0 and _fits_float32(value)):
         raise ValueError(
-            f"{name}: expected a positive number that float32 holds, got {shown(value)}; choose a small value such as 1e-6."
+            f"{name}: expected a positive number that float32 holds, got {shown(value)}; "
+            "choose a small value such as 1e-6."
         )
 
 
@@ -358,10 +371,12 @@ def expect_call_site(site: Any) -> None:
         )
     if site.dense is not None and not callable(site.dense):
         raise TypeError(
-            f"dense: expected a function that returns attention's output, got {shown(site.dense)}; pass a function or None."
+            f"dense: expected a function that returns attention's output, got {shown(site.dense)}; "
+            "pass a function or None."
         )
     if site.ranks is not None and not callable(getattr(site.ranks, "gather", None)):
         raise TypeError(
-            f"ranks: expected an object with rank and gather, or None, got {shown(site.ranks)}; leave it out in one process."
+            f"ranks: expected an object with rank and gather, or None, got {shown(site.ranks)}; "
+            "leave it out in one process."
         )
     expect_scale(site.scale)

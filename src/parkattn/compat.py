@@ -6,11 +6,12 @@
 | `torch._dynamo`, `_stance`, `torch._C._len_torch_dispatch_stack` | torch | blocks are not compiled |
 | `_has_any_global_hook`, `_forward_hooks`, `_forward_pre_hooks` | torch | blocks are not compiled |
 | `torch._C._current_graph_task_id` | torch | a call under gradient checkpointing is not told from another |
-| `is_traceable_wrapper_subclass`, `_orig_mod` | torch | subclasses of tensors are not compiled; a wrapper is an unknown model |
+| `is_traceable_wrapper_subclass`, `_orig_mod` | torch | subclasses of tensors are not compiled; a wrapper is unknown |
 | `_templated_context_parallel_attention` | diffusers | attention spread over ranks is dense |
 | `_ulysses_mesh` | diffusers | heads stay with their ranks |
 | `_modeling_parallel` | diffusers | `sequence_parallel_plan` says so |
-| `_diffusers_hook`, `_fn_refs`, `_is_stateful`, `_cache_config` | diffusers | offloaded blocks are not compiled; caches of diffusers are not seen |
+| `_diffusers_hook`, `_fn_refs` | diffusers | offloaded blocks are not compiled |
+| `_is_stateful`, `_cache_config` | diffusers | caches of diffusers are not seen |
 | `_reset_stateful_cache`, `_blocks` | diffusers | plans are dropped when the next run begins |
 
 `own_code` relies on torch.compile filing graphs by code object.

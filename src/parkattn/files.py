@@ -212,7 +212,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_regular(path: Path, limit: int | None = None, *, follow: bool = True) -> bytes | None:
-    """The bytes of an ordinary file; None for anything else, larger than the limit or unreadable. follow: links, too."""
+    """The bytes of an ordinary file; None for anything else, larger than the limit or unreadable.
+    follow: links, too.
+    """
     try:
         found = path.stat(follow_symlinks=follow)
         if not stat.S_ISREG(found.st_mode) or (limit is not None and found.st_size > limit):

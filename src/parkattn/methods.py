@@ -86,7 +86,8 @@ def register(entry: MethodEntry) -> MethodEntry:
         raise ValueError(f"entry: expected a new name, got {entry.name!r}, which is taken; choose another name.")
     if not isinstance(entry.config, type) or not issubclass(entry.config, MethodConfig):
         raise TypeError(
-            f"config: expected a subclass of MethodConfig, got {shown(entry.config)}; write MethodEntry(..., config=MyConfig)."
+            f"config: expected a subclass of MethodConfig, got {shown(entry.config)}; "
+            "write MethodEntry(..., config=MyConfig)."
         )
     if not isinstance(entry.budgets, tuple):
         raise TypeError(
@@ -154,8 +155,8 @@ def configured_method(
     model: str | None = None,
     **changes: Any,
 ) -> AttentionMethod:
-    """A method from what a user said: a name, or an entry that is in no table. config: as for make_method, or the name of
-    a profile or preset; None: what suits the model.
+    """A method from what a user said: a name, or an entry that is in no table. config: as for make_method, or the name
+    of a profile or preset; None: what suits the model.
 
     changes override single fields of the config. A method that is given as an object is set already.
     """
@@ -166,7 +167,8 @@ def configured_method(
             )
         if config is not None or changes:
             raise ValueError(
-                f"config: expected none beside a method that is set already, got {shown(config)} {shown(changes)}; set the method itself."
+                f"config: expected none beside a method that is set already, got {shown(config)} {shown(changes)}; "
+                "set the method itself."
             )
         return method
     entry = method_entry(method) if isinstance(method, str) else method
@@ -183,8 +185,8 @@ def configured_method(
         config = entry.config.of(config)
     if not isinstance(config, entry.config):
         raise TypeError(
-            f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the method {entry.name!r}, "
-            f"got {shown(config)}; pass one of these."
+            f"config: expected a {entry.config.__name__}, the name of a preset, a mapping of fields or None for the "
+            f"method {entry.name!r}, got {shown(config)}; pass one of these."
         )
     return _made(entry, config.replace(**changes))
 
@@ -201,7 +203,8 @@ def _made(entry: MethodEntry, config: MethodConfig) -> AttentionMethod:
 def make_method(
     name: str | MethodEntry, config: MethodConfig | Mapping[str, Any] | None = None, **changes: Any
 ) -> AttentionMethod:
-    """A fresh method with no state, by its name or entry. config: a value of its config type, a mapping of fields, or None for its defaults.
+    """A fresh method with no state, by its name or entry. config: a value of its config type, a mapping of fields, or
+    None for its defaults.
 
     changes override single fields.
     """

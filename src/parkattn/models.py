@@ -88,7 +88,9 @@ def grid_of_vision(arguments: Mapping[str, Any], config: Any) -> Grid | None:
 
 
 def grid_of_image_shapes(arguments: Mapping[str, Any], config: Any) -> Grid | None:
-    """img_shapes: of each image in the batch (1, height, width), or a list of them, where images are given beside it."""
+    """img_shapes: of each image in the batch (1, height, width), or a list of them, where images are given beside
+    it.
+    """
     shape = (arguments.get("img_shapes") or [None])[0]
     return tuple(shape) if isinstance(shape, tuple) else None
 
@@ -146,18 +148,25 @@ def _patched(arguments: Mapping[str, Any], config: Any, channels: int) -> Grid |
 class ModelRow:
     """One transformer class.
 
-    blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention, dots allowed).
+    blocks: (attribute of the transformer that lists blocks, attribute of a block that is its video self-attention, dots
+        allowed).
     released: the models that it is the class of.
-    text: where text tokens stand in the attention sequence: "none", "last" or "first"; "packed": whatever is before the video that grid
-        finds is treated as text, and stays exact: other modalities, and frames that are given. "keys": text is keys without queries, before
-        the video's, and what follows the video that grid finds is treated as text too.
-    preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned them for this one.
+    text: where text tokens stand in the attention sequence: "none", "last" or "first"; "packed": whatever is before the
+        video that grid finds is treated as text, and stays exact: other modalities, and frames that are given.
+        "keys": text is keys without queries, before the video's, and what follows the video that grid finds is treated
+        as text too.
+    preset: the name of the settings that methods know. borrows: they were made for another model, and nobody has tuned
+        them for this one.
     grid: (arguments of forward, config) -> the grid of the video tokens, None where they do not say it.
-    read_once: the argument that says the grid by device values; hosts ask once for each, because that waits for the GPU.
-    references: arguments of forward -> tokens before the video that are videos too, which a host may leave sparse if it is asked to.
+    read_once: the argument that says the grid by device values; hosts ask once for each, because that waits for the
+        GPU.
+    references: arguments of forward -> tokens before the video that are videos too, which a host may leave sparse if it
+        is asked to.
     image: it makes images, whose attention is long enough to gain at 4k alone; hosts want to be asked.
-    named: arguments of forward -> the same, with timestep, hidden_states and encoder_... under these names, by which steps are counted.
-    pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being built.
+    named: arguments of forward -> the same, with timestep, hidden_states and encoder_... under these names, by which
+        steps are counted.
+    pair_mask: the stock processor expands its key padding to a [tokens, tokens] mask, which hosts keep from being
+        built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
     two_streams: in some layers the place of text holds a second stream of the same video, as long as the first.
     """
@@ -354,7 +363,7 @@ SIZES: dict[str, ModelSize] = {
     "wan2.2-14b": _WAN_14B,
     # 20 dual and 40 single blocks; guidance is distilled into the model; 125 frames are 32 latent frames
     "hunyuanvideo": ModelSize(
-        transformer="HunyuanVideoTransformer3DModel", layers=60, heads=24, ffn=12288, text=256, cross_attention=False, passes=1,
-        video=(125, 720, 1280), key_blocks=1024,
+        transformer="HunyuanVideoTransformer3DModel", layers=60, heads=24, ffn=12288, text=256, cross_attention=False,
+        passes=1, video=(125, 720, 1280), key_blocks=1024,
     ),
 }  # fmt: skip

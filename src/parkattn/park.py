@@ -44,8 +44,8 @@ _BY_ERROR = {"budget": "error", "query_tile": 128}
 QUERY_BLOCKS = 128  # of a long video, in every model
 CLUSTER_OF_TILE = "cluster_of_tile"  # in a plan's memory
 _STUDIED = (
-    "kmeans_iterations", "warm_iterations", "warm_start", "seed", "alpha", "epsilon", "metric_root", "key_metric", "importance",
-    "floor", "refresh_steps", "query_multiple", "key_multiple", "dense_last_steps", "reference_steps",
+    "kmeans_iterations", "warm_iterations", "warm_start", "seed", "alpha", "epsilon", "metric_root", "key_metric",
+    "importance", "floor", "refresh_steps", "query_multiple", "key_multiple", "dense_last_steps", "reference_steps",
 )  # fmt: skip
 _PREFIX_FIELDS = ("dense_fraction", "dense_steps", "refresh_interval", "refresh_steps")  # of a schedule without anchors
 
@@ -79,7 +79,8 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
     most_shares = len(Shares._fields)
     importance = "pama"  # how much attention a query block gives to a key block (ESTIMATORS)
 
-    # the defaults are the paper's, but for borders where the attention kernel's tiles begin (DESIGN.md, "Block borders")
+    # the defaults are the paper's, but for borders where the attention kernel's tiles begin (DESIGN.md,
+    # "Block borders")
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         name: {"query_clusters": QUERY_BLOCKS, "key_clusters": size.key_blocks} for name, size in SIZES.items()
     }
@@ -318,7 +319,8 @@ def park_attention(
         plan.expect_fit(q, k)
         if text is not None or key_valid is not None:
             raise ValueError(
-                "text, key_valid: expected None beside a plan, which holds them already, got a value; pass them to build_plan."
+                "text, key_valid: expected None beside a plan, which holds them already, got a value; "
+                "pass them to build_plan."
             )
         if config.check_finite:
             expect_finite("q", q)
@@ -344,7 +346,8 @@ class Park(PlannedMethod):
 def _expect_config(config: ParkConfig | None) -> ParkConfig:
     if config is not None and not isinstance(config, ParkConfig):
         raise TypeError(
-            f"config: expected a ParkConfig or None, got {shown(config)}; write ParkConfig(top_p=0.8), or ParkConfig.preset(name)."
+            f"config: expected a ParkConfig or None, got {shown(config)}; "
+            "write ParkConfig(top_p=0.8), or ParkConfig.preset(name)."
         )
     return ParkConfig() if config is None else config
 

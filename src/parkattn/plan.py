@@ -210,7 +210,8 @@ class Plan:
             ) from None
         except SafetensorError as error:
             raise ValueError(
-                f"{path}: expected a plan written by Plan.save, got a file that does not parse ({error}); save it again."
+                f"{path}: expected a plan written by Plan.save, got a file that does not parse ({error}); "
+                "save it again."
             ) from None
         expect_choice(f"format of {path}", facts.get("format"), [_FORMAT])
         try:
@@ -249,8 +250,9 @@ def expect_whole_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
         wrong = f"a mask {list(plan.mask.shape)} for {plan.queries.count} query blocks and {plan.keys.count} key blocks"
     if wrong is not None:
         raise ValueError(
-            f"plan: expected int32 labels of every token and a bool mask [batch, heads, query blocks, key blocks] for q {list(q.shape)} and "
-            f"k {list(k.shape)}, got {wrong}; make blocks with arrange, and pass the mask, expanded to all heads, through Roles.extend."
+            "plan: expected int32 labels of every token and a bool mask [batch, heads, query blocks, key blocks] for "
+            f"q {list(q.shape)} and k {list(k.shape)}, got {wrong}; "
+            "make blocks with arrange, and pass the mask, expanded to all heads, through Roles.extend."
         )
 
 
@@ -302,7 +304,9 @@ class Roles:
         return labels, clusters + (self.clustered_queries is not None)
 
     def key_blocks(self, labels: Tensor, clusters: int) -> tuple[Tensor, int]:
-        """Labels with text keys in one block after the clusters and padding keys in the last, and the number of blocks."""
+        """Labels with text keys in one block after the clusters and padding keys in the last,
+        and the number of blocks.
+        """
         if self.key_valid is None:
             return labels, clusters + self.has_text
         padding = clusters + self.has_text
@@ -352,7 +356,8 @@ def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | N
         # text alone always leaves a token to cluster; reading values would wait for the GPU
         if key_valid is not None and not key_valid.is_cuda and not bool(clustered.any(dim=1).all()):
             raise ValueError(
-                f"key_valid, text: expected at least one valid token of {name} outside the text, got none; use dense attention for this call."
+                f"key_valid, text: expected at least one valid token of {name} outside the text, got none; "
+                "use dense attention for this call."
             )
     only_clusters = n != m and text is None
     return Roles(None if only_clusters else queries, keys, key_valid, has_text=text is not None)

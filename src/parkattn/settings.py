@@ -249,7 +249,8 @@ class Selection(MethodConfig):
         super().__post_init__()
         if (self.top_p is None) == (self.top_k is None):
             raise ValueError(
-                f"top_p, top_k: expected exactly one of them, got top_p={shown(self.top_p)}, top_k={shown(self.top_k)}; for a fixed ratio pass top_p=None, top_k=0.1."
+                f"top_p, top_k: expected exactly one of them, got top_p={shown(self.top_p)}, "
+                f"top_k={shown(self.top_k)}; for a fixed ratio pass top_p=None, top_k=0.1."
             )
         for name in ("top_p", "top_k"):
             if getattr(self, name) is not None:
@@ -277,15 +278,14 @@ class Timetable(MethodConfig):
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense."""
     refresh_interval: int | None = 10
-    """Steps for which a plan is used, in a run of 50; None: until the run ends. Shorter runs refresh sooner, in proportion."""
+    """Steps for which a plan is used, in a run of 50; fewer in shorter runs, in proportion. None: until it ends."""
     share_branches: bool = False
     """Branches of a guided step use the plan of the first one: they then miss the same, which cancels in guidance."""
     anchors: int | None = None
-    """Dense steps of a run of 50, spread by its noise levels from step 0 on; plans are built there, and in shorter runs,
-    which have fewer (`anchor_count`), between two of them where they lie far apart. None: the first steps are dense, by
-    the fields above."""
-    # settings of a laboratory's subclass: the run that the numbers above are for, dense steps at its end, and steps at
-    # which plans are rebuilt instead of refresh_interval
+    """Dense steps of a run of 50, spread by its noise levels from step 0 on; plans are built there, and in shorter
+    runs, which have fewer (`anchor_count`), between two of them where they lie far apart. None: the first steps are
+    dense, by the fields above."""
+    # settings of a laboratory's subclass: the run that these numbers are for, dense steps at its end, refreshes
     reference_steps, dense_last_steps = 50, 0
     refresh_steps = cast("tuple[int, ...] | None", None)
 
@@ -294,9 +294,9 @@ class Timetable(MethodConfig):
         if self.anchors is not None:
             expect_count("anchors", self.anchors)
             for name in ("dense_steps", "refresh_steps"):
-                if getattr(self, name) is not None:
+                if (value := getattr(self, name)) is not None:
                     raise ValueError(
-                        f"{name}: expected None beside anchors={self.anchors}, got {shown(getattr(self, name))}; leave out one of them."
+                        f"{name}: expected None beside anchors={self.anchors}, got {shown(value)}; leave out one."
                     )
             for name in ("dense_fraction", "refresh_interval"):
                 # what a preset says of runs without anchors has no effect, and what a user says must have one

@@ -114,7 +114,9 @@ class AttentionStats:
     error: Tensor | None = None
     """[b h] fp32: |out - dense| / |dense| over a few sampled queries, where that was asked for."""
     imbalance: Tensor | None = None
-    """[2]: the slowest rank over the mean, by the density of a new plan: heads in the model's order, and as assigned."""
+    """[2]: the slowest rank over the mean, by the density of a new plan:
+    heads in the model's order, and as assigned.
+    """
 
 
 class AttentionOutput(NamedTuple):

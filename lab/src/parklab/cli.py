@@ -146,15 +146,16 @@ def density_profile(
     from parklab.studio.request import Request
 
     request = Request(
-        prompt="", model=model, seed=seed, steps=steps, height=height, width=width, frames=frames, guidance=guidance, device=device,
-        dtype=dtype, offload=offload,
+        prompt="", model=model, seed=seed, steps=steps, height=height, width=width, frames=frames, guidance=guidance,
+        device=device, dtype=dtype, offload=offload,
     )  # fmt: skip
     found = measure_profile(
         request, prompt or [DEFAULT_PROMPT], out, samples=samples, overwrite=overwrite, say=say
     ).densities
     needed, (steps_in, layers, heads) = found[~found.isnan()], found.shape
     console.print(
-        f"{steps_in} steps, {layers} layers, {heads} heads need {needed.min():.1%} to {needed.max():.1%} of the keys, {needed.mean():.1%} on average"
+        f"{steps_in} steps, {layers} layers, {heads} heads need {needed.min():.1%} to {needed.max():.1%} of the keys, "
+        f"{needed.mean():.1%} on average"
     )
     say(f"the profile is in {out}")
 
@@ -293,7 +294,10 @@ def in_one_line(error: Any, words: Sequence[str]) -> str:
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         options = [name for parameter in context.command.params for name in parameter.opts]
         given = error.option_name
-        return f"{shown(given)[1:-1]}: expected an option of {command}, got none of them; {did_you_mean(given, options, see)}"
+        return (
+            f"{shown(given)[1:-1]}: expected an option of {command}, got none of them; "
+            f"{did_you_mean(given, options, see)}"
+        )
     names = sorted(getattr(getattr(context, "command", None), "commands", ()))
     parameter = getattr(error, "param", None)
     if names and parameter is None:

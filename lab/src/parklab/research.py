@@ -185,7 +185,8 @@ class StudiedPark(Park):
 def share_by_noise(least: float, tau: float, site: CallSite) -> float:
     """iCATS: p + (1 - p) / (1 + exp k (l - l_pivot)), with k = log (tau / (1 - tau)) / (l_sparse - l_pivot).
 
-    l is the log of signal to noise, l_pivot that after the shortest stride, l_sparse that of the last step with anchors.
+    l is the log of signal to noise, l_pivot that after the shortest stride, l_sparse that of the last step with
+    anchors.
     """
     total, levels = levels_of(site)
     reached = log_signal_to_noise(total, levels)[: max(1, math.ceil(total * (1 - UNANCHORED)))]
@@ -273,7 +274,8 @@ class AdaptivePark(Park):
         for name, usual in (("anchors", 12), ("guard_rows", 16)):
             if not getattr(config, name):
                 raise ValueError(
-                    f"{name}: expected some beside anchor_error={anchor_error}, got {getattr(config, name)}; pass {name}={usual}."
+                    f"{name}: expected some beside anchor_error={anchor_error}, got {getattr(config, name)}; "
+                    f"pass {name}={usual}."
                 )
         self.schedule = AdaptiveSchedule(config, anchor_error)
 

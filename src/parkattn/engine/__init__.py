@@ -34,8 +34,8 @@ from parkattn.engine.summary import Summary
 from parkattn.site import AttentionMethod, AttentionOutput, AttentionStats, CallSite, Forecastable, HeadBalancing
 
 _UNTOLD = (
-    "attention: expected a backward pass that does not call attention again, got one that does, after steps whose plans "
-    "are remembered; use transformer.enable_gradient_checkpointing(), which is seen, or disable before training."
+    "attention: expected a backward pass that does not call attention again, got one that does, after steps whose "
+    "plans are remembered; use transformer.enable_gradient_checkpointing(), which is seen, or disable before training."
 )
 
 

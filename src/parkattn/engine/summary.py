@@ -140,7 +140,8 @@ class Summary:
             )
             + f"; mean density {self.density:.2f}; "
             + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
-            f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed"
+            f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; "
+            f"{self.density:.0%} of dense attention was computed"
             + (" in the forwards that ran" if self.forwards.get("forecast") else ""),
             *self._forecasts(),
             *self._ranks(),
@@ -184,7 +185,10 @@ class Summary:
 
     def _saved(self) -> str:
         if self.seconds_saved is not None:
-            return f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}, by the dense calls of this run"
+            return (
+                f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}, by the dense "
+                "calls of this run"
+            )
         if self.seconds_saved_at_most is None:
             return "what was saved is not known, since no layer has dense calls to compare with"
         bound, saved = self.seconds_saved_at_most, self.seconds_saved_at_most >= 0

@@ -1,7 +1,8 @@
-"""PARK in ComfyUI's Wan, HunyuanVideo, LTX and MiniMax-H3 models, by hooks of its ModelPatcher; ComfyUI itself is not imported.
+"""PARK in ComfyUI's Wan, HunyuanVideo, LTX and MiniMax-H3 models, by hooks of its ModelPatcher; ComfyUI itself is not
+imported.
 
 optimized_attention_override  every attention call: ours are answered, others go to the earlier override or to ComfyUI
-diffusion_model (a wrapper)   every forward: step, branch and grid are read from its arguments; it may be forecast instead
+diffusion_model (a wrapper)   every forward: step, branch and grid are read from its arguments, or it is forecast
 on_pre_run, on_cleanup        a sampler begins: plans and statistics are dropped; it ends or fails: plans are released
 """
 
@@ -57,8 +58,8 @@ class PatchedModel(AttachedEngine):
         if steps is None or steps > FEW or len(dense) in (0, steps) or not found.density:
             return found
         advice = (
-            f"{len(dense)} of the {steps} steps of this sampler are dense, so attention is at most {1 / found.density:.1f} times as fast; "
-            "more steps in one sampler gain more"
+            f"{len(dense)} of the {steps} steps of this sampler are dense, so attention is at most "
+            f"{1 / found.density:.1f} times as fast; more steps in one sampler gain more"
         )
         return dataclasses.replace(found, advice=[*found.advice, advice])
 
@@ -76,7 +77,9 @@ class PatchedModel(AttachedEngine):
             self._forward = None
 
     def _forecast_or_run(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """A sampler that asks twice within a step gets every forward computed: the forecast sees a branch come again."""
+        """A sampler that asks twice within a step gets every forward computed:
+        the forecast sees a branch come again.
+        """
         engine, forward = self.engine, self._forward
         if not engine.forecasts or forward is None:
             return run()

@@ -26,7 +26,10 @@ class ParkAttention:
     """MODEL in, MODEL with PARK out; the model that came in is left as it is."""
 
     CATEGORY = "model_patches/attention"
-    DESCRIPTION = "Block-sparse attention (PARK) for Wan, HunyuanVideo, LTX and MiniMax-H3. Other attention calls stay as they are."
+    DESCRIPTION = (
+        "Block-sparse attention (PARK) for Wan, HunyuanVideo, LTX and MiniMax-H3. "
+        "Other attention calls stay as they are."
+    )
     FUNCTION = "patch"
     RETURN_TYPES = ("MODEL",)
 

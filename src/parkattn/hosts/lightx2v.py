@@ -6,8 +6,8 @@
     pipe.create_generator(attn_mode="park_attn", ...)  # or "self_attn_1_type": "park_attn" in a JSON config
     print(attention.summary())                         # after a video
 
-Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid. MiniMax-H3's
-scheduler holds the layout of its packed sequence instead of a grid, the video last. A run is a schedule:
+Blocks pass `block_idx`, `scheduler` and `grid_sizes` to their self-attention: layer, step, branch and grid.
+MiniMax-H3's scheduler holds the layout of its packed sequence instead of a grid, the video last. A run is a schedule:
 `scheduler.prepare` makes new timesteps, or a new layout, and at the end of their last step plans are released.
 """
 

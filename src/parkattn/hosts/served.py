@@ -52,7 +52,8 @@ class ServedSettings:
             return cls(told, model)
         if not isinstance(told, Mapping):
             raise TypeError(
-                f'{where}: expected a profile or a mapping, got {shown(told)}; write for example {{"profile": "quality"}}.'
+                f'{where}: expected a profile or a mapping, got {shown(told)}; write for example {{"profile": '
+                f'"quality"}}.'
             )
         own = {name: told[name] for name in ("profile", "model", "min_tokens", "references") if name in told}
         changes = {
@@ -171,7 +172,8 @@ def served_attention(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, place: lis
     layer = _LAYERS.get(int(handle))
     if layer is None:
         raise RuntimeError(
-            "parkattn::served_attention: expected a layer of a loaded model, got one that is gone; compile the model again."
+            "parkattn::served_attention: expected a layer of a loaded model, got one that is gone; "
+            "compile the model again."
         )
     return layer.answer(q, k, v, place).contiguous()
 

@@ -56,9 +56,10 @@ def explained_memory(q: Tensor, k: Tensor, doing: str) -> Iterator[None]:
             raise
         asked = re.search(r"allocate (\d[\d.]* \w+)", str(error))
         raise torch.OutOfMemoryError(
-            f"memory: expected room for {asked[1] if asked else 'the tensors'} more on {q.device} in {doing} with q {shape_of(q)} "
-            f"and k {shape_of(k)}, got out of memory; pass fewer heads at a time, a smaller resolution or fewer frames, or offload "
-            "other models of the pipeline (enable_model_cpu_offload)."
+            f"memory: expected room for {asked[1] if asked else 'the tensors'} more on {q.device} in {doing} with q "
+            f"{shape_of(q)} and k {shape_of(k)}, got out of memory; "
+            "pass fewer heads at a time, a smaller resolution or fewer frames, or offload other models of the pipeline "
+            "(enable_model_cpu_offload)."
         ) from error
 
 

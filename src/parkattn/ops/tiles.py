@@ -1,7 +1,7 @@
 """Tile choices of the retrieval kernels (PAMA, k-means, sort, permutation): pure functions of (head_dim, dtype, arch).
 
-Every choice fits 99 KB of shared memory (sm_86, sm_89, sm_120) unless it is for sm_90 alone.  "Measured" means one H200,
-bf16, d = 128, medians in milliseconds within one run; everything else is what compiles without spills.
+Every choice fits 99 KB of shared memory (sm_86, sm_89, sm_120) unless it is for sm_90 alone.  "Measured" means one
+H200, bf16, d = 128, medians in milliseconds within one run; everything else is what compiles without spills.
 """
 
 import torch
@@ -51,8 +51,8 @@ def residual_tile(head_dim: int) -> dict:
 
 
 def low_rank_tile(head_dim: int) -> dict:
-    """Measured at (40, 75,600), rank 12: 0.42; 64 rows, 4 steps 0.43; 64 rows, 1 step 0.48; 128 rows, 8 warps 0.64.  The bytes alone
-    take 0.38; a sum of products of vectors 0.62 to 0.82.
+    """Measured at (40, 75,600), rank 12: 0.42; 64 rows, 4 steps 0.43; 64 rows, 1 step 0.48; 128 rows, 8 warps 0.64. 
+    The bytes alone take 0.38; a sum of products of vectors 0.62 to 0.82.
     """
     return {"ROWS": max(16, 4096 // head_dim), "STEPS": 16, "num_warps": 4, "num_stages": 3}
 
@@ -63,8 +63,9 @@ def product_width(rank: int) -> int:
 
 
 def assign_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
-    """Measured at (40, 75,600) with 128 / 512 / 1,024 clusters: 0.40 / 1.05 / 1.95.  Next best: 128x128, 8 warps 0.45 / 1.10 / 2.09;
-    256x64, 8 warps 0.48 / 1.10 / 2.08.  Keeping the best of every column until the end (no reduction per chunk) is slower: 0.60 / 1.33 / 2.33.
+    """Measured at (40, 75,600) with 128 / 512 / 1,024 clusters: 0.40 / 1.05 / 1.95.  Next best: 128x128, 8 warps 0.45 /
+    1.10 / 2.09; 256x64, 8 warps 0.48 / 1.10 / 2.08.  Keeping the best of every column until the end (no reduction per
+    chunk) is slower: 0.60 / 1.33 / 2.33.
     """
     if head_dim == 256:
         return {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
@@ -72,7 +73,9 @@ def assign_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
 
 
 def segment_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
-    """Measured at (40, 75,600), 512 segments: 32 rows 0.30, 64 rows 0.30, 16 rows 0.32; 8 warps 0.41.  The bytes alone take 0.19."""
+    """Measured at (40, 75,600), 512 segments: 32 rows 0.30, 64 rows 0.30, 16 rows 0.32; 8 warps 0.41.
+     The bytes alone take 0.19.
+    """
     return {"ROWS": 4096 // head_dim, "num_warps": 4, "num_stages": 1}
 
 
@@ -98,8 +101,11 @@ def metric_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
 
 
 def transform_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
-    """Measured at (40, 75,600): 0.39; 16 steps 0.40, with 2 stages 0.42; 128 rows, 8 warps and 3 stages 0.42.  The bytes alone take 0.37."""
-    return {"BM": 32 if head_dim == 256 else 64, "STEPS": 8, "num_warps": 4, "num_stages": 1 if head_dim == 256 else 4 if arch == 90 else 2}
+    """Measured at (40, 75,600): 0.39; 16 steps 0.40, with 2 stages 0.42; 128 rows, 8 warps and 3 stages 0.42.
+     The bytes alone take 0.37.
+    """
+    return {"BM": 32 if head_dim == 256 else 64, "STEPS": 8, "num_warps": 4,
+            "num_stages": 1 if head_dim == 256 else 4 if arch == 90 else 2}
 
 
 def has_gluon_kernel(head_dim: int, arch: int) -> bool:
@@ -110,24 +116,30 @@ def has_gluon_kernel(head_dim: int, arch: int) -> bool:
 def full_key_tile(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> dict:
     """Full-K PAMA; width: key blocks rounded up to a power of two.
 
-    sm_90, d = 128: the Gluon kernel, as many 32 KB stages as fit beside the probabilities.  Measured at (24, 115,200, 1,024)
-    2.60 ms, at (40, 75,600, 1,024) 3.07, at (40, 75,600, 512) 1.56; earlier, each call waited for, there 2.02 (3 stages 2.26).
-    Elsewhere plain Triton: BM * width fp32 logits live in the registers of 8 warps.
+    sm_90, d = 128: the Gluon kernel, as many 32 KB stages as fit beside the probabilities.  Measured at (24, 115,200,
+    1,024) 2.60 ms, at (40, 75,600, 1,024) 3.07, at (40, 75,600, 512) 1.56; earlier, each call waited for, there 2.02 (3
+    stages 2.26). Elsewhere plain Triton: BM * width fp32 logits live in the registers of 8 warps.
     """
     if has_gluon_kernel(head_dim, arch):
         return {"GLUON": True, "stages": 2 if width == 1024 else 4}
-    return {"BM": 16 if width >= 512 else 32, "BD": 32 if width == 1024 or (width == 256 and arch < 90) else 64, "num_warps": 8, "num_stages": 1 if width == 1024 else 2}
+    return {"BM": 16 if width >= 512 else 32, "BD": 32 if width == 1024 or (width == 256 and arch < 90) else 64,
+            "num_warps": 8, "num_stages": 1 if width == 1024 else 2}
 
 
 def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, dict]:
-    """Two-pass PAMA: (pass 1, pass 2).  Measured at (24, 115,200, 1,024): 3.79; pass 1 with 128x128 3.71, both with 3 stages 4.05, pass 1 with
-    4 warps too 4.16; earlier, pass 2 with 64x128 and with 128x64 were 10 and 23 % slower.  Both passes in one persistent kernel: 6.5.
+    """Two-pass PAMA: (pass 1, pass 2).  Measured at (24, 115,200, 1,024): 3.79; pass 1 with 128x128 3.71, both with 3
+    stages 4.05, pass 1 with 4 warps too 4.16; earlier, pass 2 with 64x128 and with 128x64 were 10 and 23 % slower. 
+    Both passes in one persistent kernel: 6.5.
     """
     if head_dim == 256:
-        return ({"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
-    return ({"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}, {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
+        return ({"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
+                {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
+    return ({"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2},
+            {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2})
 
 
 def prefers_full_key(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> bool:
-    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (2.8 against 3.8).  Not measured elsewhere: short rows only."""
+    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (2.8 against 3.8).
+     Not measured elsewhere: short rows only.
+    """
     return width <= (1024 if has_gluon_kernel(head_dim, arch) else 256)

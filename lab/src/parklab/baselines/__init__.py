@@ -1,4 +1,6 @@
-"""Methods that PARK is compared with: one file and one AttentionMethod each. They may use the operations, never PARK itself."""
+"""Methods that PARK is compared with: one file and one AttentionMethod each.
+They may use the operations, never PARK itself.
+"""
 
 from parklab.baselines import (
     chipmunk,

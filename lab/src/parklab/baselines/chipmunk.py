@@ -4,8 +4,8 @@ Per head, video tokens only; s the scale, M keys. The grid is cut into voxels of
 come the cells that fill no voxel: first of the last frames, then of the lower, then of the right border. Every 192
 tokens of that order are a group u of queries. At a full step u keeps
 
-    best     the first round(top_k M / 128) 128 keys by a_uj = sum over i in u of e^{s q_i.k_j - l_i}, l_i the log-sum-exp
-             of row i at the full step before (at the first one, its own)
+    best     the first round(top_k M / 128) 128 keys by a_uj = sum over i in u of e^{s q_i.k_j - l_i}, l_i the
+             log-sum-exp of row i at the full step before (at the first one, its own)
     random   a key with probability random_keys, drawn once for the run, and again for each plan
     first    the keys of the first voxel
     local    with local_voxels: the keys of so many voxels along each axis around its own, moved inwards at a border; a
@@ -13,11 +13,11 @@ tokens of that order are a group u of queries. At a full step u keeps
 
 and R = dense - sparse of that step is added to later steps' sparse output (`token_groups`).
 
-Defaults are those of the authors' package: top_k 0.05, random_keys 0.01, no local voxels, full steps 0, 1 and every 10th
-of 50, layers 0 and 1 dense. Their script for HunyuanVideo has full steps 0, 1, 10 and 40, as the preset has. Their
+Defaults are those of the authors' package: top_k 0.05, random_keys 0.01, no local voxels, full steps 0, 1 and every
+10th of 50, layers 0 and 1 dense. Their script for HunyuanVideo has full steps 0, 1, 10 and 40, as the preset has. Their
 script for Wan2.1-14B has top_k 0.1 and local_voxels 5, which alone keep a third of the keys at 720p; both can be set.
-Shorter runs: the first 4 % of the steps, rounded up, and every 10 in 50, at least every second one. Their sparse MLP and
-their step cache are other things and not here.
+Shorter runs: the first 4 % of the steps, rounded up, and every 10 in 50, at least every second one. Their sparse MLP
+and their step cache are other things and not here.
 
 Differences from the authors' code:
 - random keys are those of a hash of group and key, the same for every head; theirs come from the device's generator,
@@ -144,7 +144,9 @@ class ChipmunkPlanner:
 
 
 def voxel_order(grid: Triple, voxel: Triple, device: torch.device) -> Tensor:
-    """Cells [cells] voxel by voxel, those that fill none last: of the last frames, of the lower, of the right border."""
+    """Cells [cells] voxel by voxel, those that fill none last: of the last frames, of the lower,
+    of the right border.
+    """
     cell = torch.arange(math.prod(grid), device=device)
     at = (cell // (grid[1] * grid[2]), cell // grid[2] % grid[1], cell % grid[2])
     number, inside = torch.zeros_like(cell), torch.zeros_like(cell)
@@ -181,7 +183,8 @@ ENTRIES = (
     MethodEntry(
         "chipmunk",
         lambda config: GroupedMethod("chipmunk", ChipmunkPlanner(config), config, EveryFullStep(config)),
-        "Chipmunk: voxels of queries with their heaviest keys and some at random, chosen at full steps, and all that these missed there",
+        "Chipmunk: voxels of queries with their heaviest keys and some at random, chosen at full steps, and all that "
+        "these missed there",
         ChipmunkConfig,
         budgets=("top_k",),
         paper="arXiv 2506.03275",

@@ -130,7 +130,8 @@ class DensityProfile:
         known = densities[~densities.isnan()]
         if densities.ndim != 3 or densities.dtype != torch.float64 or not bool(((known > 0) & (known <= 1)).all()):
             raise ValueError(
-                f"{path}: expected float64 densities [steps, layers, heads] in (0, 1], got others of shape {list(densities.shape)}; {advice}"
+                f"{path}: expected float64 densities [steps, layers, heads] in (0, 1], got others of shape "
+                f"{list(densities.shape)}; {advice}"
             )
         try:
             mass = float(facts.get("mass", MASS))
@@ -186,7 +187,8 @@ class DensityProfiler:
     def profile(self) -> DensityProfile:
         if not self._needed:
             raise ValueError(
-                "profile: expected at least one call to have been measured, got none; run the model with this method first."
+                "profile: expected at least one call to have been measured, got none; "
+                "run the model with this method first."
             )
         layers, heads = (
             1 + max(layer for _, layer in self._needed),

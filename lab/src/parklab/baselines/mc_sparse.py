@@ -2,9 +2,10 @@
 
 Per head, video tokens only; s the scale, N queries, M keys, B = ceil(N / group):
 
-    groups   a tree over an order of the queries, at first that of the sequence. A node of blocks lo .. hi - 1 (blocks of
-             `group` places) is sorted by x_i.w, w from `power_iterations` times w <- G w / |G w| with G = sum (x_i - xbar)
-             (x_i - xbar)^T over the node, and split behind (hi - lo) // 2 of its blocks; a block alone is a group.
+    groups   a tree over an order of the queries, at first that of the sequence. A node of blocks lo .. hi - 1 (blocks
+             of `group` places) is sorted by x_i.w, w from `power_iterations` times w <- G w / |G w| with
+             G = sum (x_i - xbar) (x_i - xbar)^T over the node, and split behind (hi - lo) // 2 of its blocks; a block
+             alone is a group.
              x_i = q_i, with `whiten` x_i = C^(1/2) q_i, C the covariance of the keys.
     mass     a_uj = sum over i in u of softmax_j(s q_i.k_j), over all keys that can be attended to
     kept     the first floor(top_k M) keys by falling a_uj, rounded up to a multiple of `multiple`
@@ -100,7 +101,9 @@ def whitened(q: Tensor, k: Tensor, video: Tensor | None) -> Tensor:
 
 
 def principal_order(x: Tensor, live: Tensor | None, size: int, iterations: int) -> Tensor:
-    """The order [n] of x [n d] in which every `size` rows are a group; live [n]: rows that are not come last in a node."""
+    """The order [n] of x [n d] in which every `size` rows are a group;
+    live [n]: rows that are not come last in a node.
+    """
     n, d = x.shape
     rows = pad(x, (0, 0, 0, 1))
     alive = torch.ones(n, dtype=torch.bool, device=x.device) if live is None else live

@@ -9,7 +9,8 @@ Per head, video tokens only; s the scale, N video queries:
     query clusters: k-means of F_Q^T q, each row over its own root mean square;  c_u their means in the original space
 
     score_uv  "value_error": log(E_uv / n_v), E as in svg_ear.py; "attention_mass": log sum_{j in v} e^{s c_u.k_j}
-    u keeps key clusters by falling score until their tokens reach ceil((density - probes / N) (video and text keys)) - text keys
+    u keeps key clusters by falling score until their tokens reach
+        ceil((density - probes / N) (video and text keys)) - text keys
 
 Repair (ProbeRepair): one probe query in each of the `probes` largest query clusters, the token nearest to the cluster's
 mean feature, weight w = cluster size / mean of these sizes. With O the sparse output, R = dense row - O at the probes:
@@ -25,14 +26,15 @@ at every later step, density 0.22, 2048 sampled queries, ranks 48 and 64, 64 pro
 Differences from the authors' code:
 - the first centroids are distinct tokens, one per stretch of the sequence;
 - a warm start begins from the means under earlier labels in the current feature space, theirs from earlier centroids;
-- eigenpairs are exact off the GPU. On CUDA, where that would wait for the GPU, their span is followed by subspace iteration: 30
-  steps at first, later 2 from the plan before (theirs: exact at first, then 2), and Psi's by 30 steps;
+- eigenpairs are exact off the GPU. On CUDA, where that would wait for the GPU, their span is followed by subspace
+  iteration: 30 steps at first, later 2 from the plan before (theirs: exact at first, then 2), and Psi's by 30 steps;
 - log(E / n) is held at 1e-12 before the factor e^{2t} (svg_ear.py), theirs at 1e-30, which is below rounding;
 - the budget counts the probes that are really taken, and density 1 keeps every block;
 - with fewer clusters than probes there are fewer probes, theirs takes first tokens instead;
 - of tokens equally near to a mean, up to 1e-5 of the distance, the first is the probe;
 - text is exact for every query, and is not repaired; padding is in nothing;
-- not here, for they are no sparsity: their fused blocks, and reuse of the first layer's attention between guidance branches;
+- not here, for they are no sparsity: their fused blocks, and reuse of the first layer's attention between guidance
+  branches;
 - below 16,384 tokens the clusters hold as many tokens as theirs do at 75,600.
 """
 
@@ -307,7 +309,9 @@ def _nearest_members(features: Tensor, labels: Tensor, centroids: Tensor) -> Ten
 
 
 class ProbeRepair:
-    """Exact rows of a few queries say how the sparse output is wrong, and a low-rank map carries it over to the others."""
+    """Exact rows of a few queries say how the sparse output is wrong, and a low-rank map carries it over to the
+    others.
+    """
 
     def __init__(self, config: SparsePrConfig) -> None:
         self.config = config
@@ -365,7 +369,8 @@ ENTRIES = (
     MethodEntry(
         "sparsepr",
         _make,
-        "clusters of each side in the metric of the other, a fixed density, and a low-rank repair from exact probe rows",
+        "clusters of each side in the metric of the other, a fixed density, and a low-rank repair from exact probe "
+        "rows",
         SparsePrConfig,
         budgets=("density",),
         paper="SparsePR, arXiv 2608.18484",

@@ -6,16 +6,17 @@ Per head, video tokens only; c_u and k_v are centroids of query cluster u and ke
     P_uv = n_v exp(s c_u.k_v) / sum_r n_r exp(s c_u.k_r)
     u keeps key clusters by falling P while the sum before a cluster is <= top_p, and at least the first int(floor C_k).
 
-Defaults are those of the authors' scripts: 300 query and 1000 key clusters (HunyuanVideo 400 and 1000), top_p 0.9, floor
-0.10, 50 Lloyd iterations at first and 2 from the previous centroids at every later step, 20 % dense steps (HunyuanVideo
-10 %), the first 3 % of the layers dense, rounded down. They have no setting for Wan2.2; it gets Wan2.1's. What the paper
-calls "Turbo" is not published.
+Defaults are those of the authors' scripts: 300 query and 1000 key clusters (HunyuanVideo 400 and 1000), top_p 0.9,
+floor 0.10, 50 Lloyd iterations at first and 2 from the previous centroids at every later step, 20 % dense steps
+(HunyuanVideo 10 %), the first 3 % of the layers dense, rounded down. They have no setting for Wan2.2; it gets Wan2.1's.
+What the paper calls "Turbo" is not published.
 
 Differences from the authors' code:
 - the first centroids are distinct tokens, one per stretch of the sequence; theirs are drawn with replacement;
 - each guidance branch starts from its own centroids; theirs share one set, so each starts from the other's;
 - clusters are not computed during the dense steps (their HunyuanVideo script does), so the first plan is the cold one;
-- P stays in float32 (float64) until the selection; theirs is rounded to the inputs' dtype before it is sorted and summed;
+- P stays in float32 (float64) until the selection; theirs is rounded to the inputs' dtype before it is sorted and
+  summed;
 - no early stop, which would wait for the GPU;
 - padding attends to every valid key and nothing attends to padding; theirs attends to itself;
 - below 16,384 tokens the clusters hold as many tokens as theirs do at 75,600.
@@ -155,7 +156,9 @@ def by_weight(weights: Tensor, keys: Clustering) -> tuple[Tensor, Tensor]:
 
 
 def share_of(found: Clustering, ratio: float | Tensor, slack: float = 0.0) -> Tensor:
-    """int(ratio * C) [b h 1 1], C the clusters that exist, empty ones included. ratio: a number, or one per head [h]."""
+    """int(ratio * C) [b h 1 1], C the clusters that exist, empty ones included.
+    ratio: a number, or one per head [h].
+    """
     existing = (~found.centroids[..., 0].isnan()).sum(-1).double()
     return (existing * ratio + slack).floor()[..., None, None]
 

@@ -3,12 +3,12 @@
 Per head, video tokens only; query clusters of n_u tokens and mean c_u, key clusters of n_v tokens with mean key kbar_v
 and mean value vbar_v, s the scale, r the `floor`:
 
-    E_uv = sum_{j in v} | e^{s c_u.k_j} v_j - e^{s c_u.kbar_v} vbar_v |^2      error of replacing block v, seen by one query
-    S_uv = log E_uv - gamma log(n_u n_v)                                       error per cost
+    E_uv = sum_{j in v} | e^{s c_u.k_j} v_j - e^{s c_u.kbar_v} vbar_v |^2   error of replacing v, seen by one query
+    S_uv = log E_uv - gamma log(n_u n_v)                                    error per cost
     P_uv = softmax_v( s c_u.kbar_v + log n_v )
 
-    budget_u     key tokens of the blocks that SVG2 would keep: by falling P while the sum before a block is <= top_p, and at
-                 least the first floor(2 r C_k)
+    budget_u     key tokens of the blocks that SVG2 would keep: by falling P while the sum before a block is <= top_p,
+                 and at least the first floor(2 r C_k)
     guaranteed   the first max(1, floor(r C_k)) by P
     fill         the others by falling S while the tokens filled so far < budget_u - tokens(guaranteed)
 
@@ -20,8 +20,8 @@ their processors, which their scripts' 0.10 does not reach. They have no setting
 Differences from the authors' code, besides those of svg2.py:
 - log E = log max(E', 1e-8) + 2 t with E = e^{2t} E' and t the block's largest logit; theirs holds E itself at 1e-8 and
   overflows in float32 beyond logits of 44;
-- E' is summed as a_j^2 |v_j - vbar|^2 + 2 a_j (a_j - abar) vbar.(v_j - vbar) + (a_j - abar)^2 |vbar|^2, where a_j and abar are
-  the exponentials, which in float32 loses less of a tight block than their expanded square;
+- E' is summed as a_j^2 |v_j - vbar|^2 + 2 a_j (a_j - abar) vbar.(v_j - vbar) + (a_j - abar)^2 |vbar|^2, where a_j and
+  abar are the exponentials, which in float32 loses less of a tight block than their expanded square;
 - log n_v, where theirs is log(n_v + 1e-6);
 - text is exact for every query and padding is in nothing; their first release lets padding into the normaliser.
 """
@@ -169,7 +169,8 @@ ENTRIES = (
     MethodEntry(
         "svg-ear",
         lambda config: PlannedMethod("svg-ear", SvgEarPlanner(config), config),
-        "SVG2's clusters and budget, spent by the error of replacing a block by its centroid, which stands in for what is skipped",
+        "SVG2's clusters and budget, spent by the error of replacing a block by its centroid, which stands in for what "
+        "is skipped",
         SvgEarConfig,
         budgets=("top_p", "top_k"),
         paper="SVG-EAR, arXiv 2603.08982",

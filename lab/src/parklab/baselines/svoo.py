@@ -4,7 +4,7 @@ profile.
 Per head, video tokens only; C and K hold query and key centroids as rows. One iteration of the co-clustering:
 
     key n:   profile C k_n, centroid j: profile C K_j, both L2-normalised; label = nearest; K <- means of the raw keys
-    query m: profile K q_m, centroid u: profile K C_u, the same with the updated K;         C <- means of the raw queries
+    query m: profile K q_m, centroid u: profile K C_u, the same with the updated K;      C <- means of the raw queries
 
 Then SVG2's map (svg2.py), with a floor per head: at least the first int(ratio_h C_k) key clusters, ratio_h = the head's
 required density at this step and layer (density_profile.py) clipped to floor_clip; `floor`, unclipped, for all heads of
@@ -85,7 +85,9 @@ class SvooConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
     floor: float = 0.1
     refresh_interval: int | None = 1
     density_profile: str | None = None
-    """File of a density profile (park profile), or sprites: that of the model in the box. None: `floor` for every head."""
+    """File of a density profile (park profile), or sprites: that of the model in the box.
+    None: `floor` for every head.
+    """
     floor_clip: tuple[float, float] = (0.15, 0.20)
     """Least and largest floor that a profile may ask for."""
     recluster_interval: int = 40
@@ -108,7 +110,8 @@ class SvooConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
         super().__post_init__()
         if self.density_profile is not None and not isinstance(self.density_profile, str):
             raise TypeError(
-                f"density_profile: expected the path of a density profile or None, got {shown(self.density_profile)}; pass a string."
+                f"density_profile: expected the path of a density profile or None, got {shown(self.density_profile)}; "
+                "pass a string."
             )
         if (
             not isinstance(self.floor_clip, (tuple, list))
@@ -116,7 +119,8 @@ class SvooConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
             or self.floor_clip[0] > self.floor_clip[1]
         ):
             raise ValueError(
-                f"floor_clip: expected the least and the largest floor, got {shown(self.floor_clip)}; write (0.15, 0.2)."
+                f"floor_clip: expected the least and the largest floor, got {shown(self.floor_clip)}; "
+                "write (0.15, 0.2)."
             )
         for ratio in self.floor_clip:
             expect_fraction("floor_clip", ratio, zero=True)

@@ -177,9 +177,11 @@ def plan_tokens(
     log_sums: Tensor | None = None,
     remember: bool = False,
 ) -> Plan:
-    """The plan of a call. groups_of: from q [n d], k [m d] of a head and the members of both sides [n], [m], None for all.
+    """The plan of a call. groups_of: from q [n d], k [m d] of a head and the members of both sides [n], [m], None for
+    all.
 
-    always [groups m]: keys that are kept in any case; log_sums [b h n]: of an earlier step, for its mass; remember: keep this one's.
+    always [groups m]: keys that are kept in any case; log_sums [b h n]: of an earlier step, for its mass; remember:
+    keep this one's.
     """
     (b, h, n, _), backend = q.shape, resolve_for(q, config.backend)
     roles = assign_roles(q, k, site.text, site.key_valid)

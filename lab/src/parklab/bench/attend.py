@@ -332,7 +332,9 @@ def _gate_steep_int8(shape: Shape, compensate: bool, device: torch.device) -> Ca
 
 
 def _gate_far_apart(tile_rows: int, dim: int, device: torch.device) -> Case:
-    """Scores that are the same within a tile of 128 keys and up to 300 powers of two apart between tiles, in any order."""
+    """Scores that are the same within a tile of 128 keys and up to 300 powers of two apart between tiles,
+    in any order.
+    """
     steps = torch.tensor([-150, -100, -60, -20, 0, 20, 50, 64, 100, 150])
     levels = steps[torch.randint(10, (64, 4), generator=torch.Generator().manual_seed(dim))]
     heads, means = len(levels), torch.arange(1.0, 5)

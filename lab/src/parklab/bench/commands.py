@@ -235,7 +235,10 @@ def e2e(
     outcome, rows = run_and_tabulate(record, options, only=only, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"
     anchored = "one forward of each kind; 50 steps against dense: stock, in compiled blocks, in our own kernel"
-    linears = "bfloat16 and float8 linears, one forward in each phase; attention, products and rest of a reuse forward in seconds"
+    linears = (
+        "bfloat16 and float8 linears, one forward in each phase; "
+        "attention, products and rest of a reuse forward in seconds"
+    )
     bits = "one forward of each kind in each precision; 50 steps against stock dense in bfloat16"
     titles = {"int8": bits}
     title = titles.get(precision, linears if float8 else paper if profile == "paper" else anchored)

@@ -100,7 +100,8 @@ def _expect_dense_when_all_kept(q: Tensor, k: Tensor, v: Tensor) -> None:
     error = ((out - reference).norm() / reference.norm()).item()
     if not error < 1e-5:
         raise RuntimeError(
-            f"with every block kept the output should be dense attention; the relative error is {error:.1e}, so nothing was timed."
+            "with every block kept the output should be dense attention; "
+            f"the relative error is {error:.1e}, so nothing was timed."
         )
 
 

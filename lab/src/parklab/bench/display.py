@@ -46,7 +46,8 @@ def run_measures(
         )
     table = Table(
         *columns,
-        title=f"{facts.get('gpu', facts['cpu'])}: {peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run",
+        title=f"{facts.get('gpu', facts['cpu'])}: {peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s "
+        "measured in this run",
     )
     for row in MEASURES[name](device, peak, repeats=repeats, rehearse=rehearse):
         table.add_row(*(shown_in(row, column) for column in columns))

@@ -3,7 +3,7 @@ run.
 
     park bench e2e --record FILE            gate, then the three models, each in a process of its own
     park bench e2e --full --record FILE     with every one of the 50 steps of Wan2.1-1.3B at 720p, PARK and dense
-    park bench e2e --compiled --record FILE     the same models after compile_repeated_blocks(fullgraph=True), dense and PARK alike
+    park bench e2e --compiled --record FILE     after compile_repeated_blocks(fullgraph=True), dense and PARK alike
     park bench e2e --profile fast --record FILE     anchors and corrected reuse at density 0.10 (e2e_profile.py)
     park bench e2e --profile fast --full --forecast 6 --forecast 8 --record FILE    without the forwards of these steps
     park bench e2e --float8 --record FILE       with float8 linears beside bfloat16 ones (e2e_float8.py)
@@ -218,8 +218,8 @@ def timed_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], n
 def timed_forward(ready: Prepared, timestep: float, phase: str, note: Keep) -> Watched:
     found = watched(lambda: run_forward(ready.transformer, ready.inputs, timestep), ready.device)
     note({
-        "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds, "peak_gb": found.peak_gb,
-        "top_k": ready.top_k,
+        "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds,
+        "peak_gb": found.peak_gb, "top_k": ready.top_k,
     })  # fmt: skip
     return found
 
@@ -233,10 +233,11 @@ def forwards_record(
     warm_s = statistics.median(warm)
     return {
         "benchmark": "e2e", "transformer": model.transformer, "video": model.video, "tokens": model.tokens,
-        "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text, "layers": len(report.layers), "config": config.to_dict(),
-        "dense_s": dense_s, "refresh_cold_s": cold_s, "refresh_warm_s": warm_s, "reuse_s": reuse_s, "each_s": seconds,
-        "reuse_speedup": dense_s / reuse_s, "attention_s": report.attention_seconds,
-        "run": composed(dense_s, cold_s, warm_s, reuse_s, phases_of_run(model.config())),
+        "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text, "layers": len(report.layers),
+        "config": config.to_dict(), "dense_s": dense_s, "refresh_cold_s": cold_s, "refresh_warm_s": warm_s,
+        "reuse_s": reuse_s, "each_s": seconds, "reuse_speedup": dense_s / reuse_s,
+        "attention_s": report.attention_seconds, "run": composed(dense_s, cold_s, warm_s, reuse_s,
+                                                                 phases_of_run(model.config())),
     }  # fmt: skip
 
 

@@ -126,10 +126,11 @@ def measure_bits(
         "fused": report.fused, "fusing_s": ready.fusing_s, "reasons": report.dense_because,
         "density": sparse_density(report.layers), **seconds,
         "quality_density": sparse_density(quality_report.layers), "quality_reuse_s": dense_reuse.seconds,
-        "baselines": ways, "attention_s": report.attention_seconds, "runs": composed, "finite": all(run.finite for run in runs),
-        "memory": {
+        "baselines": ways, "attention_s": report.attention_seconds, "runs": composed,
+        "finite": all(run.finite for run in runs), "memory": {
             **state_record(
-                ready, config, report, residual_bytes, quality_report, park_peak_gb=largest([run.peak_gb for run in runs])
+                ready, config, report, residual_bytes, quality_report,
+                park_peak_gb=largest([run.peak_gb for run in runs])
             ),
             "weights_gb": weights_bytes(ready.transformer) / 1e9,
         },

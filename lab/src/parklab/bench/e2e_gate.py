@@ -141,7 +141,8 @@ def _gate_model(name: str, model: WholeModel, device: torch.device) -> Iterator[
             spent = sum(report.attention_seconds.values())
             # the stopwatch of summary: each phase took some time, all together less than the wall clock
             yield verdict(
-                f"{name}, {backend}: stopwatch", 0 if min(report.attention_seconds.values()) > 0 and spent <= wall else 1, 0,
+                f"{name}, {backend}: stopwatch",
+                0 if min(report.attention_seconds.values()) > 0 and spent <= wall else 1, 0,
                 attention_s=report.attention_seconds, wall_s=wall, saved_s=report.seconds_saved,
             )  # fmt: skip
         with enable(transformer, _config(model, backend), total_steps=len(TIMESTEPS)):

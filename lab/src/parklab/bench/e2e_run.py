@@ -91,8 +91,9 @@ def whole_run(
     }
     yield {
         **run, "method": "park", "config": config.to_dict(), **park, "calls": report.calls, "expected_calls": expected,
-        "steps_by_phase": report.steps, "dense_calls_because": len(report.dense_because), "density": report.density, "median_step_s": by_phase,
-        "density_sparse_steps": sparse_density(report.layers), "attention_s": report.attention_seconds, "saved_s_by_summary": report.seconds_saved,
+        "steps_by_phase": report.steps, "dense_calls_because": len(report.dense_because), "density": report.density,
+        "median_step_s": by_phase, "density_sparse_steps": sparse_density(report.layers),
+        "attention_s": report.attention_seconds, "saved_s_by_summary": report.seconds_saved,
         "memory": memory_record(ready.transformer, report, park_peak_gb=park["peak_gb"]),
     }  # fmt: skip
     dense = generate(pipe, model, steps, ends=ends)
@@ -145,8 +146,9 @@ def generate(
         clock.append(time.perf_counter())
         made.append(
             pipe(
-                **embeds, height=height, width=width, num_frames=frames, num_inference_steps=steps, guidance_scale=guidance,
-                generator=torch.Generator().manual_seed(0), output_type="latent", callback_on_step_end=ended,
+                **embeds, height=height, width=width, num_frames=frames, num_inference_steps=steps,
+                guidance_scale=guidance, generator=torch.Generator().manual_seed(0), output_type="latent",
+                callback_on_step_end=ended,
             ).frames
         )  # fmt: skip
         return made[0]

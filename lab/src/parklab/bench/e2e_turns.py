@@ -1,7 +1,7 @@
 """Processes that get ready together and measure one at a time: compiling takes minutes of CPU, a measurement wants the
 GPU alone.
 
-    park bench e2e --record FILE [--full] [--budget SECONDS] [--only gate --only wan2.1-14b ...] [--profile fast] [--float8]
+    park bench e2e --record FILE [--full] [--budget SECONDS] [--only gate --only wan2.1-14b ...] [--profile fast]
 
 A hang or a CUDA error costs one model. Every figure is in FILE as soon as it is there.
 """
@@ -180,9 +180,10 @@ def bits_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
             fast, quality = (line["runs"][name]["speedup"] for name in ("fast", "quality"))
             peak = line["memory"]["park_peak_gb"]
             rows.append([
-                line["model"], line["linears"], line["precision"], f"{line['density']:.3f}", *(f"{s:.2f}" for s in seconds),
-                f"{fast['stock']:.2f}x", f"{fast['compiled']:.2f}x", f"{quality['stock']:.2f}x",
-                f"{line['memory']['state_with_guidance_gb']:.2f}", "" if peak is None else f"{peak:.1f}",
+                line["model"], line["linears"], line["precision"], f"{line['density']:.3f}",
+                *(f"{s:.2f}" for s in seconds), f"{fast['stock']:.2f}x", f"{fast['compiled']:.2f}x",
+                f"{quality['stock']:.2f}x", f"{line['memory']['state_with_guidance_gb']:.2f}",
+                "" if peak is None else f"{peak:.1f}",
             ])  # fmt: skip
     return rows
 

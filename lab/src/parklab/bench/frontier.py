@@ -1,9 +1,10 @@
 """Quality against cost: PSNR to the dense video for settings of one or several methods, over prompts, sizes and
 guidance.
 
-python -m parklab.bench.frontier --out frontier.jsonl --size 81x400x576 --steps 50 --prompts 8 --guidance 1 --guidance 5 \\
-    --setting paper --setting quality --setting fast --setting "fast top_p=0.3 anchors=8" --setting "fast tolerance=0.004" \\
-    --setting "dense tolerance=0.004" --setting "dense steps=25" --setting "dense cache=first-block threshold=0.1"
+python -m parklab.bench.frontier --out frontier.jsonl --size 81x400x576 --steps 50 --prompts 8 --guidance 1 \\
+    --guidance 5 --setting paper --setting quality --setting fast --setting "fast top_p=0.3 anchors=8" \\
+    --setting "fast tolerance=0.004" --setting "dense tolerance=0.004" --setting "dense steps=25" \\
+    --setting "dense cache=first-block threshold=0.1"
 
 steps=25 makes the video in 25 steps and compares it with the one of --steps; cache: `step_caches.py`.
 
@@ -153,8 +154,9 @@ def measure_frontier(
                                 _write_frames(frames_file, made)
                             psnr = statistics.fmean(psnr_per_frame(made, np.load(frames_file, allow_pickle=False)))
                             known[key] = {
-                                "format": FORMAT, "key": key, "model": model, "setting": setting.label, "method": setting.method,
-                                **dataclasses.asdict(task), "dtype": dtype, "psnr": psnr, **found, "config": config, "environment": facts,
+                                "format": FORMAT, "key": key, "model": model, "setting": setting.label,
+                                "method": setting.method, **dataclasses.asdict(task), "dtype": dtype, "psnr": psnr,
+                                **found, "config": config, "environment": facts,
                             }  # fmt: skip
                             append_records(out, [known[key]])
                         yield {**known[key], "setting": setting.label}
@@ -305,12 +307,13 @@ def main(
     sentences = prompt or [scene.sentence for scene in grammar.held_out_scenes(prompts)]
     sizes = [(int(f), int(h), int(w)) for f, h, w in (text.split("x") for text in size)]
     for record in measure_frontier(
-        pipe.to(device), sentences, setting, out, sizes=sizes, steps=steps, guidances=guidance or (1.0, 5.0), seeds=seed or (0,),
-        model=weights, timed=timed,
+        pipe.to(device), sentences, setting, out, sizes=sizes, steps=steps, guidances=guidance or (1.0, 5.0),
+        seeds=seed or (0,), model=weights, timed=timed,
     ):  # fmt: skip
         typer.echo(
-            f"{record['setting']}: cost {record['cost']:.3f}, forwards {record.get('share_computed', 1.0):.0%}, {record['psnr']:.2f} dB, "
-            f"{'-' if record['seconds'] is None else round(record['seconds'])} s: {record['prompt']}"
+            f"{record['setting']}: cost {record['cost']:.3f}, forwards {record.get('share_computed', 1.0):.0%}, "
+            f"{record['psnr']:.2f} dB, {'-' if record['seconds'] is None else round(record['seconds'])} s: "
+            f"{record['prompt']}"
         )
     typer.echo(f"table and findings: park reproduce frontier --records {out}")
 

@@ -1,7 +1,7 @@
 """Everything that wants a GPU, in one command of at most ten minutes: gates first, then figures.
 
     park bench gpu --out DIR                                  (or python -m parklab.bench.gpu --out DIR)
-    TRITON_INTERPRET=1 park bench gpu --out DIR --rehearse    the same code at tiny sizes on the CPU, before a GPU is spent
+    TRITON_INTERPRET=1 park bench gpu --out DIR --rehearse    the same at tiny sizes on the CPU, before a GPU is spent
 
 Every section is a process of its own with a time limit: a hang or a CUDA error costs that section alone. One JSON line
 per result goes to DIR/gpu.jsonl as soon as it is there. `park bench sanitize` looks for races and stray accesses.

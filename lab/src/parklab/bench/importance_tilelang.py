@@ -1,9 +1,10 @@
 """PAMA in TileLang, both algorithms as the paper's Appendix D has them: an optional extra (parklab[tilelang]) to be
 measured beside the Triton kernels.
 
-One program per query block and head (per query tile where log-sum-exps are made), no list of work and no partial rows: what the
-Triton kernels add to the paper is not here.
-Sizes are compiled in except heads, tokens and query blocks.  TileLang compiles with nvcc: set CUDA_HOME where it is not found.
+One program per query block and head (per query tile where log-sum-exps are made), no list of work and no partial rows:
+what the Triton kernels add to the paper is not here.
+Sizes are compiled in except heads, tokens and query blocks.  TileLang compiles with nvcc: set CUDA_HOME where it is not
+found.
 """
 
 import functools
@@ -26,7 +27,8 @@ def _tilelang():
         if missing.name != "tilelang":
             raise
         raise ModuleNotFoundError(
-            "PAMA in TileLang: the package tilelang is not installed; pip install 'parklab[tilelang]', or use parkattn.ops.importance.triton."
+            "PAMA in TileLang: the package tilelang is not installed; "
+            "pip install 'parklab[tilelang]', or use parkattn.ops.importance.triton."
         ) from None
 
 
@@ -39,8 +41,9 @@ def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
     heads, n, blocks, edges, keys = (T.dynamic(name) for name in ("heads", "n", "blocks", "edges", "keys"))
 
     @T.prim_func
-    def full_key(q: T.Tensor((heads, n, dim), dtype), offsets: T.Tensor((heads, edges), "int32"), centroids: T.Tensor((heads, keys, dim), dtype),
-                 log_sizes: T.Tensor((heads, width), "float32"), out: T.Tensor((heads, blocks, width), "float32"), scale: T.float32):
+    def full_key(q: T.Tensor((heads, n, dim), dtype), offsets: T.Tensor((heads, edges), "int32"),
+                 centroids: T.Tensor((heads, keys, dim), dtype), log_sizes: T.Tensor((heads, width), "float32"),
+                 out: T.Tensor((heads, blocks, width), "float32"), scale: T.float32):
         with T.Kernel(blocks, heads, threads=threads) as (u, h):
             q_s = T.alloc_shared((BM, dim), dtype)
             c_s = T.alloc_shared((BN, dim), dtype)
@@ -55,7 +58,8 @@ def full_key_program(T, dim, width, dtype, *, BM, BN, threads, stages):
             T.copy(log_sizes[h, 0:width], bias_s)
             T.fill(total, 0)
             for t in T.serial(T.ceildiv(length, BM)):
-                T.sync_threads()  # TileLang 0.1.15 puts none here: the loading warps would overwrite q_s under the products of tile t - 1
+                # TileLang 0.1.15 puts none here: the loading warps would overwrite q_s under the products of tile t - 1
+                T.sync_threads()
                 T.copy(q[h, first + t * BM : first + (t + 1) * BM, 0:dim], q_s)
                 T.fill(top, -1e30)
                 T.fill(z, 0)
@@ -101,8 +105,9 @@ def two_pass_program(T, dim, width, dtype, *, BM, BN, threads, stages):
     heads, n, blocks, edges, keys = (T.dynamic(name) for name in ("heads", "n", "blocks", "edges", "keys"))
 
     @T.prim_func
-    def two_pass(q: T.Tensor((heads, n, dim), dtype), offsets: T.Tensor((heads, edges), "int32"), centroids: T.Tensor((heads, keys, dim), dtype),
-                 log_sizes: T.Tensor((heads, width), "float32"), lse: T.Tensor((heads, n), "float32"), out: T.Tensor((heads, blocks, width), "float32"),
+    def two_pass(q: T.Tensor((heads, n, dim), dtype), offsets: T.Tensor((heads, edges), "int32"),
+                 centroids: T.Tensor((heads, keys, dim), dtype), log_sizes: T.Tensor((heads, width), "float32"),
+                 lse: T.Tensor((heads, n), "float32"), out: T.Tensor((heads, blocks, width), "float32"),
                  scale: T.float32):
         with T.Kernel(T.ceildiv(n, BM), heads, threads=threads) as (u, h):
             T.disable_warp_group_reg_alloc()  # it would leave room for one program per multiprocessor
@@ -183,7 +188,8 @@ def build(kind: str, dim: int, width: int, dtype: str, **tile):
 def _run(kind, q, offsets, centroids, sizes, scale, tile):
     _tilelang()
     if q.shape[-1] not in HEAD_DIMS or q.numel() >= 2**31:
-        raise ValueError(f"q: expected a head dim of 64 or 128 and fewer than 2^31 elements in TileLang, got {list(q.shape)}; use parkattn.ops.importance.triton")
+        raise ValueError("q: expected a head dim of 64 or 128 and fewer than 2^31 elements in TileLang, got "
+                         f"{list(q.shape)}; use parkattn.ops.importance.triton")
     bh, d = q.shape[0], q.shape[-1]
     key_blocks, width = centroids.shape[1], -(-centroids.shape[1] // 128) * 128
     log_sizes = torch.nn.functional.pad(sizes.float().log2(), (0, width - key_blocks), value=-math.inf)
@@ -199,7 +205,8 @@ def pama_full_key(q, offsets, centroids, sizes, *, scale=None, tile=None) -> tor
     [bh qb kb]; kb <= 1024.
     """
     if centroids.shape[1] > FULL_KEY_LIMIT:
-        raise ValueError(f"centroids: Full-K holds at most {FULL_KEY_LIMIT} key blocks, got {centroids.shape[1]}; use pama_two_pass")
+        raise ValueError(f"centroids: Full-K holds at most {FULL_KEY_LIMIT} key blocks, got {centroids.shape[1]}; "
+                         "use pama_two_pass")
     return _run("full-k", q, offsets, centroids, sizes, scale, tile)
 
 

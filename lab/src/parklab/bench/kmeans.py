@@ -15,7 +15,9 @@ from parklab.bench.timing import median_ms
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
-    """Sort and permutation exact, means to float32, assignment at most twice as far from optimal as same-dtype PyTorch."""
+    """Sort and permutation exact, means to float32, assignment at most twice as far from optimal as same-dtype
+    PyTorch.
+    """
     from parkattn.ops.cluster import triton as cluster
     from parkattn.ops.permute import triton as permute
 

@@ -108,14 +108,15 @@ def _forwards(
         short = {"least_tokens": 1} if isinstance(config, TokenGroupsConfig) else {}
         method = make_method(studied_entry(name), config.replace(**run, **short))
     with enable(transformer, method=method, total_steps=STEPS, fuse=False) as session:
-        runs = [watched(lambda: run_forward(transformer, inputs, 999.0 - step), device) for step in range(STEPS)]  # noqa: B023
+        forwards = [partial(run_forward, transformer, inputs, 999.0 - step) for step in range(STEPS)]
+        runs = [watched(forward, device) for forward in forwards]
         report = session.summary()
     sparse = sum(count for phase, count in report.calls.items() if phase != "dense")
     finite = all(run.finite for run in runs)
     return {
-        "ok": finite and bool(sparse or name == "dense"), "finite": finite, "calls": report.calls, "density": report.density,
-        "seconds": [run.seconds for run in runs], "forward_s": runs[-1].seconds, "peak_gb": largest([run.peak_gb for run in runs]),
-        "dense_because": report.dense_because,
+        "ok": finite and bool(sparse or name == "dense"), "finite": finite, "calls": report.calls,
+        "density": report.density, "seconds": [run.seconds for run in runs], "forward_s": runs[-1].seconds,
+        "peak_gb": largest([run.peak_gb for run in runs]), "dense_because": report.dense_because,
     }  # fmt: skip
 
 

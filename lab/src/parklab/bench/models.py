@@ -259,7 +259,9 @@ def find_top_k(ready: Ready, density: float) -> float:
 def whole(
     model: RealModel, found: dict[str, Any], device: torch.device, ends: float, *, rehearse: bool
 ) -> dict[str, Any]:
-    """One forward of as many blocks as fit: dense in stock code, a first plan, and its reuse, by the paper's profile."""
+    """One forward of as many blocks as fit: dense in stock code, a first plan, and its reuse,
+    by the paper's profile.
+    """
     record = {"benchmark": "models whole", "released_blocks": model.blocks, "profile": "paper"}
     fit = blocks_that_fit(model, found, device)
     per_block = found["block_dense_s"] + sum(found["paper"]["block_s"][phase] for phase in ("refresh", "reuse"))
@@ -276,11 +278,12 @@ def whole(
     runs = {"dense": dense, "refresh": refresh, "reuse": reuse}
     finite = all(run.finite for run in runs.values())
     return {
-        **record, **_facts(ready), **fit, "weights_gb": _gb(ready.transformer), "state_gb": report.peak_state_bytes / 1e9,
-        "density": report.density, "seconds": {phase: run.seconds for phase, run in runs.items()},
+        **record, **_facts(ready), **fit, "weights_gb": _gb(ready.transformer),
+        "state_gb": report.peak_state_bytes / 1e9, "density": report.density,
+        "seconds": {phase: run.seconds for phase, run in runs.items()},
         "block_s": {phase: run.block_s for phase, run in runs.items()},
-        "peak_gb": {phase: run.peak_gb for phase, run in runs.items()},
-        "reuse_speedup": dense.seconds / reuse.seconds, "finite": finite, "ok": finite,
+        "peak_gb": {phase: run.peak_gb for phase, run in runs.items()}, "reuse_speedup": dense.seconds / reuse.seconds,
+        "finite": finite, "ok": finite,
     }  # fmt: skip
 
 

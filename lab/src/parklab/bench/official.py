@@ -1,11 +1,11 @@
 """The authors' own kernels beside ours on the same tensors, for time only: what a user gets from their package instead.
 
-| package          | kernel                          | ours beside it               | needs                               |
-|------------------|---------------------------------|------------------------------|-------------------------------------|
-| flashinfer       | variable-block attention, bf16  | attention over the same plan | compiles at first use               |
-| comfy-kitchen    | Sol-Attn, INT8, with its choice | Sol-Attn: attention, plan    | head dim 128                        |
-| sageattention    | dense, INT8 scores              | dense attention              | 1.0.6 is Triton; later: from source |
-| fastvideo-kernel | STA of 3 x 3 x 3 tiles, bf16    | STA: attention, plan         | sm_90, grids that its kernel knows  |
+| package          | kernel                          | ours beside it            | needs                               |
+|------------------|---------------------------------|---------------------------|-------------------------------------|
+| flashinfer       | variable-block attention, bf16  | attention, the same plan  | compiles at first use               |
+| comfy-kitchen    | Sol-Attn, INT8, with its choice | Sol-Attn: attention, plan | head dim 128                        |
+| sageattention    | dense, INT8 scores              | dense attention           | 1.0.6 is Triton; later: from source |
+| fastvideo-kernel | STA of 3 x 3 x 3 tiles, bf16    | STA: attention, plan      | sm_90, grids that its kernel knows  |
 
 Theirs get tokens in the order they want; ours in the model's, so that gathering is in our time and not in theirs.
 comfy-kitchen and fastvideo-kernel fall back to another kernel in silence where their compiled one does not load:

@@ -145,8 +145,8 @@ def latents_and_text(text: int) -> Inputs:
 
 REAL = {
     "minimax-h3": RealModel(
-        "MiniMaxH3Transformer3DModel", "345 frames of 768x1344", (102, 24, 42), 50, packed_rows(213, 1150), {}, times=times_of_rows,
-        beside=1363,
+        "MiniMaxH3Transformer3DModel", "345 frames of 768x1344", (102, 24, 42), 50, packed_rows(213, 1150), {},
+        times=times_of_rows, beside=1363,
     ),
     "ltx-2.5": RealModel(
         "LTX2VideoTransformer3DModel", "241 frames of 1408x2560", (31, 44, 80), 48, video_and_sound(1024, 251), {
@@ -157,7 +157,8 @@ REAL = {
         times=times_of_video_and_sound,
     ),
     "kandinsky-5-pro": RealModel(
-        "Kandinsky5Transformer3DModel", "121 frames of 768x1280", (31, 48, 80), 60, channels_last(256, (1.0, 3.16, 3.16)), {
+        "Kandinsky5Transformer3DModel", "121 frames of 768x1280", (31, 48, 80), 60,
+        channels_last(256, (1.0, 3.16, 3.16)), {
             "in_visual_dim": 16, "out_visual_dim": 16, "time_dim": 1024, "model_dim": 4096, "ff_dim": 16384,
             "num_text_blocks": 4, "axes_dims": (32, 48, 48), "visual_cond": True,
         },
@@ -176,20 +177,21 @@ _GRID = (3, 4, 4)
 _FEW: dict[str, Any] = {"query_clusters": 2, "key_clusters": 4, "kmeans_iterations": 1, "warm_iterations": 1}
 _TINY_SIZES: dict[str, dict[str, Any]] = {
     "minimax-h3": {
-        **_HEADS, "hidden_size": 64, "num_refiner_layers": 1, "ffn_dim": 64, "in_channels": 4, "audio_in_channels": 4, "text_dim": 16,
-        "freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 16, "rope_freq_dim": 8,
+        **_HEADS, "hidden_size": 64, "num_refiner_layers": 1, "ffn_dim": 64, "in_channels": 4, "audio_in_channels": 4,
+        "text_dim": 16, "freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 16, "rope_freq_dim": 8,
     },
     "ltx-2.5": {
-        **_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 128, "audio_in_channels": 4, "audio_out_channels": 4,
-        "audio_num_attention_heads": 2, "audio_attention_head_dim": 32, "audio_cross_attention_dim": 64,
+        **_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 128, "audio_in_channels": 4,
+        "audio_out_channels": 4, "audio_num_attention_heads": 2, "audio_attention_head_dim": 32,
+        "audio_cross_attention_dim": 64,
     },
     "kandinsky-5-pro": {
-        "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 16, "time_dim": 16, "model_dim": 128, "ff_dim": 64,
-        "num_text_blocks": 1, "axes_dims": (16, 24, 24),
+        "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 16, "time_dim": 16,
+        "model_dim": 128, "ff_dim": 64, "num_text_blocks": 1, "axes_dims": (16, 24, 24),
     },
     "cosmos-2.5-14b": {
-        **_HEADS, "in_channels": 6, "out_channels": 4, "mlp_ratio": 2.0, "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (8, 16, 16),
-        "crossattn_proj_in_channels": 32, "encoder_hidden_states_channels": 16,
+        **_HEADS, "in_channels": 6, "out_channels": 4, "mlp_ratio": 2.0, "text_embed_dim": 16, "adaln_lora_dim": 4,
+        "max_size": (8, 16, 16), "crossattn_proj_in_channels": 32, "encoder_hidden_states_channels": 16,
     },
 }  # fmt: skip
 _TINY_INPUTS = {
@@ -201,7 +203,8 @@ _TINY_INPUTS = {
 # the same classes and switches, for rehearsals under Triton's interpreter
 TINY = {
     name: replace(
-        model, grid=_GRID, blocks=3, beside=11 if model.beside else 0, video="rehearsed", inputs=_TINY_INPUTS[name], sizes={**model.sizes, **_TINY_SIZES[name]}, settings=_FEW
+        model, grid=_GRID, blocks=3, beside=11 if model.beside else 0, video="rehearsed", inputs=_TINY_INPUTS[name],
+        sizes={**model.sizes, **_TINY_SIZES[name]}, settings=_FEW
     )
     for name, model in REAL.items()
 }  # fmt: skip

@@ -172,8 +172,9 @@ def compute_sanitizer() -> tuple[str, str]:
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         # 2025.3 reports how Triton starts the partitions of any warp-specialised kernel
         raise ValueError(
-            f"park bench sanitize: expected compute-sanitizer {OLDEST[0]}.{OLDEST[1]} or newer, whose racecheck follows warp-specialised "
-            f"kernels, got {version[0] if version else 'no version'} from {Path(program).name}; {advice}."
+            f"park bench sanitize: expected compute-sanitizer {OLDEST[0]}.{OLDEST[1]} or newer, whose racecheck "
+            f"follows warp-specialised kernels, got {version[0] if version else 'no version'} from "
+            f"{Path(program).name}; {advice}."
         )
     return program, version[0].removeprefix("Version ")
 
@@ -215,8 +216,9 @@ def judge(name: str, printed: str) -> dict[str, Any]:
         finished = ok = re.search(wanted.finds, printed) is not None
     places = sorted({f"{kernel} {place}" for kernel, place in PLACE.findall(printed)})
     last = "" if finished else printed[-1500:]
-    return {"tool": name, "ok": ok, "errors": errors, "must_find": "something" if wanted.finds else "nothing", "checks_passed": passed, "checks_failed": failed,
-            "found": found or places, **({"stopped": last} if last else {})}  # fmt: skip
+    return {"tool": name, "ok": ok, "errors": errors, "must_find": "something" if wanted.finds else "nothing",
+            "checks_passed": passed, "checks_failed": failed, "found": found or places,
+            **({"stopped": last} if last else {})}  # fmt: skip
 
 
 def _start(wanted: Round, log: Path, program: str) -> subprocess.Popen[bytes]:
@@ -259,7 +261,8 @@ def exchange(name: str, changes: Changes) -> None:
     for old, (new, times) in changes.items():
         if source.count(old) != times:
             raise RuntimeError(
-                f"{name}: expected {old.strip()!r} {times} times, got it {source.count(old)} times; bring the change into line with the kernel."
+                f"{name}: expected {old.strip()!r} {times} times, got it {source.count(old)} times; "
+                "bring the change into line with the kernel."
             )
         source = source.replace(old, new)
     folder = tempfile.mkdtemp()

@@ -95,7 +95,9 @@ def free_memory() -> None:
 
 
 def _each_ms(call: Call, repeats: int) -> list[float]:
-    """Calls follow each other without waiting, as in a model: launches are hidden behind the work of the call before."""
+    """Calls follow each other without waiting, as in a model: launches are hidden behind the work of the call
+    before.
+    """
     if not torch.cuda.is_available():
         found = []
         for _ in range(repeats):

@@ -63,8 +63,8 @@ SMALL_WAN = replace(
 SMALL_HUNYUAN = replace(
     MODELS["hunyuanvideo"], **_SMALL, valid_text=9,
     sizes={
-        **_HEADS, "num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 32, "pooled_projection_dim": 16,
-        "mlp_ratio": 1.0,
+        **_HEADS, "num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 32,
+        "pooled_projection_dim": 16, "mlp_ratio": 1.0,
     },
 )  # fmt: skip
 SMALL = {**dict.fromkeys(MODELS, SMALL_WAN), "hunyuanvideo": SMALL_HUNYUAN}

@@ -37,8 +37,8 @@ MEASURES = "psnr,ssim"
 CALIBRATION_STEPS = 3
 SETTINGS, TABLE = "parkattn.ablation.settings.1", "parkattn.ablation.table.1"
 COLUMNS = (
-    Column("method"), Column("runs"), Column("PSNR dB", 2), Column("±", 2), Column("SSIM", 4), Column("density", 3), Column("recall", 3),
-    Column("PARK ahead by dB", 2), Column("standard error", 2), Column("PARK ahead in"),
+    Column("method"), Column("runs"), Column("PSNR dB", 2), Column("±", 2), Column("SSIM", 4), Column("density", 3),
+    Column("recall", 3), Column("PARK ahead by dB", 2), Column("standard error", 2), Column("PARK ahead in"),
 )  # fmt: skip
 FIELDS = (
     "method",
@@ -84,23 +84,16 @@ def run_ablation(
     expect_settings_used(request, e.methods)
     for name in e.methods:
         _expect_sparse_steps(for_method(request, name))
-    asked = {
-        "prompts": len(e.prompts),
-        "seeds": e.seeds,
-        "methods": e.methods,
-        "density": e.densities[0],
-        "budget": budget,
-    }
-    facts = {"request": request.to_dict(), "settings": asked}
+    asked = {"prompts": len(e.prompts), "seeds": e.seeds, "methods": e.methods, "density": e.densities[0]}
+    facts = {"request": request.to_dict(), "settings": {**asked, "budget": budget}}
 
     def calibrated(making: Making) -> None:
         found = calibrate(lab, request, budget, say)
         making.commit({"format": SETTINGS, "request": facts, "budgets": found, "environment": environment()})
 
     store = Store(out, say)
-    budgets = store.fill([Cell(name="settings", format=SETTINGS, request=facts)], calibrated, overwrite=overwrite)[
-        "settings"
-    ]["budgets"]
+    settings = Cell(name="settings", format=SETTINGS, request=facts)
+    budgets = store.fill([settings], calibrated, overwrite=overwrite)["settings"]["budgets"]
     cells = [
         lab.quality_cell(
             each,
@@ -114,7 +107,8 @@ def run_ablation(
     def made(record: Record) -> None:
         row = _row(record)
         say(
-            f"{row['prompt']}, seed {row['seed']}, {row['method']}: {row['psnr']:.2f} dB at density {row['density'] or 1:.3f}"
+            f"{row['prompt']}, seed {row['seed']}, {row['method']}: "
+            f"{row['psnr']:.2f} dB at density {row['density'] or 1:.3f}"
         )
 
     records = list(lab.need(cells, overwrite=overwrite, made=made).values())
@@ -138,7 +132,8 @@ def _expect_sparse_steps(request: Request) -> None:
         dense = dense_prefix(config, request.steps) + config.dense_last_steps
         if dense >= request.steps:
             raise ValueError(
-                f"steps: expected more than the {dense} that are dense with these settings, got {request.steps}; raise it."
+                f"steps: expected more than the {dense} that are dense with these settings, got {request.steps}; "
+                "raise it."
             )
 
 
@@ -167,7 +162,8 @@ def calibrate(lab: Lab, request: Request, budget: str, say: Say) -> dict[str, di
         )
         found[name] = {"value": each["value"], "density": each["density"]}
         say(
-            f"{name}: {each['field']} = {each['value']:.4f} gives density {each['density']:.3f} on the calibration calls"
+            f"{name}: {each['field']} = {each['value']:.4f} gives density {each['density']:.3f} on the calibration "
+            "calls"
         )
         if abs(each["density"] - density) > MATCHED:
             say(f"{name}: no {each['field']} comes nearer to density {density}; read its row with its density.")
@@ -192,8 +188,9 @@ def tabulate(rows: list[dict[str, Any]], methods: tuple[str, ...]) -> dict[str, 
             "method": name, "runs": len(values), "psnr": statistics.fmean(values),
             "psnr_std": statistics.stdev(values) if len(values) > 1 else None,
             "ssim": statistics.fmean(r["ssim"] for r in runs.values()),
-            "density": _mean([r["density"] for r in runs.values()]), "recall": _mean([r["recall"] for r in runs.values()]),
-            "park_ahead_by": _mean(ahead), "park_ahead_in": sum(a > 0 for a in ahead) if ahead else None,
+            "density": _mean([r["density"] for r in runs.values()]),
+            "recall": _mean([r["recall"] for r in runs.values()]), "park_ahead_by": _mean(ahead),
+            "park_ahead_in": sum(a > 0 for a in ahead) if ahead else None,
             "standard_error": statistics.stdev(ahead) / math.sqrt(len(ahead)) if len(ahead) > 1 else None,
         })  # fmt: skip
     mean = {line["method"]: line["psnr"] for line in lines}

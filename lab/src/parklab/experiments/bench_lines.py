@@ -19,9 +19,11 @@ LARGEST_FILE = 2**28  # bytes
 LARGEST_VALUE = 1e12  # sums and products of such numbers stay finite
 # what experiments read of a line: str, int or float (any number); a name with ? may be absent or null
 FIELDS: dict[str, dict[str, type]] = {
-    FRONTIER: dict.fromkeys(("setting", "prompt"), str) | dict.fromkeys(("seed", "frames", "height", "width", "steps"), int)
+    FRONTIER: dict.fromkeys(("setting", "prompt"), str) | dict.fromkeys(("seed", "frames", "height", "width", "steps"),
+                                                                        int)
     | dict.fromkeys(("psnr", "cost", "seconds?", "guidance?", "cost_two_passes?", "error?", "share_computed?"), float),
-    "pama": {"shape.name": str, "kernel": str, "speedup": float} | dict.fromkeys(("ms?", "extra_mb?", "memory_reduction?"), float),
+    "pama": {"shape.name": str, "kernel": str, "speedup": float} | dict.fromkeys(("ms?", "extra_mb?",
+                                                                                  "memory_reduction?"), float),
     "qrkc": dict.fromkeys(("shape.heads", "shape.tokens"), int)
     | dict.fromkeys(("metric_ms", "cholesky_ms", "transform_ms", "means_ms", "ms"), float),
     "scaling": {"over": str, "part": str, "length": int, "density": float, "ms": float},

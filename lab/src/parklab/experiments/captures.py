@@ -155,7 +155,8 @@ class Capture(Dense):
     def _refuse(self, size: int) -> None:
         limit = self.selection.limit / 2**20
         raise ValueError(
-            f"limit: expected captures of at most {limit:.1f} MiB, got {size / 2**20:.1f} MiB or more; choose fewer layers, heads or steps."
+            f"limit: expected captures of at most {limit:.1f} MiB, got {size / 2**20:.1f} MiB or more; "
+            "choose fewer layers, heads or steps."
         )
 
 
@@ -197,10 +198,10 @@ def pack_captures(calls: Sequence[Captured], about: dict[str, Any]) -> bytes:
         tensors |= {f"{call.name}.{part}": tensor.contiguous() for part, tensor in parts.items() if tensor is not None}
         site = call.site
         sites[call.name] = {
-            "transformer": site.transformer, "layer": site.layer, "step": site.step, "branch": site.branch, "total_steps": site.total_steps,
-            "video": site.video, "paired": site.paired,
-            "grid": site.grid, "text": None if site.text is None else [site.text.start, site.text.stop], "scale": site.scale,
-            "noise_levels": site.noise_levels,
+            "transformer": site.transformer, "layer": site.layer, "step": site.step, "branch": site.branch,
+            "total_steps": site.total_steps, "video": site.video, "paired": site.paired,
+            "grid": site.grid, "text": None if site.text is None else [site.text.start, site.text.stop],
+            "scale": site.scale, "noise_levels": site.noise_levels,
         }  # fmt: skip
     if not sites:
         raise ValueError(

@@ -196,7 +196,8 @@ def choose_experiments(names: list[str]) -> list[Experiment]:
         label = known.get(name, name)
         if label in NOT_BUILT:
             raise ValueError(
-                f"name: expected an experiment that can be run here, got {label} ({NOT_BUILT[label].reason}); choose another."
+                f"name: expected an experiment that can be run here, got {label} ({NOT_BUILT[label].reason}); "
+                "choose another."
             )
         if label not in EXPERIMENTS:
             advice = did_you_mean(name, [*known, *EXPERIMENTS], "see park reproduce --list.")

@@ -43,7 +43,8 @@ Measures = Annotated[
 Records = Annotated[
     list[Path] | None,
     typer.Option(
-        help="JSON lines of park bench pama, qrkc, scaling, parklab.bench.frontier or --pack to draw instead of measuring; repeatable."
+        help="JSON lines of park bench pama, qrkc, scaling, parklab.bench.frontier or --pack to draw instead of "
+        "measuring; repeatable."
     ),
 ]
 Fuse = Annotated[
@@ -66,8 +67,8 @@ Untimed = Annotated[
     bool,
     typer.Option(
         "--untimed",
-        help="No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: for several "
-        "processes on one GPU.",
+        help="No seconds and no warm-up, and runs of one prompt share the dense steps that they begin with: "
+        "for several processes on one GPU.",
     ),
 ]
 Quick = Annotated[
@@ -116,13 +117,16 @@ def ablation(
     dtype: Dtype = "auto",
     overwrite: Overwrite = False,
 ) -> None:
-    """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense. Resumable."""
+    """PARK, its ablations and centroid retrieval at equal density on held-out prompts: PSNR against dense.
+    Resumable.
+    """
     from parklab.experiments.ablation import ablation_of, budgeted_methods, run_ablation, to_markdown
     from parklab.experiments.reproduce import BLOCKS
 
     evaluation = ablation_of(
         prompts, seeds=numbers_from(seeds), methods=budgeted_methods(methods), densities=(density,),
-        changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames, device=device, dtype=dtype,
+        changes=BLOCKS | changes_from(settings), steps=steps, height=height, width=width, frames=frames, device=device,
+        dtype=dtype,
     )  # fmt: skip
     with interruptible(f"finished runs are kept in {out}; run again to go on"):
         table = run_ablation(evaluation, out, budget=budget, overwrite=overwrite, say=say)
@@ -162,7 +166,9 @@ def reproduce(
     shard: Shard = None,
     out: Annotated[Path, typer.Option(help="Folder for cells and the report.")] = Path("out/reproduce"),
 ) -> None:
-    """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no work."""
+    """The paper's tables and figures again, on any model: finished cells are kept, so that a second run does no
+    work.
+    """
     from parklab.experiments.reproduce import evaluation_for, parse_shard, run_experiments
 
     if listed:
@@ -177,9 +183,10 @@ def reproduce(
         model=model, prompts=prompts, prompt_file=prompt_file, quick=quick, steps=steps, draw=draw, keep=keep,
         seeds=_numbers("seeds", seeds or ["0"], int), densities=_numbers("densities", densities or ["0.5"], float),
         guidances=_numbers("guidance", guidance, float) if guidance else (None,), changes=changes_from(settings),
-        methods=tuple(methods.split(",")) if methods else (), **_lengths(size, frames=frames, height=height, width=width),
-        device=device, dtype=dtype, offload=offload, fuse=fuse or None, timed=not untimed, measures=measures,
-        weights=weights, captures=tuple(capture_file or ()), records=tuple(records or ()),
+        methods=tuple(methods.split(",")) if methods else (),
+        **_lengths(size, frames=frames, height=height, width=width), device=device, dtype=dtype, offload=offload,
+        fuse=fuse or None, timed=not untimed, measures=measures, weights=weights, captures=tuple(capture_file or ()),
+        records=tuple(records or ()),
     )  # fmt: skip
     with interruptible(f"finished cells are kept in {out}, run again to go on"), _cells_bar() as advance:
         outcome = run_experiments(names, evaluation, out, part=parse_shard(shard), advance=advance, say=say)
@@ -287,8 +294,8 @@ def capture(
     names = tuple(branches.split(",")) if branches else None
     selection = Selection(**chosen, branches=names, first_branch=names is None, values=values, limit=limit_mib * 2**20)
     request = Request(
-        prompt=prompt, model=known_model(model), method="dense", seed=seed, steps=steps, frames=frames, height=height, width=width,
-        guidance=guidance, device=device, dtype=dtype, offload=offload,
+        prompt=prompt, model=known_model(model), method="dense", seed=seed, steps=steps, frames=frames, height=height,
+        width=width, guidance=guidance, device=device, dtype=dtype, offload=offload,
     )  # fmt: skip
     calls, size = capture_file(request, selection, out, overwrite=overwrite, say=say)
     say(f"wrote {out}: {calls} calls, {size / 2**20:.1f} MiB")

@@ -84,8 +84,9 @@ def tabulate(lines: Sequence[Row], baseline: str = PAPER) -> list[dict[str, Any]
         base, psnr = groups.get((*place[:-1], baseline), {}), [line["psnr"] for line in found.values()]
         ahead = [line["psnr"] - base[which]["psnr"] for which, line in found.items() if which in base]
         rows.append({
-            "size": "x".join(map(str, place[:3])), "steps": place[3], "guidance": place[4], "setting": place[5], "runs": len(psnr),
-            "cost": statistics.fmean(line["cost"] for line in found.values()), "psnr": statistics.fmean(psnr), "worst_psnr": min(psnr),
+            "size": "x".join(map(str, place[:3])), "steps": place[3], "guidance": place[4], "setting": place[5],
+            "runs": len(psnr), "cost": statistics.fmean(line["cost"] for line in found.values()),
+            "psnr": statistics.fmean(psnr), "worst_psnr": min(psnr),
             "gain_db": statistics.fmean(ahead) if ahead else None, "config": list(found.values())[-1].get("config", {}),
         })  # fmt: skip
     return rows

@@ -3,10 +3,11 @@
 Partitions: "Clustered" is Euclidean k-means of queries and of keys; "Original" is as many contiguous tiles in token
 order. Text and padding take no part.
 
-recall        share of the exact attention in the blocks that top-p (0.9) or top-k (0.1) keeps of an estimated importance
-tv            total variation between estimated and exact block importance (eq. appendix_mismatch_tv), Euclidean partitions
-log_mass      centred log-mass RMSE (eq. appendix_mismatch_centered_rmse), over LOG_MASS_QUERIES evenly spread queries where
-              there are more; key_mse and score_error (eq. key_score_errors): each for Euclidean clusters of keys and for QRKC
+recall     share of the exact attention in the blocks that top-p (0.9) or top-k (0.1) keeps of an estimated importance
+tv         total variation between estimated and exact block importance (eq. appendix_mismatch_tv), Euclidean partitions
+log_mass   centred log-mass RMSE (eq. appendix_mismatch_centered_rmse), over LOG_MASS_QUERIES evenly spread queries
+           where there are more; key_mse and score_error (eq. key_score_errors): each for Euclidean clusters of keys and
+           for QRKC
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ TOP_P, TOP_K = 0.9, 0.1
 LOG_MASS_QUERIES = 4096
 # estimator: what stands for queries and for keys
 REPRESENTATIONS = {
-    "exact": ("Full", "Full"), "query-centroid": ("Centroid", "Centroid"), "full-key": ("Centroid", "Full"), "pama": ("Full", "Centroid"),
+    "exact": ("Full", "Full"), "query-centroid": ("Centroid", "Centroid"), "full-key": ("Centroid", "Full"),
+    "pama": ("Full", "Centroid"),
 }  # fmt: skip
 
 

@@ -76,7 +76,9 @@ def sections_of(results: Mapping[str, Result]) -> list[Section]:
 
 
 def write_report(store: Store, sections: Sequence[Section], about: Mapping[str, Any], judged: bool = True) -> Record:
-    """judged: whether the runs can carry a verdict. index.html, report.md and findings.csv, and for every table that was run its .csv and .tex in tables/."""
+    """judged: whether the runs can carry a verdict. index.html, report.md and findings.csv,
+    and for every table that was run its .csv and .tex in tables/.
+    """
     contents: dict[str, Content] = {}
     figures: dict[str, bytes] = {}
     for section in sections:
@@ -111,7 +113,8 @@ def finding_table(sections: Sequence[Section]) -> tables.Table:
         *map(tables.Column, ("unit", "statement", "reason")),
     )
     rows = [
-        (section.label, each.verdict, each.margin, each.spread, each.unit, each.statement, "" if each.held is not None else each.reason)
+        (section.label, each.verdict, each.margin, each.spread, each.unit, each.statement,
+         "" if each.held is not None else each.reason)
         for section in sections if section.result is not None for each in section.result.findings
     ]  # fmt: skip
     return tables.Table(columns, tuple(rows))
@@ -159,7 +162,8 @@ def to_page(
     filled = [section for section in sections if section.why_empty is None]
     folded = "".join(_folded(section) for section in sections if section.why_empty is not None)
     return "\n".join([
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+        'initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<title>PARK, measured again</title><style>{page_part(PAGE_STYLE)}{STYLE}</style></head><body>",
         "<header><h1>The paper's tables and figures, measured again</h1>",
@@ -198,7 +202,8 @@ def _tally(filled: Sequence[Section], about: Mapping[str, Any], judged: bool) ->
     return (
         f'<p id="verdict">{first}</p><p class="soft">It rests on: {rests or "nothing"}.</p>'
         f'<section class="figures" aria-label="Tally">{cards}</section><h2>Tables and figures</h2>'
-        f'<div class="card scroll" tabindex="0" role="region" aria-label="Statements by table">{table if rows else "none: nothing was run"}</div>'
+        '<div class="card scroll" tabindex="0" role="region" aria-label="Statements by '
+        f'table">{table if rows else "none: nothing was run"}</div>'
     )
 
 
@@ -222,13 +227,17 @@ def _shown(section: Section, figure: bytes | None, judged: bool) -> str:
     picture = ""
     if figure is not None:
         data = base64.b64encode(figure).decode()
-        picture = f'<div class="card picture"><img alt="{html.escape(section.title)}" src="data:image/png;base64,{data}"></div>'
+        picture = (
+            f'<div class="card picture"><img alt="{html.escape(section.title)}" '
+            f'src="data:image/png;base64,{data}"></div>'
+        )
     note = f'<p class="soft">{html.escape(section.result.note)}</p>' if section.result.note else ""
     side = "sides" if _fit_side_by_side(section) else "stack"
     return (
-        f'<section id="{section.file}"><h2>{html.escape(section.title)}</h2><p class="soft"><code>{html.escape(section.label)}</code></p>{picture}'
-        f'<div class="{side}"><div><h3>measured</h3>{tables.to_html(section.result.table)}{note}</div>{_printed(section)}</div>'
-        f"{_statements(section.findings, judged)}</section>"
+        f'<section id="{section.file}"><h2>{html.escape(section.title)}</h2>'
+        f'<p class="soft"><code>{html.escape(section.label)}</code></p>{picture}'
+        f'<div class="{side}"><div><h3>measured</h3>{tables.to_html(section.result.table)}{note}</div>'
+        f"{_printed(section)}</div>{_statements(section.findings, judged)}</section>"
     )
 
 

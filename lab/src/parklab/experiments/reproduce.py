@@ -59,7 +59,8 @@ def evaluation_for(
         found = [item.prompt for item in read_prompts(prompt_file)]
         if len(found) <= count:
             raise ValueError(
-                f"prompt_file: expected at least {count + 1} prompts, one of them to calibrate on, got {len(found)}; add some."
+                f"prompt_file: expected at least {count + 1} prompts, one of them to calibrate on, got {len(found)}; "
+                "add some."
             )
         chosen, spare = found[:count], found[count]
     elif known_model(model) is not None and not checkpoints.is_shipped(checkpoints.find_model(model)):
@@ -185,12 +186,15 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
         "model": "the shipped model" if e.model is None else Path(e.model).name,
         "weights": base.weights[:16],
         "video": f"{size}, {base.steps or 'the model’s own number of'} steps",
-        "runs": f"{len(e.prompts)} prompt{'s' * (len(e.prompts) != 1)}, seed{'s' * (len(e.seeds) != 1)} {', '.join(map(str, e.seeds))}",
+        "runs": f"{len(e.prompts)} prompt{'s' * (len(e.prompts) != 1)}, seed{'s' * (len(e.seeds) != 1)} "
+        f"{', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
         "device": ", ".join([base.device, base.dtype, *machines]),
-        "quality": "of raw frames against dense attention; 'dense again' is dense attention once more, 'by our kernel' by PARK's backend",
+        "quality": "of raw frames against dense attention; 'dense again' is dense attention once more, 'by our kernel' "
+        "by PARK's backend",
         "error": "norm of a video's difference from the dense one over the norm of that, of raw frames",
-        "density": "computed token pairs over all pairs, in the sparse steps and in all steps; it is matched in the sparse steps",
+        "density": "computed token pairs over all pairs, in the sparse steps and in all steps; "
+        "it is matched in the sparse steps",
         "seconds": seconds,
     }
 

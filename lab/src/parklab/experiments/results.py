@@ -123,7 +123,8 @@ def nothing_run(gathered: Gathered) -> Result:
 
 OTHERS = [name for name in MEASURES if name != ALWAYS]
 QUALITY = (
-    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title, MEASURES[name].digits) for name in OTHERS),
+    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title,
+                                                                MEASURES[name].digits) for name in OTHERS),
     Column("error", 4), Column("density", 3), Column("of all steps", 3), Column("recall", 3),
     Column("plan, ms", 2), Column("attention, ms", 2), Column("seconds", 2), Column("speedup", 2),
     Column("note"),
@@ -133,7 +134,9 @@ MEANS = (*OTHERS, "error", "density", "density_all_steps", "recall")
 
 
 def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str, Any]], Label]) -> Result:
-    """One row per label of a cell's request, in the order of the cells; ± is half the 95 % interval of the mean PSNR."""
+    """One row per label of a cell's request, in the order of the cells;
+    ± is half the 95 % interval of the mean PSNR.
+    """
     rows: list[tuple[Any, ...]] = []
     for name, cells in _labelled(gathered.cells, label).items():
         found = [record["row"] for record in gathered.of(cells)]
@@ -149,7 +152,8 @@ def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str
         ]
         rows.append((
             *name, len(found), statistics.fmean(psnr), interval(psnr), *(_mean_of(found, part) for part in MEANS),
-            times.get("later_plan_ms"), times.get("attention_ms"), seconds, dense / seconds if seconds and dense else None, "; ".join(filter(None, notes)),
+            times.get("later_plan_ms"), times.get("attention_ms"), seconds,
+            dense / seconds if seconds and dense else None, "; ".join(filter(None, notes)),
         ))  # fmt: skip
     return Result(without_empty(Table((*map(Column, heads), *QUALITY), tuple(rows)), len(heads)))
 

@@ -41,7 +41,10 @@ def recall_table(gathered: Gathered, kind: str) -> Result:
                 (order, query, key, found["mean"], _spread(means[estimator], 100), found["p05"], found["worst"])
             )
         rival = max(("query-centroid", "full-key"), key=lambda name: statistics.fmean(means[name]))
-        statement = f"{order.lower()} order, {kind.replace('_', '-')}: Full x Centroid has the best mean recall of the compressed pairs"
+        statement = (
+            f"{order.lower()} order, {kind.replace('_', '-')}: Full x Centroid has the best mean recall of the "
+            "compressed pairs"
+        )
         findings.append(_difference(statement, means["pama"], means[rival], POINTS, 100))
     columns = (*map(Column, ("Ordering", "Query", "Key")), *(Column(name, 2) for name in ("Mean", "±", "P05", "Worst")))
     return Result(without_empty(Table(columns, tuple(rows))), tuple(findings), note=_what_was_measured(videos))

@@ -1,7 +1,7 @@
 """PSNR against the seconds of a whole run: videos of the shipped model, seconds of the models that people run.
 
-Videos are lines of `python -m parklab.bench.frontier` and quality cells of campaign files; nothing is made here. Seconds
-are composed of measured forwards (`studio.gain`), with the steps of each phase that the small model's run had:
+Videos are lines of `python -m parklab.bench.frontier` and quality cells of campaign files; nothing is made here.
+Seconds are composed of measured forwards (`studio.gain`), with the steps of each phase that the small model's run had:
 
     dense attention          compiled blocks; a step cache and fewer steps leave forwards out
     PARK                     forwards of the profile, by phase
@@ -41,8 +41,9 @@ DRAWN = ("wan2.1-14b", "hunyuanvideo")  # one of each guidance
 CACHES = {"first-block": "FirstBlockCache", "mag": "MagCache", "taylorseer": "TaylorSeer"}
 FEWER, DENSE_FORECAST, METHODS_ALONE = "dense, fewer steps", "dense, forecasts", "sparse methods"
 COLUMNS = (
-    Column("model"), Column("video"), Column("run"), Column("videos"), Column("PSNR", 2), Column("±", 2), Column("worst", 2), Column("forwards", 3),
-    Column("attention", 3), Column("seconds", 0), Column("over stock", 2), Column("over compiled", 2), Column("seconds are"),
+    Column("model"), Column("video"), Column("run"), Column("videos"), Column("PSNR", 2), Column("±", 2),
+    Column("worst", 2), Column("forwards", 3), Column("attention", 3), Column("seconds", 0), Column("over stock", 2),
+    Column("over compiled", 2), Column("seconds are"),
 )  # fmt: skip
 
 
@@ -88,8 +89,9 @@ def run_result(gathered: Gathered) -> Result:
     runs = list(runs_of(lines, cells))
     table = Table(COLUMNS, tuple(_table_row(run) for run in runs))
     note = (
-        f"Videos of the shipped model, seconds of forwards on an {measured_forwards()['gpu']}. A run that stands further "
-        "left takes less time, and one that stands higher is closer to the video of dense attention."
+        f"Videos of the shipped model, seconds of forwards on an {measured_forwards()['gpu']}. "
+        "A run that stands further left takes less time, and one that stands higher is closer to the video of dense "
+        "attention."
     )
     return Result(table, tuple(_findings(runs)), _figure(runs), note)
 
@@ -205,8 +207,9 @@ def _table_row(run: Run) -> tuple[Any, ...]:
     psnr = run.psnr
     faster = [run.dense[way] / run.seconds if run.seconds else None for way in ("stock", FASTEST)]
     return (
-        TITLES[run.model], _shown(run.video), run.name, len(psnr), statistics.fmean(psnr) if psnr else None, interval(psnr), min(psnr, default=None),
-        run.mean("share_computed"), run.mean("cost"), run.seconds, *faster, run.how,
+        TITLES[run.model], _shown(run.video), run.name, len(psnr), statistics.fmean(psnr) if psnr else None,
+        interval(psnr), min(psnr, default=None), run.mean("share_computed"), run.mean("cost"), run.seconds, *faster,
+        run.how,
     )  # fmt: skip
 
 

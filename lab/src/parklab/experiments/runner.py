@@ -122,7 +122,8 @@ class Lab(Cells):
                 path = self.store.folder / f"{cell.name}.json"
                 give_up(
                     cell,
-                    f"out: expected {path} to answer its name, got one {found.reason}; remove it, or pass another --out.",
+                    f"out: expected {path} to answer its name, got one {found.reason}; "
+                    "remove it, or pass another --out.",
                 )
         while True:
             try:

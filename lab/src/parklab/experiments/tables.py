@@ -41,7 +41,8 @@ class Table:
             for column, value in zip(self.columns, row, strict=True):
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ValueError(
-                        f"table: expected finite numbers under {column.name!r}, got {value}; look for NaN in what was measured."
+                        f"table: expected finite numbers under {column.name!r}, got {value}; "
+                        "look for NaN in what was measured."
                     )
 
     def shown(self) -> list[list[str]]:
@@ -79,7 +80,8 @@ class Finding:
         if not all(value is None or math.isfinite(value) for value in (self.margin, self.spread)):
             got = f"{self.margin} ± {self.spread}"
             raise ValueError(
-                f"finding: expected a finite margin of {self.statement!r}, got {got}; look for NaN in what was measured."
+                f"finding: expected a finite margin of {self.statement!r}, got {got}; "
+                "look for NaN in what was measured."
             )
 
     @property

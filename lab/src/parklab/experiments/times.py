@@ -29,7 +29,8 @@ from parklab.store import Record
 GPU_REPEATS, CPU_REPEATS = 3, 7  # medians of the former, the least of the latter
 COLUMNS = (
     Column("method"), Column("asked"), Column("density", 3), Column("first plan, ms", 2), Column("later plan, ms", 2),
-    Column("attention, ms", 2), Column("plans per sparse call", 3), Column("sparse call, ms", 2), Column("of dense", 3), Column("note"),
+    Column("attention, ms", 2), Column("plans per sparse call", 3), Column("sparse call, ms", 2), Column("of dense", 3),
+    Column("note"),
 )  # fmt: skip
 
 

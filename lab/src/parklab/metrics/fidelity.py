@@ -5,9 +5,10 @@ in `park compare`, `park ablation` and `park reproduce`; `park metrics` also rea
 value is the mean over frames of the frame's value.
 
 psnr   10 log10(255^2 / mse), mse over all pixels and channels of the frame; equal frames give CAP instead of infinity
-ssim   Wang et al. 2004: Gaussian window 11 x 11, sigma 1.5, K1 = 0.01, K2 = 0.03, biased moments, windows that lie inside
-       the frame only; the mean over windows, then over the three channels
-lpips  the `lpips` package, AlexNet, frames scaled to [-1, 1]; only where package and weights are on this machine already
+ssim   Wang et al. 2004: Gaussian window 11 x 11, sigma 1.5, K1 = 0.01, K2 = 0.03, biased moments, windows that lie
+       inside the frame only; the mean over windows, then over the three channels
+lpips  the `lpips` package, AlexNet, frames scaled to [-1, 1]; only where package and weights are on this
+       machine already
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def ssim_per_frame(frames: Frames, reference: Frames, device: str = "cpu") -> li
     expect_pair(frames, reference)
     if min(frames.shape[1:3]) < WINDOW:
         raise ValueError(
-            f"frames: expected at least {WINDOW} x {WINDOW} pixels for SSIM, got {frames.shape[1]} x {frames.shape[2]}; use larger frames."
+            f"frames: expected at least {WINDOW} x {WINDOW} pixels for SSIM, got {frames.shape[1]} x "
+            f"{frames.shape[2]}; use larger frames."
         )
     pairs = zip(frames, reference, strict=True)
     return [1.0 if np.array_equal(*pair) else _ssim(*(_planes(frame, device) for frame in pair)) for pair in pairs]
@@ -109,9 +111,11 @@ def expect_pair(frames: Frames, reference: Frames) -> None:
     for name, value in (("frames", frames), ("reference", reference)):
         if value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
             raise ValueError(
-                f"{name}: expected uint8 [frames, height, width, 3], got {value.dtype} {list(value.shape)}; round to 8 bits first."
+                f"{name}: expected uint8 [frames, height, width, 3], got {value.dtype} {list(value.shape)}; "
+                "round to 8 bits first."
             )
     if frames.shape != reference.shape:
         raise ValueError(
-            f"frames: expected the reference's shape {list(reference.shape)}, got {list(frames.shape)}; compare videos of one size and length."
+            f"frames: expected the reference's shape {list(reference.shape)}, got {list(frames.shape)}; "
+            "compare videos of one size and length."
         )

@@ -145,7 +145,8 @@ def choose_measures(asked: str | None, setting: Setting, *, reference: bool) -> 
         if not chosen:
             why = next(iter(lacking.values()))
             raise ValueError(
-                f"measures: expected one that can be taken here, got none ({why}); pass a reference video or name another measure."
+                f"measures: expected one that can be taken here, got none ({why}); "
+                "pass a reference video or name another measure."
             )
         return chosen, lacking
     assert asked is not None

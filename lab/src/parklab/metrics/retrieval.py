@@ -76,7 +76,9 @@ def key_mse(k: Tensor, key_labels: Tensor, key_count: int) -> Tensor:
 
 
 def score_error(q: Tensor, k: Tensor, key_labels: Tensor, key_count: int, *, scale: float | None = None) -> Tensor:
-    """D_QK: mean squared error of the scaled scores when each key is replaced by its centroid (eq. key_score_errors)."""
+    """D_QK: mean squared error of the scaled scores when each key is replaced by its centroid (eq.
+    key_score_errors).
+    """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return factor**2 * qrkc_objective(q, k, key_labels, key_count) / (key_labels < key_count).sum(-1)
 

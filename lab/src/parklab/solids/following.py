@@ -1,4 +1,6 @@
-"""python -m parklab.solids.following --model FOLDER [--count 100] [--out FILE.jsonl]   Does the video show what was asked?
+"""python -m parklab.solids.following --model FOLDER [--count 100] [--out FILE.jsonl]
+
+Does the video show what was asked?
 
 Videos of held-out sentences are judged by a classifier that was trained on renders alone (`parklab.solids.judge`):
 colour, shape, material and motion of the first object. The result also says how often the classifier is right on true

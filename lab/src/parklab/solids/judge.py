@@ -2,8 +2,8 @@
 
 It names colour, material, shape and motion of the first object, and what else a sentence says. It is trained on renders
 alone, of all sentences, and has never seen a video of the model that it judges. Before it looks, a clip is shrunk to 9
-frames of 64 x 96. In training clips are shifted, mirrored ("left" becomes "right"), blurred, recoloured a little and made
-noisy, so that a video of a model is judged by the things in it rather than by its sharpness.
+frames of 64 x 96. In training clips are shifted, mirrored ("left" becomes "right"), blurred, recoloured a little and
+made noisy, so that a video of a model is judged by the things in it rather than by its sharpness.
 """
 
 from __future__ import annotations

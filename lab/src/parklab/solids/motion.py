@@ -126,7 +126,10 @@ def _paths(words: Tensor, draw: dict[str, Tensor], size: Tensor, frames: int) ->
     lane = torch.where(paired, 0.75 * side, 0.8 * (d["lane"] - 0.7))
     paths_x = (roll_x, roll_x, slide_x, slide_x, bounce_x, ring * phase.cos(), zero)
     paths_z = (lane, lane, lane, lane, 0.7 * (d["lane"] - 0.5), ring * phase.sin(), zero)
-    pick = lambda options: torch.stack([o.expand_as(zero) for o in options]).gather(0, index.expand_as(zero)[None])[0]  # noqa: E731
+
+    def pick(options: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([o.expand_as(zero) for o in options]).gather(0, index.expand_as(zero)[None])[0]
+
     x, z = pick(paths_x), pick(paths_z)
 
     rolling = torch.tensor(ROLLING)[shape[:, :1]] * size[:, :1]
@@ -151,7 +154,9 @@ def _paths(words: Tensor, draw: dict[str, Tensor], size: Tensor, frames: int) ->
 def _collision(
     shape: Tensor, turn: Tensor, size: Tensor, time: Tensor, way: Tensor, speed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """x of both objects: the first comes at an even speed, touches the second, and all but stops; that one slides off."""
+    """x of both objects: the first comes at an even speed, touches the second, and all but stops;
+    that one slides off.
+    """
     ahead, behind = (_reach_along(shape, turn, 0, sign) * size[..., None] for sign in (1.0, -1.0))
     right = way > 0
     gap = torch.where(right, ahead[:, 0] + behind[:, 1], behind[:, 0] + ahead[:, 1])[:, :1]

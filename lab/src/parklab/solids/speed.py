@@ -1,4 +1,7 @@
-"""python -m parklab.solids.speed [--out FILE.jsonl]   Clips a minute that a device renders, and how they differ from a CPU's."""
+"""python -m parklab.solids.speed [--out FILE.jsonl]
+
+Clips a minute that a device renders, and how they differ from a CPU's.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """python -m parklab.solids.train --out runs/solids --minutes 8 --graphs --compile   Trains the model on one GPU.
 
-Three stages: the autoencoder; its decoder alone; text encoder and transformer, small clips first. The command ends after
-about `--minutes`, whatever stage it is in. Run it again to go on: the state is one file, replaced atomically every
-minute, and each step's draws depend on the seed and the step alone. The learning rate falls until the end of a call.
-`--start FOLDER` begins with the weights of a checkpoint folder, or of a packed one, instead.
+Three stages: the autoencoder; its decoder alone; text encoder and transformer, small clips first. The command ends
+after about `--minutes`, whatever stage it is in. Run it again to go on: the state is one file, replaced atomically
+every minute, and each step's draws depend on the seed and the step alone. The learning rate falls until the end of a
+call. `--start FOLDER` begins with the weights of a checkpoint folder, or of a packed one, instead.
 
 Writes OUT/checkpoint (a diffusers folder), OUT/packed (the same in 8 bits, in files below 15 MiB) and OUT/loss.svg.
 """

@@ -1,4 +1,7 @@
-"""python -m parklab.sprites.card FOLDER   Writes FOLDER/MODEL_CARD.md from the records beside it; also the plots of a run."""
+"""python -m parklab.sprites.card FOLDER
+
+Writes FOLDER/MODEL_CARD.md from the records beside it; also the plots of a run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ BAR = 0.8  # of held-out prompts, colour and shape both right
 def loss_plot(path: Path, histories: dict[str, list[list[float]]]) -> None:
     """An SVG with one panel per stage: loss (log scale) against step; histories hold [step, loss, seconds] rows."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {240 * len(histories)}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {240 * len(histories)}" font-family="sans-serif" '
+        'font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row, (name, history) in enumerate(histories.items()):
@@ -136,32 +140,41 @@ Held-out prompts only, judged automatically by the rule in `parklab.sprites.foll
 
 
 def _followed(following: dict) -> tuple[str, ...]:
-    """How well prompts are followed: rows, by kind, against the bar, with guidance, and the limits of the rule itself."""
+    """How well prompts are followed: rows, by kind, against the bar, with guidance, and the limits of the rule
+    itself.
+    """
     rows = "\n".join(
-        f"| {r['size'][0]} x {r['size'][1]} x {r['size'][2]} | {r['tokens']:,} | {r['steps']} | {r['guidance']:g} | {r['prompts']} | {_percent(r['colour'])} | "
-        f"{_percent(r['shape'])} | **{_percent(r['colour_and_shape'])}** | {_percent(r['motion'])} |"
+        f"| {r['size'][0]} x {r['size'][1]} x {r['size'][2]} | {r['tokens']:,} | {r['steps']} | {r['guidance']:g} | "
+        f"{r['prompts']} | {_percent(r['colour'])} | {_percent(r['shape'])} | **{_percent(r['colour_and_shape'])}** | "
+        f"{_percent(r['motion'])} |"
         for r in following["results"]
     )
     kinds = "\n".join(
         f"- {r['tokens']:,} tokens: " + ", ".join(
             f"{_percent(r[key])} where the {kind} was never seen" for kind, key in
-            (("colour-shape pair", "colour_and_shape_held_out_pair"), ("sentence", "colour_and_shape_held_out_sentence")) if key in r)
+            (("colour-shape pair", "colour_and_shape_held_out_pair"),
+             ("sentence", "colour_and_shape_held_out_sentence")) if key in r)
         for r in following["results"]
     )  # fmt: skip
     met = all(r["colour_and_shape"] >= BAR for r in following["results"])
-    verdict = f"The project's bar is {_percent(BAR)} for colour and shape together: {'met' if met else '**not met by this checkpoint**'}."
+    verdict = (
+        f"The project's bar is {_percent(BAR)} for colour and shape together: "
+        f"{'met' if met else '**not met by this checkpoint**'}."
+    )
     rule = following.get("rule")
     checked = "" if not rule else (
-        f"\nThe rule itself, on {rule['prompts']} true renders: {_percent(rule['true_renders']['colour_and_shape'])} right on their own "
-        f"sentences, {_percent(rule['shuffled_prompts']['colour_and_shape'])} on shuffled sentences "
-        f"(motion: {_percent(rule['true_renders']['motion'])} and {_percent(rule['shuffled_prompts']['motion'])}).\n"
+        f"\nThe rule itself, on {rule['prompts']} true renders: "
+        f"{_percent(rule['true_renders']['colour_and_shape'])} right on their own sentences, "
+        f"{_percent(rule['shuffled_prompts']['colour_and_shape'])} on shuffled sentences (motion: "
+        f"{_percent(rule['true_renders']['motion'])} and {_percent(rule['shuffled_prompts']['motion'])}).\n"
     )  # fmt: skip
     limit = "" if "reconstructions" not in following else (
-        f"\nThe rule on true renders after the autoencoder ({following['reconstructions']['psnr_db']:.1f} dB), which limits every figure above: "
-        f"{_percent(following['reconstructions']['colour_and_shape'])}.\n"
+        f"\nThe rule on true renders after the autoencoder ({following['reconstructions']['psnr_db']:.1f} dB), which "
+        f"limits every figure above: {_percent(following['reconstructions']['colour_and_shape'])}.\n"
     )  # fmt: skip
     guided = "".join(
-        f"- {r['tokens']:,} tokens with guidance {r['guidance']:g}: {_percent(r['colour_and_shape'])} (motion {_percent(r['motion'])})\n"
+        f"- {r['tokens']:,} tokens with guidance {r['guidance']:g}: "
+        f"{_percent(r['colour_and_shape'])} (motion {_percent(r['motion'])})\n"
         for r in following.get("with_guidance", [])
     )
     return rows, kinds, verdict, guided, checked, limit

@@ -54,8 +54,8 @@ class ClipSize:
     def __post_init__(self) -> None:
         if self.frames % 4 != 1 or self.height % 16 or self.width % 16 or min(self.height, self.width, self.frames) < 1:
             raise ValueError(
-                f"clip size: expected frames = 4k + 1 and height and width divisible by 16, got {self.frames} frames of "
-                f"{self.height} x {self.width}; try 33 frames of 160 x 256"
+                f"clip size: expected frames = 4k + 1 and height and width divisible by 16, got {self.frames} frames "
+                f"of {self.height} x {self.width}; try 33 frames of 160 x 256"
             )
 
     @property

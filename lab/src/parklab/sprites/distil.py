@@ -1,9 +1,11 @@
-"""python -m parklab.sprites.distil --out runs/few   Distils a LoRA that makes the shipped model's videos in 4 to 8 steps.
+"""python -m parklab.sprites.distil --out runs/few
 
+Distils a LoRA that makes the shipped model's videos in 4 to 8 steps.
 The teacher is the shipped model with guidance, in many steps; its own samples are the data, from sentences of training.
-The student is the model with a LoRA and without guidance. It is rolled out in few steps by the pipeline's own scheduler,
-and at each step its velocity is regressed to the one that leads from where it is straight to the teacher's sample of the
-same noise (reflow's coupling: Liu et al., 2209.03003; states of the student's own rollout: Ross et al., 1011.0686).
+The student is the model with a LoRA and without guidance. It is rolled out in few steps by the pipeline's own
+scheduler, and at each step its velocity is regressed to the one that leads from where it is straight to the teacher's
+sample of the same noise (reflow's coupling: Liu et al., 2209.03003; states of the student's own rollout: Ross et al.,
+1011.0686).
 
 Run the same command again to resume. Writes OUT/pytorch_lora_weights.safetensors (`pipe.load_lora_weights(OUT)`),
 OUT/distillation.json, OUT/MODEL_CARD.md, OUT/loss.svg and OUT/samples.png.
@@ -339,8 +341,8 @@ def card_text(record: dict[str, Any]) -> str:
     config, stage = record["config"], record["stage"]
     samples = ", ".join(f"{count:,} of {f} x {h} x {w}" for f, h, w, count in record["samples"])
     rows = "\n".join(
-        f"| {r['tokens']:,} | {'shipped model with the LoRA' if r['lora'] else 'shipped model'} | {r['steps']} | {r['guidance']:g} | "
-        f"{r['prompts']} | {100 * r['colour_and_shape']:.0f} % | {100 * r['motion']:.0f} % | "
+        f"| {r['tokens']:,} | {'shipped model with the LoRA' if r['lora'] else 'shipped model'} | {r['steps']} | "
+        f"{r['guidance']:g} | {r['prompts']} | {100 * r['colour_and_shape']:.0f} % | {100 * r['motion']:.0f} % | "
         f"{'-' if r['name'] == 'teacher' else format(r['mse'], '.4f')} |"
         for r in record["results"]
     )

@@ -1,5 +1,6 @@
-"""python -m parklab.sprites.evaluation FOLDER --sheet FILE.png   What a finished checkpoint can do; also writes its card.
+"""python -m parklab.sprites.evaluation FOLDER --sheet FILE.png
 
+What a finished checkpoint can do; also writes its card.
 Prompt following on held-out prompts, alone and with guidance, the rule on true renders, and on their reconstructions.
 """
 

@@ -1,16 +1,18 @@
-"""python -m parklab.sprites.following [--model FOLDER] [--count 50] [--out FILE.json]   Does the video show what was asked?
+"""python -m parklab.sprites.following [--model FOLDER] [--count 50] [--out FILE.json]
+
+Does the video show what was asked?
 
 The rule, on decoded frames in [0, 1] (five frames, evenly spread):
 
-1. Sprite pixels are those whose largest channel is above 0.74 (backgrounds of the training data stay below 0.66, sprites
-   above 0.8), after a 5 x 5 mean filter that removes specks. A frame counts if they cover 0.5 % to 40 % of it.
+1. Sprite pixels are those whose largest channel is above 0.74 (backgrounds of the training data stay below 0.66,
+   sprites above 0.8), after a 5 x 5 mean filter that removes specks. A frame counts if they cover 0.5 % to 40 % of it.
 2. Colour: the mean RGB of the sprite pixels, divided by its largest channel, is nearest to the asked palette entry.
-3. Shape: the sprite's silhouette, centred at its centroid and scaled to unit area, has its largest intersection over union
-   with the asked shape's template (summed over the frames; frames where the sprite touches the border are left out while
-   others remain).
-4. Motion (reported, not part of the bar): the centroid track over all frames. A straight track (net / length > 0.8) that
-   covers over 0.12 of the frame is named by its direction; otherwise it bounces if its vertical extent is over twice the
-   horizontal one or its vertical direction turns sharply at the bottom, else it orbits.
+3. Shape: the sprite's silhouette, centred at its centroid and scaled to unit area, has its largest intersection over
+   union with the asked shape's template (summed over the frames; frames where the sprite touches the border are left
+   out while others remain).
+4. Motion (reported, not part of the bar): the centroid track over all frames. A straight track (net / length > 0.8)
+   that covers over 0.12 of the frame is named by its direction; otherwise it bounces if its vertical extent is over
+   twice the horizontal one or its vertical direction turns sharply at the bottom, else it orbits.
 
 "Follows" means colour and shape are both right.
 """
@@ -137,10 +139,11 @@ def score(scenes: list[Scene], seen: list[Seen]) -> dict:
         "shape": rate(s.shape == scene.shape for scene, s in zip(scenes, seen, strict=True)),
         "colour_and_shape": rate(follows),
         "motion": rate(s.motion == scene.motion for scene, s in zip(scenes, seen, strict=True)),
-        **{f"colour_and_shape_held_out_{kind}": sum(follows[i] for i in rows) / len(rows) for kind, rows in kinds.items() if rows},
+        **{f"colour_and_shape_held_out_{kind}": sum(follows[i] for i in rows) / len(rows) for kind,
+           rows in kinds.items() if rows},
         "rows": [
-            {"prompt": scene.sentence, "held_out": scene.held_out, "colour": s.colour, "shape": s.shape, "motion": s.motion,
-             "follows": ok} for scene, s, ok in zip(scenes, seen, follows, strict=True)
+            {"prompt": scene.sentence, "held_out": scene.held_out, "colour": s.colour, "shape": s.shape,
+             "motion": s.motion, "follows": ok} for scene, s, ok in zip(scenes, seen, follows, strict=True)
         ],
     }  # fmt: skip
 
@@ -181,7 +184,8 @@ def generate(
         noise = [torch.Generator("cpu").manual_seed(seed * 100_003 + start + i) for i in range(len(part))]
         frames = pipeline(
             prompt=[scene.sentence for scene in part], height=size.height, width=size.width, num_frames=size.frames,
-            num_inference_steps=steps, guidance_scale=guidance, generator=noise, output_type="pt", max_sequence_length=32,
+            num_inference_steps=steps, guidance_scale=guidance, generator=noise, output_type="pt",
+            max_sequence_length=32,
         ).frames  # fmt: skip
         yield from frames.float().transpose(1, 2).cpu()
 

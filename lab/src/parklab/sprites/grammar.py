@@ -86,17 +86,20 @@ def parse(prompt: str) -> Scene:
         if word not in WORDS:
             advice = did_you_mean(word, WORDS, f"write for example: {EXAMPLE}.")
             raise ValueError(
-                f"prompt: expected words this model was trained on, got unknown word {shown(word)}; allowed words: {', '.join(WORDS)}; {advice}"
+                f"prompt: expected words this model was trained on, got unknown word {shown(word)}; allowed words: "
+                f"{', '.join(WORDS)}; {advice}"
             )
     for_motion = 2 if "moves" in words else 1
     if len(words) != 6 + for_motion or words[0] not in ("a", "an") or words[3 + for_motion] != "over":
         raise ValueError(
-            f'prompt: expected "a COLOUR SHAPE MOTION over COLOUR TEXTURE", got {shown(prompt)}; write for example: {EXAMPLE}.'
+            f'prompt: expected "a COLOUR SHAPE MOTION over COLOUR TEXTURE", got {shown(prompt)}; write for example: '
+            f"{EXAMPLE}."
         )
     found = (words[1], words[2], " ".join(words[3 : 3 + for_motion]), words[4 + for_motion], words[5 + for_motion])
     for field, slot, entry in zip(fields(Scene), SLOTS, found, strict=True):
         if entry not in slot:
             raise ValueError(
-                f"prompt: expected as {field.name} one of {', '.join(slot)}, got {entry!r}; write for example: {EXAMPLE}."
+                f"prompt: expected as {field.name} one of {', '.join(slot)}, got {entry!r}; write for example: "
+                f"{EXAMPLE}."
             )
     return Scene(*found)

@@ -118,7 +118,9 @@ class Autoencoding:
 
     @torch.no_grad()
     def measure(self, statistics: bool) -> None:
-        """The reconstruction's PSNR and, if asked, mean and deviation of each latent channel (Wan's config holds them)."""
+        """The reconstruction's PSNR and, if asked, mean and deviation of each latent channel (Wan's config holds
+        them).
+        """
         latents, psnr = [], []
         for size in self.measured:
             clips = self.fresh(4 if self.config.small else 24, size, 99_991 + size.tokens)

@@ -138,7 +138,8 @@ class Trainer:
                 absent = module.load_state_dict(load_file(folder / name / WEIGHTS[name]), strict=False)
                 if absent.unexpected_keys:
                     raise ValueError(
-                        f"start: {folder / name} has weights this model lacks, such as {absent.unexpected_keys[0]}; use its code"
+                        f"start: {folder / name} has weights this model lacks, such as {absent.unexpected_keys[0]}; "
+                        "use its code"
                     )
                 say(f"{name} from {folder}")
         with torch.no_grad():
@@ -155,7 +156,8 @@ class Trainer:
     def _expect(self, what: str, expected: object, got: object, where: Path) -> None:
         if expected != got:
             raise ValueError(
-                f"{what}: {where} was trained with {got}, this run asks for {expected}; choose another --out or the same settings"
+                f"{what}: {where} was trained with {got}, this run asks for {expected}; "
+                "choose another --out or the same settings"
             )
 
     # --- results

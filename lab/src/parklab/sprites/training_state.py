@@ -104,7 +104,8 @@ def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict]:
     with safe_open(path, framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["record"])  # noqa: SIM118 (not a dict)
+        names = file.keys()
+        return {key: file.get_tensor(key) for key in names}, json.loads(file.metadata()["record"])
 
 
 def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

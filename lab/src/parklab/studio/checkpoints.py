@@ -40,7 +40,8 @@ def find_model(model: str | None) -> Path:
         folder = _download(model)
     else:
         raise ValueError(
-            f"model: expected a diffusers folder or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model!r}; check the path."
+            f"model: expected a diffusers folder or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model!r}; "
+            "check the path."
         )
     check_folder(folder)
     return folder
@@ -173,7 +174,8 @@ def stock_failures_in_one_line(pipe: Any) -> Iterator[None]:
             raise
         first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
-            f"model: expected {type(pipe).__name__} to make a video of this request, got {type(error).__name__} ({first}); check its configs."
+            f"model: expected {type(pipe).__name__} to make a video of this request, got {type(error).__name__} "
+            f"({first}); check its configs."
         ) from error
 
 
@@ -267,7 +269,8 @@ def _strides(pipe: Any) -> tuple[int, int]:
     strides = frames * patch_frames, pixels * patch_pixels
     if not all(type(stride) is int and stride > 0 for stride in strides):
         raise ValueError(
-            f"model: expected whole frames and pixels per token in its configs, got {strides}; download or save it again."
+            f"model: expected whole frames and pixels per token in its configs, got {strides}; "
+            "download or save it again."
         )
     return strides
 

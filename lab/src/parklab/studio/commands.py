@@ -55,7 +55,9 @@ def generate(
     video: VideoOptions,
     overwrite: Overwrite = False,
 ) -> None:
-    """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them, finished ones kept."""
+    """A prompt in, an mp4 out, and a JSON record that repeats it; with --prompts a folder of them,
+    finished ones kept.
+    """
     if (prompt is None) == (prompts is None):
         raise ValueError(
             "prompt: expected either a prompt or --prompts FILE, got "
@@ -240,8 +242,8 @@ def _why_slower(report: dict[str, Any]) -> str | None:
     if not slower or share > 0.5:
         return None
     return (
-        f"Slower than dense: {' and '.join(slower)}, because at {report['tokens']:,} tokens attention is only {share:.0%} of dense denoising; "
-        "make the video longer or larger to see a gain."
+        f"Slower than dense: {' and '.join(slower)}, because at {report['tokens']:,} tokens attention is only "
+        f"{share:.0%} of dense denoising; make the video longer or larger to see a gain."
     )
 
 
@@ -266,7 +268,9 @@ def doctor(
         float | None, typer.Option(min=0, max=1, help="Of forecasts; each profile's when not given.")
     ] = None,
 ) -> None:
-    """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is broken."""
+    """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is
+    broken.
+    """
     from parklab.studio.doctor import examine, shown_examination
 
     found = examine(

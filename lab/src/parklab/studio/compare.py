@@ -1,4 +1,6 @@
-"""Several methods and profiles on the same prompts and seeds: each video, the side-by-side, the metrics and the page."""
+"""Several methods and profiles on the same prompts and seeds: each video, the side-by-side,
+the metrics and the page.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One component of a pipeline: its class, of its library's public namespace, and weights that all came from its files."""
+"""One component of a pipeline: its class, of its library's public namespace, and weights that all came from its
+files.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def public_class(library: str, name: str, *bases: str) -> Any:
         isinstance(found, type) and found.__module__.startswith(f"{module.__name__}.") and issubclass(found, kinds)
     ):
         raise ValueError(
-            f"model: expected a class that {whole.__name__} {whole.__version__} has, got {name}; install a newer {whole.__name__}."
+            f"model: expected a class that {whole.__name__} {whole.__version__} has, got {name}; "
+            f"install a newer {whole.__name__}."
         )
     return found
 
@@ -67,7 +70,8 @@ def expect_kinds(part: Component, cls: Any) -> None:
             isinstance(value, dict) and not re.search("dict|any", kind)
         ):
             raise ValueError(
-                f"model: expected {name} in {part.folder / part.role.config} as {cls.__name__} takes it, got {value!r}; correct it."
+                f"model: expected {name} in {part.folder / part.role.config} as {cls.__name__} takes it, got "
+                f"{value!r}; correct it."
             )
 
 
@@ -115,13 +119,16 @@ def _expect_none(part: Component, what: str, names: list[str]) -> None:
     if names:
         named = ", ".join(sorted(names)[:NAMED]) + (", ..." if len(names) > NAMED else "")
         raise ValueError(
-            f"model: expected the weights of {part.class_name} in {part.folder}, got {len(names)} {what} ({named}); download or save it again."
+            f"model: expected the weights of {part.class_name} in {part.folder}, got {len(names)} {what} ({named}); "
+            "download or save it again."
         )
 
 
 @contextlib.contextmanager
 def _no_larger_than(part: Component) -> Iterator[None]:
-    """A config that describes a model far larger than its weights is refused while it is built, before it fills memory."""
+    """A config that describes a model far larger than its weights is refused while it is built,
+    before it fills memory.
+    """
     # loaders register a parameter when they build it and again when they fill it
     left = {
         "parameters": 8 * len(part.tensors) + 1000,
@@ -135,7 +142,8 @@ def _no_larger_than(part: Component) -> Iterator[None]:
         left["weights"] -= parameter.numel()
         if min(left.values()) < 0:
             raise ValueError(
-                f"model: expected a config of the weights beside it in {part.folder}, got one of a far larger model; download it again."
+                f"model: expected a config of the weights beside it in {part.folder}, got one of a far larger model; "
+                "download it again."
             )
 
     handle = torch.nn.modules.module.register_module_parameter_registration_hook(count)

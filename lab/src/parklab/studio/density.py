@@ -48,6 +48,6 @@ def measure_profile(
         making.commit({"format": FORMAT, "request": wanted, "environment": environment()})
 
     cell = Cell(name=out.stem, format=FORMAT, request=wanted, files=(out.name,))
-    kept = lambda cell: say(f"{out} is done already, with these settings; pass --overwrite to make it again.")  # noqa: E731
-    Store(out.parent, say).fill([cell], make, overwrite=overwrite, kept=kept)
+    done = f"{out} is done already, with these settings; pass --overwrite to make it again."
+    Store(out.parent, say).fill([cell], make, overwrite=overwrite, kept=lambda cell: say(done))
     return DensityProfile.load(out)

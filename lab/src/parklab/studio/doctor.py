@@ -263,7 +263,8 @@ def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     yield (
         "of these",
         f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone; "
-        f"the table below has whole videos: every part (activations and decoding take turns), with the state of {memory['profile']}",
+        "the table below has whole videos: every part (activations and decoding take turns), with the state of "
+        f"{memory['profile']}",
     )
 
 

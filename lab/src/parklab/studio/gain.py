@@ -45,8 +45,9 @@ def shipped_size() -> ModelSize | None:
         return None
     config, vae = (json.loads(path.read_text()) for path in paths)
     return ModelSize(
-        transformer=config["_class_name"], layers=config["num_layers"], heads=config["num_attention_heads"], ffn=config["ffn_dim"], text=32,
-        head_dim=config["attention_head_dim"], passes=1, frames=vae["scale_factor_temporal"], latent_pixels=vae["scale_factor_spatial"],
+        transformer=config["_class_name"], layers=config["num_layers"], heads=config["num_attention_heads"],
+        ffn=config["ffn_dim"], text=32, head_dim=config["attention_head_dim"], passes=1,
+        frames=vae["scale_factor_temporal"], latent_pixels=vae["scale_factor_spatial"],
         pixels=vae["scale_factor_spatial"] * config["patch_size"][1],
     )  # fmt: skip
 
@@ -220,7 +221,9 @@ def _run_by_arithmetic(
 
 
 def known_gpu(name: str | None) -> str | None:
-    """A key of GPUS: what torch calls the GPU contains it, or a part of it was given that no other has, such as 4090."""
+    """A key of GPUS: what torch calls the GPU contains it, or a part of it was given that no other has,
+    such as 4090.
+    """
     if not name:
         return None
     inside = [known for known in GPUS if known.lower() in name.lower()]

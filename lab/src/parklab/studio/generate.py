@@ -143,8 +143,8 @@ def _out_of_memory_in_one_line(request: Request) -> Iterator[None]:
             else "a smaller size"
         )
         raise ValueError(
-            f"device: expected room for {request.frames} frames of {request.height} x {request.width} on {request.device}, got out of "
-            f"memory; pass {advice}."
+            f"device: expected room for {request.frames} frames of {request.height} x {request.width} on "
+            f"{request.device}, got out of memory; pass {advice}."
         ) from None
 
 

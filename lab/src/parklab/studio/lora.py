@@ -42,7 +42,8 @@ def judge_lora(path: str) -> str:
     file = Path(path)
     # a name that no file system takes is False here and an error in pathlib
     if file.suffix != ".safetensors" or not os.path.isfile(path):  # noqa: PTH113
-        got = "a file of another kind (a pickle can run code)" if os.path.exists(path) else "no such file"  # noqa: PTH110
+        there = os.path.exists(path)  # noqa: PTH110
+        got = "a file of another kind (a pickle can run code)" if there else "no such file"
         raise _refusal(path, got, "pass a .safetensors file")
     with _in_one_line(path):
         shapes = read_header(file)

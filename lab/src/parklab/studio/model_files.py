@@ -1,4 +1,6 @@
-"""One file of a model folder: JSON without what would lead a loader elsewhere, and headers of safetensors, whole and bounded."""
+"""One file of a model folder: JSON without what would lead a loader elsewhere, and headers of safetensors,
+whole and bounded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ WIDTH = re.compile(r"(?!.*projection_dim)(.*_)?(dim|channels|heads|hidden_size|d
 
 # names in any JSON that ask a loader for code, for another repository or for a quantiser's classes
 FORBIDDEN = {
-    "auto_map", "custom_pipeline", "custom_pipelines", "trust_remote_code", "custom_generate", "quantization_config", "kernel_config",
-    "use_kernels", "hub_kernel_config", "base_model_name_or_path", "gguf_file",
+    "auto_map", "custom_pipeline", "custom_pipelines", "trust_remote_code", "custom_generate", "quantization_config",
+    "kernel_config", "use_kernels", "hub_kernel_config", "base_model_name_or_path", "gguf_file",
 }  # fmt: skip
 # published tokenizers and encoders carry their author's path here; no loader opens it
 UNREAD = {"special_tokens_map_file", "_name_or_path", "name_or_path"}

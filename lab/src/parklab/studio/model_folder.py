@@ -96,8 +96,8 @@ ROLES = {
     "feature_extractor": Role("transformers", r"(CLIP|Siglip)(Image)?Processor(Fast|Pil)?"),
 }
 PIPELINES = (
-    r"(Wan|SkyReelsV2|HunyuanVideo|HunyuanSkyreels|CogVideoX|LTX|Mochi|ChronoEdit|AnyFlow|Helios|Kandinsky[56]|MotifVideo|Allegro"
-    r"|EasyAnimate|ConsisID)\w*Pipeline"
+    r"(Wan|SkyReelsV2|HunyuanVideo|HunyuanSkyreels|CogVideoX|LTX|Mochi|ChronoEdit|AnyFlow|Helios|Kandinsky[56]"
+    r"|MotifVideo|Allegro|EasyAnimate|ConsisID)\w*Pipeline"
 )
 NOTES = ("_class_name", "_diffusers_version", "_name_or_path")
 NEEDED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # a prompt becomes a video through these

@@ -100,7 +100,9 @@ def synchronise(device: torch.device | str) -> None:
 def measured(
     calls: Sequence[LoggedCall], summary: Summary, observer: Observer, step_ends: list[float], total_steps: int
 ) -> dict[str, Any]:
-    """Plain JSON values: per step, per layer and head, and in all. step_ends: clock readings at the end of every step."""
+    """Plain JSON values: per step, per layer and head, and in all. step_ends:
+    clock readings at the end of every step.
+    """
     recalls = observer.recalls[
         len(observer.recalls) - len(calls) :
     ]  # a log begins with its run, an observer may be older

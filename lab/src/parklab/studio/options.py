@@ -22,7 +22,8 @@ Profiles = Annotated[
     typer.Option(
         "--profile",
         "--preset",
-        help="As in park generate, quality when not given; several separated by commas, as in paper,fast: a video of each.",
+        help="As in park generate, quality when not given; several separated by commas, as in paper,fast: "
+        "a video of each.",
     ),
 ]
 Settings = Annotated[
@@ -43,7 +44,8 @@ Offload = Annotated[str, typer.Option(help="none, model, group or sequential: ke
 Methods = Annotated[
     str | None,
     typer.Option(
-        help="Names separated by commas, or all; dense is always among them. When not given: PARK and its ablations, with several profiles PARK alone."
+        help="Names separated by commas, or all; dense is always among them. When not given: "
+        "PARK and its ablations, with several profiles PARK alone."
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
@@ -72,7 +74,8 @@ class VideoOptions:
     quantise: Annotated[
         str | None,
         typer.Option(
-            help="The transformer's weights: float8 or int8, rounded by torchao, or FILE.gguf in their place; needs pip install 'parklab\\[quant]'."
+            help="The transformer's weights: float8 or int8, rounded by torchao, or FILE.gguf in their place; "
+            "needs pip install 'parklab\\[quant]'."
         ),
     ] = None
     image: Annotated[

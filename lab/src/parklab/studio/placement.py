@@ -29,7 +29,8 @@ def place(pipe: Any, device: str, offload: str) -> Any:
     if offload == "none":
         return pipe.to(device)
     if device == "cuda":
-        device = f"cuda:{torch.cuda.current_device()}"  # offloading would take the first GPU, also in a process that was given another
+        # offloading would take the first GPU, also in a process that was given another
+        device = f"cuda:{torch.cuda.current_device()}"
     if offload == "group":
         offload_groups(pipe, torch.device(device))
     elif offload == "model":
@@ -85,7 +86,9 @@ def rounding(scheme: str) -> dict[str, Any]:
 
 
 def from_gguf(cls: Any, folder: Path, file: str, known: str | None, dtype: torch.dtype) -> Any:
-    """The transformer of a GGUF file, whose sizes the folder's config says. known: the file's hash when the run began."""
+    """The transformer of a GGUF file, whose sizes the folder's config says.
+    known: the file's hash when the run began.
+    """
     if (sha256_of(Path(file)) or "")[:16] != known:
         raise ValueError(f"quantise: expected {file} as it was when the run began, got other bytes; run again.")
     if not hasattr(cls, "from_single_file"):

@@ -71,8 +71,8 @@ def read_prompts(path: Path) -> list[Item]:
         item = Item(number, prompt, video_name(prompt))
         if item.video in items:
             raise ValueError(
-                f"prompts: expected every prompt once, got lines {items[item.video].line} and {number} of {path} with the same "
-                f"({prompt!r}); remove one, or make other seeds in another folder with --seed and --out."
+                f"prompts: expected every prompt once, got lines {items[item.video].line} and {number} of {path} with "
+                f"the same ({prompt!r}); remove one, or make other seeds in another folder with --seed and --out."
             )
         items[item.video] = item
     if not items:
@@ -113,7 +113,8 @@ def _requests_of(items: list[Item], request: Request, folder: Path, prompts: Pat
             raise ValueError(f"{prompts} line {item.line}: {error}") from None
         if lines.setdefault(prompt, item.line) != item.line:
             raise ValueError(
-                f"prompts: expected every prompt once, got lines {lines[prompt]} and {item.line} of {prompts} with the same; remove one."
+                f"prompts: expected every prompt once, got lines {lines[prompt]} and {item.line} of {prompts} with the "
+                "same; remove one."
             )
         asked[item] = replace(request, prompt=prompt)
     return asked
@@ -199,12 +200,13 @@ def take_device(device: str, shard: Shard) -> None:
         return
     if device not in ("auto", "cuda"):
         raise ValueError(
-            f"device: expected auto, cuda or cpu with {shard.ranks} ranks, which take a GPU each, got {device!r}; leave it out."
+            f"device: expected auto, cuda or cpu with {shard.ranks} ranks, which take a GPU each, got {device!r}; "
+            "leave it out."
         )
     if shard.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"LOCAL_RANK: expected one of the {torch.cuda.device_count()} GPUs of this machine, got {shard.local_rank}; "
-            "start as many processes as it has GPUs."
+            f"LOCAL_RANK: expected one of the {torch.cuda.device_count()} GPUs of this machine, got "
+            f"{shard.local_rank}; start as many processes as it has GPUs."
         )
     torch.cuda.set_device(shard.local_rank)
 

@@ -26,7 +26,8 @@ from parklab.studio.placement import judge_quantise
 
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}
-# schedulers are trained on 1000 steps; encoders read up to 1000 tokens; players show up to a few hundred frames a second
+# schedulers are trained on 1000 steps; encoders read up to 1000 tokens;
+# players show up to a few hundred frames a second
 MOST = {"seed": LARGEST_SEED, "steps": 1000, "text_tokens": 4096, "fps": 1000}
 LARGEST_GUIDANCE = 1000.0
 UNASKED = (
@@ -173,28 +174,32 @@ def fit_to_pipeline(request: Request, pipe: Any) -> Request:
         )
     if request.image is not None and not takes:
         raise ValueError(
-            f"image: expected none, since {type(pipe).__name__} takes no picture, got {request.image!r}; leave out --image."
+            f"image: expected none, since {type(pipe).__name__} takes no picture, got {request.image!r}; "
+            "leave out --image."
         )
     names = {"steps": "num_inference_steps", "height": "height", "width": "width", "frames": "num_frames"}
     filled = {ours: accepted[theirs].default for ours, theirs in names.items() if getattr(request, ours) is None}
     absent = [name for name, value in filled.items() if not isinstance(value, int)]
     if absent:
         raise ValueError(
-            f"{absent[0]}: expected a value, since {type(pipe).__name__} has none of its own, got nothing; pass --{absent[0]}."
+            f"{absent[0]}: expected a value, since {type(pipe).__name__} has none of its own, got nothing; "
+            f"pass --{absent[0]}."
         )
     # a record must not depend on what another version of diffusers would take
     for ours, theirs in OPTIONAL.items():
         if theirs not in accepted and getattr(request, ours) is not None:
             option = ours.replace("_", "-")
             raise ValueError(
-                f"{ours}: expected none, since {type(pipe).__name__} takes no {theirs}, got {getattr(request, ours)!r}; leave out --{option}."
+                f"{ours}: expected none, since {type(pipe).__name__} takes no {theirs}, got "
+                f"{getattr(request, ours)!r}; leave out --{option}."
             )
         if getattr(request, ours) is None and theirs in accepted and isinstance(accepted[theirs].default, (int, float)):
             filled[ours] = accepted[theirs].default
     request = dataclasses.replace(request, **filled)
     if request.negative is not None and request.guidance is not None and request.guidance <= 1:
         raise ValueError(
-            f"negative: expected guidance above 1 beside it, got {request.guidance}; pass --guidance 3, or leave it out."
+            f"negative: expected guidance above 1 beside it, got {request.guidance}; "
+            "pass --guidance 3, or leave it out."
         )
     assert request.frames and request.height and request.width
     checkpoints.expect_size(pipe, request.frames, request.height, request.width)

@@ -42,7 +42,10 @@ def timing_warning(rows: list[dict[str, Any]]) -> str | None:
         found = f"in the run of {whose}, steps of equal work differed by {spread:.0%} on average"
     else:
         found = f"dense steps in the run of {other} and in that of {_title(rows[0])} differed by {apart:.0%}"
-    return f"The speed-up is rough, because timing was unsteady ({found}): to measure it well, run again on a quiet machine with --overwrite."
+    return (
+        f"The speed-up is rough, because timing was unsteady ({found}): "
+        "to measure it well, run again on a quiet machine with --overwrite."
+    )
 
 
 def _title(row: dict[str, Any]) -> str:

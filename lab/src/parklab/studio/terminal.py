@@ -1,4 +1,6 @@
-"""What a video command shows while it works: a bar of steps, lines, and on stderr what takes long before the first bar."""
+"""What a video command shows while it works: a bar of steps, lines, and on stderr what takes long before the first
+bar.
+"""
 
 from __future__ import annotations
 

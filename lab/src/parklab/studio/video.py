@@ -28,7 +28,8 @@ def video_library() -> Any:
     av = package("av", "mp4 files")
     if CODEC not in av.codecs_available:
         raise ModuleNotFoundError(
-            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: {install_command()}"
+            f"ffmpeg: expected one with {CODEC}, got PyAV {av.__version__} without it; install a full one with: "
+            f"{install_command()}"
         )
     return av
 

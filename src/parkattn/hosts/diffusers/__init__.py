@@ -42,23 +42,25 @@ def enable(
     """Run `method` in the video self-attention of a pipeline or a transformer.
 
     method: a name (park methods) or an AttentionMethod. config: the name of a profile ("paper", "quality", "fast",
-    "turbo") or of a preset, a value of the method's config type, a mapping of fields, or None: quality for PARK, the model's preset
-    or the defaults for other methods; changes override single fields. Enabling again replaces what was enabled before.
-    total_steps is for a bare transformer, which has no scheduler to ask. fuse: run the stock blocks compiled, which
-    fuses their norms, RoPE and modulation; None: on a GPU, in large runs. image: say that the model makes images, which
-    gain at 4k (65,536 tokens) and not at usual sizes. references: given videos that a model packs before its own
-    (MiniMax-H3) are sparse too, instead of exact.
+    "turbo") or of a preset, a value of the method's config type, a mapping of fields, or None: quality for PARK, the
+    model's preset or the defaults for other methods; changes override single fields. Enabling again replaces what was
+    enabled before. total_steps is for a bare transformer, which has no scheduler to ask. fuse: run the stock blocks
+    compiled, which fuses their norms, RoPE and modulation; None: on a GPU, in large runs. image: say that the model
+    makes images, which gain at 4k (65,536 tokens) and not at usual sizes. references: given videos that a model packs
+    before its own (MiniMax-H3) are sparse too, instead of exact.
     """
     row = row_for(next(iter(transformers_of(target).values())))
     if image is not row.image:
         kind = "images" if row.image else "videos"
         raise ValueError(
-            f"image: expected {row.image} for {row.released}, which makes {kind}, got {image!r}; pass image={row.image}."
+            f"image: expected {row.image} for {row.released}, which makes {kind}, got {image!r}; "
+            f"pass image={row.image}."
         )
     expect_flag("references", references)
     if references and row.references is no_references:
         raise ValueError(
-            f"references: expected False for {row.released}, which packs no videos before its own, got True; leave it out."
+            f"references: expected False for {row.released}, which packs no videos before its own, got True; "
+            "leave it out."
         )
     named = ParkConfig.DEFAULT_PROFILE if config is None and method == "park" else config
     made = configured_method(method, named, model=row.preset, **changes)
@@ -95,7 +97,8 @@ def summary(target: Any) -> Summary:
     sessions = sessions_of(target)
     if not sessions:
         raise ValueError(
-            "summary: expected a pipeline or transformer on which parkattn.enable was called, got one without; call enable first."
+            "summary: expected a pipeline or transformer on which parkattn.enable was called, got one without; "
+            "call enable first."
         )
     if len(set(sessions.values())) == 1:
         return next(iter(sessions.values())).summary()

@@ -22,7 +22,8 @@ from parkattn import compat
 from parkattn.checks import first_line, shown
 
 # steps x blocks x elements of hidden_states from which on compiling pays in one run: on an H200 it takes 15 s, and a
-# fused block saves 7e-11 s per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %), twice that with guidance
+# fused block saves 7e-11 s per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %),
+# twice that with guidance
 WORTH_IT = 1.5e11
 COMPILER = "inductor"
 FUSED = AS_ASKED, LARGE_ENOUGH = "yes, as asked", "yes, the run is large enough"  # outcomes of blocks that ran compiled
@@ -40,7 +41,8 @@ class Fusing:
     def __init__(self, wanted: bool | None, steps: Callable[[], int | None] = lambda: None) -> None:
         if wanted is not None and not isinstance(wanted, bool):
             raise TypeError(
-                f"fuse: expected True, False or None, got {shown(wanted)}; None lets the device and the size of the run decide."
+                f"fuse: expected True, False or None, got {shown(wanted)}; "
+                "None lets the device and the size of the run decide."
             )
         self.wanted = wanted
         self._steps = steps

@@ -80,5 +80,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 @attention_in_graph.register_autograd
 def _(*_: Any) -> Any:
     raise RuntimeError(
-        "parkattn::attention: expected a graph without gradients, got one; use torch.no_grad(), or do not compile to train."
+        "parkattn::attention: expected a graph without gradients, got one; "
+        "use torch.no_grad(), or do not compile to train."
     )

@@ -30,7 +30,10 @@ from parkattn.hosts.diffusers.sequence_parallel import (
 from parkattn.hosts.packed import attend_packed
 from parkattn.models import ModelRow
 
-_UNKNOWN_LAYOUT = "which tokens are the video is unknown: several videos or images in one sequence, or a transformer compiled whole; compile blocks alone (block.compile())"
+_UNKNOWN_LAYOUT = (
+    "which tokens are the video is unknown: several videos or images in one sequence, or a transformer compiled whole; "
+    "compile blocks alone (block.compile())"
+)
 _KEYS_SPREAD = "keys of text without queries cannot be told from the video's where ranks hold a part of them"
 _SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffusers sets on processors, and cache-dit
 
@@ -267,7 +270,9 @@ def _text_span(place: str, tokens: int, length: int) -> slice | None:
 
 
 def _key_valid(mask: Any, q: Tensor) -> tuple[Tensor | None, str | None]:
-    """A mask over keys alone becomes key_valid [b m]; any other mask, a flex BlockMask too, is a reason to stay dense."""
+    """A mask over keys alone becomes key_valid [b m]; any other mask, a flex BlockMask too,
+    is a reason to stay dense.
+    """
     if mask is None:
         return None, None
     if not isinstance(mask, Tensor):

@@ -125,7 +125,9 @@ def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor
 
 
 def hunyuan_sequence_parallel() -> dict[str, Any]:
-    """Split video and text at the first block, gather video at the last projection: each rank holds [video_i, text_i]."""
+    """Split video and text at the first block, gather video at the last projection:
+    each rank holds [video_i, text_i].
+    """
     ContextParallelInput, ContextParallelOutput = compat.context_parallel_parts()
     rope = {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in (0, 1)}
     names = ("hidden_states", "encoder_hidden_states")

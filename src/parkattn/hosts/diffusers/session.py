@@ -22,7 +22,10 @@ from parkattn.hosts.diffusers.tracker import StepTracker
 from parkattn.models import ModelRow, row_for
 from parkattn.site import AttentionMethod
 
-_UNKNOWN_STEP = "the step is unknown: a compiled transformer without a scheduler; enable on the pipeline, or compile blocks alone (block.compile())"
+_UNKNOWN_STEP = (
+    "the step is unknown: a compiled transformer without a scheduler; "
+    "enable on the pipeline, or compile blocks alone (block.compile())"
+)
 _LOST = "another processor was set after enable; call enable again"
 # which session a transformer belongs to; a deleted transformer takes its session along, which holds no transformer
 _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()

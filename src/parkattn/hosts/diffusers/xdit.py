@@ -28,8 +28,8 @@ def register_backend() -> None:
         from xfuser.core.distributed.attention_backend import ATTENTION_FUNCTION_REGISTRY
     except ImportError as error:
         raise ValueError(
-            f"xfuser: expected 0.5 or newer, where attention backends can be registered, got {error}; upgrade it, or split the video "
-            "with diffusers' enable_parallelism."
+            f"xfuser: expected 0.5 or newer, where attention backends can be registered, got {error}; "
+            "upgrade it, or split the video with diffusers' enable_parallelism."
         ) from error
     ATTENTION_FUNCTION_REGISTRY[_BACKEND] = run_as_backend
 

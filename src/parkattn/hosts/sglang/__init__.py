@@ -1,5 +1,5 @@
-"""PARK in SGLang diffusion's Wan, HunyuanVideo and MiniMax-H3 models, as a plug-in: installed beside SGLang, it is found
-by its entry point.
+"""PARK in SGLang diffusion's Wan, HunyuanVideo and MiniMax-H3 models, as a plug-in: installed beside SGLang, it is
+found by its entry point.
 
     sglang serve --model-path Wan-AI/Wan2.1-T2V-14B-Diffusers --attention-backend sparge_attn \\
         --attention-backend-config '{"park": "quality"}'
@@ -35,8 +35,8 @@ KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is
 
 
 class Block(NamedTuple):
-    """A layer by its prefix: its number, and whether text follows the video in its sequence, or all else comes before it
-    in one packed sequence.
+    """A layer by its prefix: its number, and whether text follows the video in its sequence, or all else comes before
+    it in one packed sequence.
     """
 
     layer: int | None = None

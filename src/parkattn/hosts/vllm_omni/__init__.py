@@ -1,6 +1,7 @@
 """PARK in vLLM-Omni's diffusion models, as a plug-in: installed beside vLLM-Omni, it is found by its entry point.
 
-    vllm serve Wan-AI/Wan2.2-T2V-A14B-Diffusers --omni --diffusion-attention-config '{"per_role": {"self": {"backend": "PARK_ATTN"}}}'
+    vllm serve Wan-AI/Wan2.2-T2V-A14B-Diffusers --omni \\
+        --diffusion-attention-config '{"per_role": {"self": {"backend": "PARK_ATTN"}}}'
 
 The keys of that config are closed, so settings come by the environment: PARKATTN_SETTINGS is a profile, or JSON with
 profile, model, min_tokens, references and fields of the profile. Models say where their video is by

@@ -1,8 +1,8 @@
 """Attention over the kept blocks only (eq. sparse_attention, with the softmax taken over the kept keys), and dense
 attention.
 
-`attend` takes q, k and v in block order. Work and memory follow the kept token pairs: each query block meets the concatenation of
-its key blocks in one fused attention call, so a CPU gains what sparsity allows.
+`attend` takes q, k and v in block order. Work and memory follow the kept token pairs: each query block meets the
+concatenation of its key blocks in one fused attention call, so a CPU gains what sparsity allows.
 
 precision="int8" takes Q K^T from q and k rounded to 8 bits (`Rounding`), and the weights of v as otherwise. A
 log-sum-exp is then of scores without q.mean, the same for all keys of a row: parts of one row merge as otherwise.

@@ -35,7 +35,8 @@ class FlashInferAttention(AttentionKernel):
     ) -> Tensor:
         if compensate:
             raise ValueError(
-                "compensate: expected False with backend='flashinfer', which has no stand-in keys; use backend='triton'."
+                "compensate: expected False with backend='flashinfer', which has no stand-in keys; "
+                "use backend='triton'."
             )
         wrapper = self.planned(q, k, plan, scale=scale)
         rows = (
@@ -69,5 +70,6 @@ def flashinfer_package() -> ModuleType:
         return importlib.import_module("flashinfer")
     except ImportError:
         raise ModuleNotFoundError(
-            "backend 'flashinfer': the package flashinfer is not installed; pip install 'parkattn[flashinfer]', or use backend='triton'."
+            "backend 'flashinfer': the package flashinfer is not installed; "
+            "pip install 'parkattn[flashinfer]', or use backend='triton'."
         ) from None

@@ -64,8 +64,8 @@ def _list_lost_rows(acc, z, record, row, rows, count, lost_tiles, A: gl.constexp
 
 
 @gluon.jit
-def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-              W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
+def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.constexpr, STAGES: gl.constexpr,
+              D: gl.constexpr, W: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
               QUICK: gl.constexpr, SHARE: gl.constexpr, INT8: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16]
@@ -184,11 +184,12 @@ def _consumer(lists, shape, result, scales, rings, bars, exchange, KEYS: gl.cons
     do_not_specialize_on_alignment=["count"],
 )
 def attend_hopper_kernel(
-    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count, record_buffers, lost_tiles, out, order, lse,
-    unit, q_steps, k_steps, heads, n, m, kb, wide_width, tails_width, bias_row, bias_tiles, out_b, out_h, out_n,
-    D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    COMPENSATE: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, SHARE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr,
+    q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc, wide_lists, tail_lists, tiles, count,
+    record_buffers, lost_tiles, out, order, lse, unit, q_steps, k_steps, heads, n, m, kb, wide_width, tails_width,
+    bias_row, bias_tiles, out_b, out_h, out_n, D: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, COMPENSATE: gl.constexpr, SCATTER: gl.constexpr,
+    LSE: gl.constexpr, QUICK: gl.constexpr, SHARE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
@@ -236,24 +237,30 @@ def attend_hopper_kernel(
     rings = (q_ring, k_ring, v_ring, bias_ring)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER,
+                         LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER,
+                         LSE, QUICK, SHARE, INT8)),
             (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, GROUPS, BITS // 8)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
-            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 2, COMPENSATE, SCATTER, LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 0, COMPENSATE, SCATTER,
+                         LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 1, COMPENSATE, SCATTER,
+                         LSE, QUICK, SHARE, INT8)),
+            (_consumer, (lists, shape, result, scales, rings, bars, exchange, KEYS, STAGES, D, 2, COMPENSATE, SCATTER,
+                         LSE, QUICK, SHARE, INT8)),
             (produce, (descs, lists, shape, rings, bars, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, GROUPS, BITS // 8)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def attend_hopper(
-    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
-    compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None,
-    pair_bias: Tensor | None = None, out_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
-    quick: bool | None = None, tile: GluonTile | None = None, steps: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *,
+    scale: float | None = None, compensate: Tensor | None = None, centroids: Tensor | None = None,
+    mean_values: Tensor | None = None, pair_bias: Tensor | None = None, out_order: Tensor | None = None,
+    out: Tensor | None = None, with_lse: bool = False, quick: bool | None = None, tile: GluonTile | None = None,
+    steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks, on block-ordered contiguous q [bh n d], k, v [bh m d]; bf16 or fp16, d 64 or 128.
 
@@ -271,7 +278,8 @@ def attend_hopper(
     scale = d**-0.5 if scale is None else scale
     if quick and v.dtype != torch.bfloat16:
         raise ValueError(
-            f"attend_hopper: expected bf16 for quick exponentials, got {v.dtype}, whose exponents are too few; leave quick out."
+            f"attend_hopper: expected bf16 for quick exponentials, got {v.dtype}, whose exponents are too few; "
+            "leave quick out."
         )
     quick = v.dtype == torch.bfloat16 if quick is None else quick
     tile = tile or (gluon_tile(d) if steps is None else int8_tile(d, n / max(mask.shape[1], 1), quick))
@@ -280,8 +288,9 @@ def attend_hopper(
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
     if 0 in (n, m, bh):  # no query, no key or no head
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
-    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys,
-                            tail=tile.tail, compensated=compensate is not None, tail_bias=True)  # fmt: skip
+    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m,
+                            query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys, tail=tile.tail,
+                            compensated=compensate is not None, tail_bias=True)  # fmt: skip
     q_steps, k_steps = (None, None) if steps is None else steps
     by_head = (
         q, k, v, q_steps, k_steps, query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias,
@@ -295,15 +304,17 @@ def attend_hopper(
 
 
 def _attend_heads(
-    out: Tensor, q: Any, k: Any, v: Any, q_steps: Tensor | None, k_steps: Tensor | None, query_offsets: Any, key_offsets: Any,
-    mask: Any, compensate: Tensor | None, centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *,
-    scale: float, quick: bool, tile: GluonTile,
+    out: Tensor, q: Any, k: Any, v: Any, q_steps: Tensor | None, k_steps: Tensor | None, query_offsets: Any,
+    key_offsets: Any, mask: Any, compensate: Tensor | None, centroids: Tensor | None, mean_values: Tensor | None,
+    pair_bias: Tensor | None, out_order: Tensor | None, lse: Tensor | None, *, scale: float, quick: bool,
+    tile: GluonTile,
 ) -> None:  # fmt: skip
     """`attend_hopper` of heads whose lists fit: fills out [b h n d] and lse."""
     n, d = q.shape[1:]
     m, kb = k.shape[1], mask.shape[2]
-    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys,
-                          compensate=compensate, pair_bias=pair_bias, scale=scale, tail=tile.tail, tail_bias=True)  # fmt: skip
+    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m,
+                          query_tile=tile.groups * WARPGROUP_ROWS, key_tile=tile.keys, compensate=compensate,
+                          pair_bias=pair_bias, scale=scale, tail=tile.tail, tail_bias=True)  # fmt: skip
 
     def box(x: Tensor, height: int, width: int) -> TensorDescriptor:
         flat = x.reshape(-1, d)
@@ -335,11 +346,12 @@ def _attend_heads(
     def launch(tiles: Tensor, count: Tensor, tile: GluonTile, *, quick: int, share: bool) -> None:
         attend_hopper_kernel[(programs,)](
             *boxes, work.wide, work.tails, tiles, count, record_buffers, lost_tiles, out,
-            work.count if out_order is None else out_order, bias if lse is None else lse, float(scale * LOG2E), q_steps if int8 else bias,
-            k_steps if int8 else bias, out.shape[1], n, m, kb,
-            work.wide.shape[1], work.tails.shape[1], bias_width // tile.keys, 0 if compensate is None else -(-kb // tile.keys),
-            out.stride(0), out.stride(1), out.stride(2), SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None,
-            QUICK=quick, SHARE=share, INT8=int8, **tile.constants(d), num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
+            work.count if out_order is None else out_order, bias if lse is None else lse, float(scale * LOG2E),
+            q_steps if int8 else bias, k_steps if int8 else bias, out.shape[1], n, m, kb,
+            work.wide.shape[1], work.tails.shape[1], bias_width // tile.keys,
+            0 if compensate is None else -(-kb // tile.keys), out.stride(0), out.stride(1), out.stride(2),
+            SCATTER=out_order is not None, LSE=lse is not None, COMPENSATE=compensate is not None, QUICK=quick,
+            SHARE=share, INT8=int8, **tile.constants(d), num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
         )  # fmt: skip
 
     launch(work.tiles, work.count, tile, quick=tile.quick if quick else 0, share=share or not quick)

@@ -32,8 +32,9 @@ def _tile_of(i, lost, AGAIN: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(work, shape, result, scales, rings, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-              GROUPS: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, AGAIN: gl.constexpr, INT8: gl.constexpr):  # fmt: skip
+def _consumer(work, shape, result, scales, rings, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+              W: gl.constexpr, GROUPS: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr, AGAIN: gl.constexpr,
+              INT8: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32 if INT8 else 16]
     )
@@ -91,8 +92,8 @@ def _consumer(work, shape, result, scales, rings, bars, KEYS: gl.constexpr, STAG
 
 
 @gluon.jit
-def _produce(descs, work, shape, rings, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
-             AGAIN: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
+def _produce(descs, work, shape, rings, bars, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+             GROUPS: gl.constexpr, AGAIN: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
     """BYTES: of an element of q and k; values have two."""
     q_desc, k_desc, v_desc = descs
     key_counts, lost, programs = work
@@ -142,9 +143,10 @@ def _produce(descs, work, shape, rings, bars, KEYS: gl.constexpr, STAGES: gl.con
 
 @gluon.jit(do_not_specialize=["programs", "heads", "n", "m", "q_tiles", "tiles"])
 def attend_dense_kernel(
-    q_desc, k_desc, v_desc, key_counts, lost, programs, out, lse, unit, q_steps, k_steps, heads, n, m, q_tiles, tiles, out_b, out_h, out_n,
-    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, LSE: gl.constexpr, QUICK: gl.constexpr,
-    AGAIN: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr,
+    q_desc, k_desc, v_desc, key_counts, lost, programs, out, lse, unit, q_steps, k_steps, heads, n, m, q_tiles, tiles,
+    out_b, out_h, out_n, D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    LSE: gl.constexpr, QUICK: gl.constexpr, AGAIN: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, INT8: gl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the first key_counts keys j of a head.
 
@@ -179,22 +181,28 @@ def attend_dense_kernel(
     rings = (q_ring, k_ring, v_ring, v_ring)
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 0, GROUPS, LSE, QUICK, AGAIN, INT8)),
-            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 1, GROUPS, LSE, QUICK, AGAIN, INT8)),
+            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 0, GROUPS, LSE, QUICK, AGAIN,
+                         INT8)),
+            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 1, GROUPS, LSE, QUICK, AGAIN,
+                         INT8)),
             (_produce, (descs, work, shape, rings, bars, KEYS, STAGES, D, GROUPS, AGAIN, BITS // 8)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 0, GROUPS, LSE, QUICK, AGAIN, INT8)),
-            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 1, GROUPS, LSE, QUICK, AGAIN, INT8)),
-            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 2, GROUPS, LSE, QUICK, AGAIN, INT8)),
+            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 0, GROUPS, LSE, QUICK, AGAIN,
+                         INT8)),
+            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 1, GROUPS, LSE, QUICK, AGAIN,
+                         INT8)),
+            (_consumer, (work, shape, result, scales, rings, bars, KEYS, STAGES, D, 2, GROUPS, LSE, QUICK, AGAIN,
+                         INT8)),
             (_produce, (descs, work, shape, rings, bars, KEYS, STAGES, D, GROUPS, AGAIN, BITS // 8)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def attend_dense_hopper(
-    q: Tensor, k: Tensor, v: Tensor, key_counts: Tensor | None = None, *, scale: float | None = None, out: Tensor | None = None,
-    with_lse: bool = False, quick: bool | None = None, tile: GluonTile | None = None, steps: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_counts: Tensor | None = None, *, scale: float | None = None,
+    out: Tensor | None = None, with_lse: bool = False, quick: bool | None = None, tile: GluonTile | None = None,
+    steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the first key_counts int32 [bh] keys of each head, all where None; contiguous q [bh n d], k, v [bh
     m d]; d 64 or 128.
@@ -231,9 +239,10 @@ def attend_dense_hopper(
 
     def launch(quick: int, again: bool) -> None:
         attend_dense_kernel[(programs,)](
-            box(q, WARPGROUP_ROWS), box(k, tile.keys), box(v, tile.keys), key_counts, lost, programs, rows, nothing if lse is None else lse,
-            unit, *(steps or (nothing, nothing)), rows.shape[1], n, m, q_tiles, tiles, *rows.stride()[:3],
-            LSE=lse is not None, QUICK=quick, AGAIN=again, INT8=int8, **constants, num_warps=4, maxnreg=tile.launch_registers, **FP_FUSION,
+            box(q, WARPGROUP_ROWS), box(k, tile.keys), box(v, tile.keys), key_counts, lost, programs, rows,
+            nothing if lse is None else lse, unit, *(steps or (nothing, nothing)), rows.shape[1], n, m, q_tiles, tiles,
+            *rows.stride()[:3], LSE=lse is not None, QUICK=quick, AGAIN=again, INT8=int8, **constants, num_warps=4,
+            maxnreg=tile.launch_registers, **FP_FUSION,
         )  # fmt: skip
 
     launch(tile.quick if quick else 0, False)

@@ -35,9 +35,9 @@ def _copy(
 
 
 @gluon.jit
-def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, descs, slots, bias, bias_desc, bias_ring, KEYS: gl.constexpr,
-          WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, COMPENSATE: gl.constexpr, BYTES: gl.constexpr,
-          BIASED: gl.constexpr):  # fmt: skip
+def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, descs, slots, bias, bias_desc, bias_ring,
+          KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+          COMPENSATE: gl.constexpr, BYTES: gl.constexpr, BIASED: gl.constexpr):  # fmt: skip
     """Tile j of the list into ring slot at % STAGES. Rows are read before the wait for the slot, which hides their
     latency.
 
@@ -90,7 +90,8 @@ def _fill(j, at, wide_tiles, all_tiles, wide, tails, row0, comp_row0, descs, slo
 
 
 @gluon.jit
-def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.constexpr, TAIL: gl.constexpr,
+            STAGES: gl.constexpr,
               D: gl.constexpr, COMPENSATE: gl.constexpr, GROUPS: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
     """BYTES: of an element of q and k; values have two."""
     q_desc, k_wide, k_tail, v_wide, v_tail, c_desc, u_desc, bias_desc = descs
@@ -120,8 +121,9 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
         # of the queries
         for j in range(total + 1):
             if j < total:
-                _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (k_wide, k_tail, c_desc), (k_ring, k_full, k_empty),
-                      bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, BYTES, True)  # fmt: skip
+                _fill(j, done + j, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (k_wide, k_tail, c_desc),
+                      (k_ring, k_full, k_empty), bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE,
+                      BYTES, True)  # fmt: skip
             if j == 0:
                 for w in gl.static_range(GROUPS):
                     mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
@@ -135,8 +137,9 @@ def produce(descs, lists, shape, rings, bars, KEYS: gl.constexpr, WIDE: gl.const
                     )
                     copy_to_shared(q_desc, [q_from, 0], q_full.index(w), q_ring.index(w))
             else:
-                _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb, (v_wide, v_tail, u_desc),
-                      (v_ring, v_full, v_empty), bias, bias_desc, bias_ring, KEYS, WIDE, TAIL, STAGES, D, COMPENSATE, 2, False)  # fmt: skip
+                _fill(j - 1, done + j - 1, wide_tiles, all_tiles, wide, tails, head * m, head * kb,
+                      (v_wide, v_tail, u_desc), (v_ring, v_full, v_empty), bias, bias_desc, bias_ring, KEYS, WIDE, TAIL,
+                      STAGES, D, COMPENSATE, 2, False)  # fmt: skip
         done += total
         r += 1
         tile = gl.atomic_add(count + NEXT, 1, sem="relaxed")

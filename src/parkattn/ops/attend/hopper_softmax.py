@@ -34,7 +34,10 @@ def _multiply_unless_one(elements: int) -> tuple[str, str]:
     alone where both are 1. As one block, because Gluon branches for the whole program alone.
     """
     first = 2 * elements
-    grown = f"setp.neu.f32 grown, ${first}, 0f3F800000; setp.neu.or.f32 grown, ${first + 2}, 0f3F800000, grown; @!grown bra kept;"
+    grown = (
+        f"setp.neu.f32 grown, ${first}, 0f3F800000; setp.neu.or.f32 grown, ${first + 2}, 0f3F800000, grown; "
+        "@!grown bra kept;"
+    )
     products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(elements))
     operands = ["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements
     return f"{{ .reg .pred grown; {grown} {products} kept: }}", ",".join(operands)
@@ -59,7 +62,9 @@ def after(value):
     of a thread, and the two would no longer overlap. It moves nothing above this sleep, whose condition (a NaN payload
     that no arithmetic makes) never holds.
     """
-    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; setp.eq.and.s32 never, $3, 0x7fabcdef, never; @never nanosleep.u32 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+    return gl.inline_asm_elementwise("{ .reg .pred never; setp.eq.s32 never, $2, 0x7fabcdef; "
+                                     "setp.eq.and.s32 never, $3, 0x7fabcdef, never; @never nanosleep.u32 1; "
+                                     "mov.b32 $0, $2; mov.b32 $1, $3; }",
                                      "=r,=r,r,r", [value], gl.float32, is_pure=False, pack=2)  # fmt: skip
 
 

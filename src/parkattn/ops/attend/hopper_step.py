@@ -25,8 +25,8 @@ def scores(q, k_tile, KEYS: gl.constexpr, INT8: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def first_tile(at, edge, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr, INT8: gl.constexpr,
-               LISTED: gl.constexpr):  # fmt: skip
+def first_tile(at, edge, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr,
+               INT8: gl.constexpr, LISTED: gl.constexpr):  # fmt: skip
     """The sums of a row after its first tile: nothing to overlap with yet. edge: the first tile with a bias (LISTED),
     or how many keys of this one count.
     """
@@ -62,8 +62,8 @@ def weigh_values(p, v_tile, acc, D: gl.constexpr):
 
 
 @gluon.jit
-def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr, INT8: gl.constexpr,
-         BIASED: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
+def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, QUICK: gl.constexpr,
+         INT8: gl.constexpr, BIASED: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
     """S_j = Q K_j^T and acc += P_{j'} V_{j'} (j' the step before) are issued together; softmax of S_j runs while the
     second does.
 
@@ -115,7 +115,8 @@ def step(at, stride, where, sums, given, KEYS: gl.constexpr, STAGES: gl.constexp
 
 
 @gluon.jit
-def store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D: gl.constexpr, SCATTER: gl.constexpr, LSE: gl.constexpr,
+def store_rows(acc, m, z, head, row, rows, out, out_strides, heads, n, order, lse, D: gl.constexpr,
+               SCATTER: gl.constexpr, LSE: gl.constexpr,
                 A: gl.constexpr):  # fmt: skip
     out_b, out_h, out_n = out_strides
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, A))

@@ -179,7 +179,8 @@ class AttentionKernel:
         expect_dense_rows(q=q, k=k, v=v)
         if v.shape[-1] != q.shape[-1]:
             raise ValueError(
-                f"v: expected q's head dim {q.shape[-1]} with backend='triton', got {shape_of(v)}; use backend='reference'."
+                f"v: expected q's head dim {q.shape[-1]} with backend='triton', got {shape_of(v)}; "
+                "use backend='reference'."
             )
         if scale is not None and not scale > 0:
             raise ValueError(

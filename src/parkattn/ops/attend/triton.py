@@ -21,7 +21,8 @@ from .worklist import WIDE, build_worklist, head_groups, heads_at_once
 
 @triton.jit
 def _attend_keys(
-    q, acc, m, z, k_head, v_head, rows, bias, stride_kn, stride_vn, factor, unit, D: tl.constexpr, MASKED: tl.constexpr, INT8: tl.constexpr,
+    q, acc, m, z, k_head, v_head, rows, bias, stride_kn, stride_vn, factor, unit, D: tl.constexpr, MASKED: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over the keys in `rows`; bias is added to the scores when MASKED.
 
@@ -54,11 +55,11 @@ def _attend_keys(
 
 @triton.jit(do_not_specialize=["heads", "n", "m_keys", "kb", "wide_width", "tails_width", "bias_width"])
 def attend_kernel(
-    q, k, v, centroids, mean_values, wide_lists, tail_lists, tiles, count, bias, query_order, out, lse, unit, q_steps, k_steps,
-    heads, n, m_keys, kb, wide_width, tails_width, bias_width,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on,
-    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, GATHER_Q: tl.constexpr,
-    COMPENSATE: tl.constexpr, LSE: tl.constexpr, INT8: tl.constexpr,
+    q, k, v, centroids, mean_values, wide_lists, tail_lists, tiles, count, bias, query_order, out, lse, unit, q_steps,
+    k_steps, heads, n, m_keys, kb, wide_width, tails_width, bias_width,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
+    stride_oh, stride_on, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
+    TAIL: tl.constexpr, GATHER_Q: tl.constexpr, COMPENSATE: tl.constexpr, LSE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
@@ -116,8 +117,9 @@ def attend_kernel(
         for j in range((kb + KEYS - 1) // KEYS):
             block = j * KEYS + key
             stand_in = tl.load(bias + list_id * bias_width + block)
-            acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D, tl.minimum(block, kb - 1), stand_in,
-                                     D, D, factor, unit, D, True, INT8)  # fmt: skip
+            acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D,
+                                     tl.minimum(block, kb - 1), stand_in, D, D, factor, unit, D, True,
+                                     INT8)  # fmt: skip
     total = tl.where(z == 0, 1.0, z)  # a row without keys: acc is 0
     # said in other words than where q was read, or registers would hold it during the loops
     token = first + i
@@ -132,10 +134,11 @@ def attend_kernel(
 
 
 def attend_ragged(
-    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, scale: float | None = None,
-    compensate: Tensor | None = None, centroids: Tensor | None = None, mean_values: Tensor | None = None, pair_bias: Tensor | None = None,
-    query_order: Tensor | None = None, out: Tensor | None = None, with_lse: bool = False,
-    tile: TritonTile | None = None, steps: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *,
+    scale: float | None = None, compensate: Tensor | None = None, centroids: Tensor | None = None,
+    mean_values: Tensor | None = None, pair_bias: Tensor | None = None, query_order: Tensor | None = None,
+    out: Tensor | None = None, with_lse: bool = False, tile: TritonTile | None = None,
+    steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m, any strides, the last one 1; bf16
     or fp16, d 64, 128 or 256, INT8 64 or 128.
@@ -158,8 +161,8 @@ def attend_ragged(
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
     if 0 in (n, m, bh):  # no query, no key or no head
         return out.zero_(), lse if lse is None else lse.fill_(-torch.inf)
-    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
-                            compensated=compensate is not None)  # fmt: skip
+    at_once = heads_at_once(mask.shape[1], mask.shape[2], query_tokens=n, key_tokens=m, query_tile=tile.queries,
+                            key_tile=tile.keys, compensated=compensate is not None)  # fmt: skip
     by_head = (
         query_offsets, key_offsets, mask, compensate, centroids, mean_values, pair_bias, query_order, lse,
         *(steps or (None, None)),
@@ -171,25 +174,27 @@ def attend_ragged(
 
 
 def _attend_heads(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, compensate: Tensor | None,
-    centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None, query_order: Tensor | None,
-    lse: Tensor | None, q_steps: Tensor | None, k_steps: Tensor | None, *, scale: float, tile: TritonTile,
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, mask: Tensor,
+    compensate: Tensor | None, centroids: Tensor | None, mean_values: Tensor | None, pair_bias: Tensor | None,
+    query_order: Tensor | None, lse: Tensor | None, q_steps: Tensor | None, k_steps: Tensor | None, *, scale: float,
+    tile: TritonTile,
 ) -> None:  # fmt: skip
     """`attend_ragged` of heads whose lists fit: fills out [b h n d] and lse."""
     heads, n, d = q.shape[1:]
     m, kb = k.shape[2], mask.shape[2]
-    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries, key_tile=tile.keys,
-                          compensate=compensate, pair_bias=pair_bias, scale=scale)  # fmt: skip
+    work = build_worklist(query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=tile.queries,
+                          key_tile=tile.keys, compensate=compensate, pair_bias=pair_bias, scale=scale)  # fmt: skip
     stand_ins = (k, v)
     if compensate is not None:
         assert centroids is not None and mean_values is not None
         stand_ins = (centroids.to(k.dtype).contiguous(), mean_values.to(v.dtype).contiguous())
     attend_kernel[(work.tiles.shape[0],)](
-        q, k, v, *stand_ins, work.wide, work.tails, work.tiles, work.count, work.wide if work.bias is None else work.bias,
-        work.wide if query_order is None else query_order, out, work.wide if lse is None else lse,
-        float(scale * 1.4426950408889634), *(work.wide if x is None else x for x in (q_steps, k_steps)), heads, n, m, kb, work.wide.shape[1], work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1],
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8, GATHER_Q=query_order is not None,
-        COMPENSATE=compensate is not None, LSE=lse is not None, INT8=q_steps is not None, num_warps=tile.warps, num_stages=tile.stages,
-        **FP_FUSION,
+        q, k, v, *stand_ins, work.wide, work.tails, work.tiles, work.count,
+        work.wide if work.bias is None else work.bias, work.wide if query_order is None else query_order, out,
+        work.wide if lse is None else lse, float(scale * 1.4426950408889634),
+        *(work.wide if x is None else x for x in (q_steps, k_steps)), heads, n, m, kb, work.wide.shape[1],
+        work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1], *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *out.stride()[:3], D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8,
+        GATHER_Q=query_order is not None, COMPENSATE=compensate is not None, LSE=lse is not None,
+        INT8=q_steps is not None, num_warps=tile.warps, num_stages=tile.stages, **FP_FUSION,
     )  # fmt: skip

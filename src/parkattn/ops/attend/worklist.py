@@ -67,9 +67,9 @@ def _larger(a, b):
 
 @triton.jit(do_not_specialize=["qb", "kb", "wide_width", "tails_width", "bias_width"])
 def list_keys_kernel(
-    key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width, bias_width, pair_bias,
-    KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, TAIL_BIAS: tl.constexpr,
-    COMPENSATE: tl.constexpr, PAIR_BIAS: tl.constexpr,
+    key_offsets, mask, compensate, wide, tails, summary, bias, inverse_scale, qb, kb, wide_width, tails_width,
+    bias_width, pair_bias, KEY_TILE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, TAIL_BIAS: tl.constexpr, COMPENSATE: tl.constexpr, PAIR_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Granules of one (head, query block). Grid: bh * qb. Reads the mask once, writes about m * density / 32 words per
     list.
@@ -189,7 +189,8 @@ def list_keys_kernel(
 
 @triton.jit(do_not_specialize=["bh", "qb"])
 def list_queries_kernel(
-    query_offsets, summary, tiles, count, bh, qb, QUERY_TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr
+    query_offsets, summary, tiles, count, bh, qb, QUERY_TILE: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Query tiles of LANES query blocks of one head: longest key list of the head first, after the tiles of all earlier
     heads.
@@ -278,8 +279,8 @@ def _tile_bound(heads: int, query_blocks: int, query_tokens: int, query_tile: in
 
 
 def scratch_bytes(
-    heads: int, query_blocks: int, key_blocks: int, *, query_tokens: int, key_tokens: int, query_tile: int, key_tile: int, tail: int = 8,
-    compensated: bool = False, tail_bias: bool = False,
+    heads: int, query_blocks: int, key_blocks: int, *, query_tokens: int, key_tokens: int, query_tile: int,
+    key_tile: int, tail: int = 8, compensated: bool = False, tail_bias: bool = False,
 ) -> int:  # fmt: skip
     """Bytes of the lists of so many heads."""
     widths = _widths(key_blocks, key_tokens, key_tile=key_tile, tail=tail, compensated=compensated, tail_bias=tail_bias)
@@ -302,8 +303,9 @@ def head_groups(batch: int, heads: int, at_once: int) -> list[tuple[slice, slice
 
 
 def build_worklist(
-    query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, query_tokens: int, key_tokens: int, query_tile: int, key_tile: int,
-    compensate: Tensor | None = None, pair_bias: Tensor | None = None, scale: float = 1.0, tail: int = 8, tail_bias: bool = False,
+    query_offsets: Tensor, key_offsets: Tensor, mask: Tensor, *, query_tokens: int, key_tokens: int, query_tile: int,
+    key_tile: int, compensate: Tensor | None = None, pair_bias: Tensor | None = None, scale: float = 1.0, tail: int = 8,
+    tail_bias: bool = False,
 ) -> WorkList:  # fmt: skip
     """Lists for offsets int32 [bh qb+1], [bh kb+1] and mask bool [bh qb kb]; compensate bool [bh kb] adds the bias of
     stand-ins, log n or pair_bias fp32 [bh qb kb], tail_bias that of tails.
@@ -324,13 +326,14 @@ def build_worklist(
     flags = mask if compensate is None else compensate.contiguous().view(torch.uint8)
     none = wide.view(torch.float32)
     list_keys_kernel[(lists,)](
-        key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary, none if bias is None else bias,
-        1.0 / scale, qb, kb, widths.wide, widths.tails, widths.bias, none if pair_bias is None else pair_bias.contiguous(),
-        KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes, CHUNK=512, TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None,
-        PAIR_BIAS=pair_bias is not None, num_warps=min(16, max(4, lanes // 256)), **FP_FUSION,
+        key_offsets, mask.contiguous().view(torch.uint8), flags.view(torch.uint8), wide, tails, summary,
+        none if bias is None else bias, 1.0 / scale, qb, kb, widths.wide, widths.tails, widths.bias,
+        none if pair_bias is None else pair_bias.contiguous(), KEY_TILE=key_tile, WIDE=WIDE, TAIL=tail, LANES=lanes,
+        CHUNK=512, TAIL_BIAS=tail_bias, COMPENSATE=compensate is not None, PAIR_BIAS=pair_bias is not None,
+        num_warps=min(16, max(4, lanes // 256)), **FP_FUSION,
     )  # fmt: skip
     list_queries_kernel[(triton.cdiv(qb, query_lanes), bh)](
-        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, GROUP_ROWS=min(query_tile, WARPGROUP_ROWS), LANES=query_lanes,
-        CHUNK=1024, num_warps=4, **FP_FUSION,
+        query_offsets, summary, tiles, count, bh, qb, QUERY_TILE=query_tile, GROUP_ROWS=min(query_tile, WARPGROUP_ROWS),
+        LANES=query_lanes, CHUNK=1024, num_warps=4, **FP_FUSION,
     )  # fmt: skip
     return WorkList(wide, tails, tiles, count, bias)

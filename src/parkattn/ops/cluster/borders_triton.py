@@ -21,7 +21,9 @@ LAST = tl.constexpr(3.0e38)  # where a distance is NaN or a cluster empty: behin
 
 @triton.jit
 def _pair_distances(points, out, count, D: tl.constexpr, TILE: tl.constexpr):
-    """out[u, v] = |p_u - p_v|^2 for points [b*h d count], fp32, exactly symmetric.  Grid (tiles, tiles, b*h).  Traffic: 4 count^2 bytes out per head."""
+    """out[u, v] = |p_u - p_v|^2 for points [b*h d count], fp32, exactly symmetric.  Grid (tiles, tiles, b*h).
+     Traffic: 4 count^2 bytes out per head.
+    """
     bh = tl.program_id(2).to(tl.int64)
     u = tl.program_id(0) * TILE + tl.arange(0, TILE)
     v = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -38,7 +40,9 @@ def _pair_distances(points, out, count, D: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _walk_chain(distance, far, sizes, chain, slot, ends, count, multiple, LANES: tl.constexpr):
-    """chain[i] = the cluster at place i, slot its inverse, ends[i] = where block i ends, on a multiple.  Grid (b*h): one row of distances per step."""
+    """chain[i] = the cluster at place i, slot its inverse, ends[i] = where block i ends, on a multiple.
+     Grid (b*h): one row of distances per step.
+    """
     bh = tl.program_id(0).to(tl.int64)
     v = tl.arange(0, LANES)
     inside = v < count
@@ -69,8 +73,11 @@ def _walk_chain(distance, far, sizes, chain, slot, ends, count, multiple, LANES:
 
 
 @triton.jit
-def _sort_keys(x, labels, slot, direction, middle, keys, heads, n, count, xb, xh, xn, D: tl.constexpr, ROWS: tl.constexpr):
-    """keys[i] = head, place of i's cluster in the chain, place of i between its neighbours (24 bits).  Grid (row tiles, b*h).  Traffic: x once."""
+def _sort_keys(x, labels, slot, direction, middle, keys, heads, n, count, xb, xh, xn, D: tl.constexpr,
+               ROWS: tl.constexpr):
+    """keys[i] = head, place of i's cluster in the chain, place of i between its neighbours (24 bits).
+     Grid (row tiles, b*h).  Traffic: x once.
+    """
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
@@ -104,7 +111,8 @@ def _relabel(order, ends, labels, n, count, STEPS: tl.constexpr, TOKENS: tl.cons
     tl.store(labels + tl.load(order + bh * n + i, mask=live, other=0), low, mask=live)
 
 
-def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor,
+                                                                                     torch.Tensor]:
     """centroids fp32 [b*h c d], sizes int32 [b*h c] -> (chain, slot, ends), int32 [b*h c] each."""
     bh, count, d = centroids.shape
     occupied = (sizes > 0).unsqueeze(-1)
@@ -113,13 +121,16 @@ def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> t
     distance = torch.empty(bh, count, count, device=centroids.device, dtype=torch.float32)
     side = triton.cdiv(count, PAIR_TILE)
     # column by column: neighbouring threads read neighbouring points
-    _pair_distances[(side, side, bh)](centroids.mT.contiguous(), distance, count, D=d, TILE=PAIR_TILE, num_warps=4, **FP_FUSION)
+    _pair_distances[(side, side, bh)](centroids.mT.contiguous(), distance, count, D=d, TILE=PAIR_TILE, num_warps=4,
+                                      **FP_FUSION)
     chain, slot, ends = torch.empty(3, bh, count, device=centroids.device, dtype=torch.int32).unbind(0)
-    _walk_chain[(bh,)](distance, far, sizes, chain, slot, ends, count, multiple, LANES=triton.next_power_of_2(count), num_warps=4, **FP_FUSION)
+    _walk_chain[(bh,)](distance, far, sizes, chain, slot, ends, count, multiple, LANES=triton.next_power_of_2(count),
+                       num_warps=4, **FP_FUSION)
     return chain, slot, ends
 
 
-def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> torch.Tensor:
+def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor,
+                  multiple: int) -> torch.Tensor:
     """x [b h n d], labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c] -> labels int32 [b h n],
     numbered along the chain.
     """
@@ -131,7 +142,9 @@ def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor
     place = torch.arange(count, device=x.device).expand(b * h, count)
     last = (sizes > 0).sum(-1, keepdim=True) - 1
     along = centroids.gather(1, chain.long().unsqueeze(-1).expand(-1, -1, d))
-    after, before = (along.gather(1, at.unsqueeze(-1).expand(-1, -1, d)) for at in ((place + 1).minimum(last.clamp(min=0)), (place - 1).clamp(min=0)))
+    after, before = (along.gather(1, at.unsqueeze(-1).expand(-1, -1,
+                                                             d)) for at in ((place + 1).minimum(last.clamp(min=0)),
+                                                                            (place - 1).clamp(min=0)))
     direction = after - before
     # a token at the next centroid is about half a step along
     direction = (direction / direction.square().sum(-1, keepdim=True).clamp(min=1e-30)).contiguous()
@@ -140,8 +153,10 @@ def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor
     rows = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
     labels = labels.contiguous()
     _sort_keys[(triton.cdiv(n, rows["ROWS"]), b * h)](
-        x, labels, slot, direction, middle, keys, h, n, count, x.stride(0), x.stride(1), x.stride(2), D=d, **rows, **FP_FUSION)
+        x, labels, slot, direction, middle, keys, h, n, count, x.stride(0), x.stride(1), x.stride(2), D=d, **rows,
+        **FP_FUSION)
     order = keys.view(-1).sort(stable=True).indices
     out = torch.empty_like(labels)
-    _relabel[(triton.cdiv(n, 1024), b * h)](order, ends, out, n, count, STEPS=count.bit_length() + 1, TOKENS=1024, num_warps=4, **FP_FUSION)
+    _relabel[(triton.cdiv(n, 1024), b * h)](order, ends, out, n, count, STEPS=count.bit_length() + 1, TOKENS=1024,
+                                            num_warps=4, **FP_FUSION)
     return out

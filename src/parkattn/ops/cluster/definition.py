@@ -44,7 +44,8 @@ def kmeans(
     count = min(clusters, x.shape[2])
     labels = torch.stack([
         torch.stack([
-            _cluster_head(x[i, j], count, iterations, seed, None if start is None else start[i, j], None if valid is None else valid[i])
+            _cluster_head(x[i, j], count, iterations, seed, None if start is None else start[i, j],
+                          None if valid is None else valid[i])
             for j in range(x.shape[1])
         ])
         for i in range(x.shape[0])
@@ -146,7 +147,9 @@ def _recenter(points: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
 
 
 def query_metric(q: Tensor, valid: Tensor | None = None) -> Tensor:
-    """G_Q = Q^T Q / L (eq. app_query_second_moment), symmetrised. q [b h n d] -> [b h d d]; valid [b n] as in kmeans."""
+    """G_Q = Q^T Q / L (eq. app_query_second_moment), symmetrised. q [b h n d] -> [b h d d];
+    valid [b n] as in kmeans.
+    """
 
     def second_moment(queries: Tensor, kept: Tensor) -> Tensor:
         rows = queries[kept].to(compute_dtype(queries.dtype))
@@ -179,7 +182,8 @@ def metric_root(metric: Tensor, kind: MetricRoot = "cholesky") -> Tensor:
         root, failed = torch.linalg.cholesky_ex(exact)
         if bool((failed.bool() & finite).any()):
             raise ValueError(
-                "metric: expected positive definite for metric_root='cholesky', got a singular one; raise alpha or set metric_root='sqrt'."
+                "metric: expected positive definite for metric_root='cholesky', got a singular one; "
+                "raise alpha or set metric_root='sqrt'."
             )
         return root.to(metric.dtype)
     # eigh refuses NaN, and one head's NaN must not reach the others

@@ -1,6 +1,6 @@
 """k-means, label sort, segment means and the QRKC metric and transform, batched over heads.
 
-Distances.  With mu any vector per head and c' = round(c - mu) in the input dtype, the effective centroid is mu + c', and
+Distances.  With mu any vector per head and c' = round(c - mu) in the input dtype, the effective centroid is mu + c':
   |x - (mu + c')|^2 / 2 = |x|^2 / 2 - x.mu + |mu|^2 / 2   (the same for every cluster)   + (|c'|^2 / 2 + mu.c') - x.c'.
 So only centroids are centred: x is read as it is, and a large offset common to all tokens costs no bf16 precision.
 """
@@ -26,7 +26,8 @@ def _assign(x, centred, half, valid, labels, heads, n, clusters, xb, xh, xn, HAS
     """labels[i] = argmin_v half[v] - x[i].centred[v], the lowest v among equals; `clusters` where the token is not
     valid.
 
-    Grid (token tiles, b*h).  Traffic: n d elements read once, the centroids of a head from L2 once per tile, 4 n bytes out.
+    Grid (token tiles, b*h).  Traffic: n d elements read once, the centroids of a head from L2 once per tile, 4 n bytes
+    out.
     """
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -69,7 +70,9 @@ def _count_labels(labels, counts, starts, n, chunks, count, BINS: tl.constexpr, 
 
 @triton.jit
 def _scan_chunks(counts, starts, totals, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr, BB: tl.constexpr):
-    """starts[chunk, label] <- tokens of that label in earlier chunks - starts; totals[label].  Grid (bins / BB, b*h)."""
+    """starts[chunk, label] <- tokens of that label in earlier chunks - starts; totals[label].
+     Grid (bins / BB, b*h).
+    """
     bh = tl.program_id(1).to(tl.int64)
     bin_ = tl.program_id(0) * BB + tl.arange(0, BB)
     running = tl.zeros([BB], tl.int32)
@@ -113,7 +116,8 @@ def _place(labels, shifts, offsets, order, n, chunks, count, BINS: tl.constexpr,
 
 
 @triton.jit
-def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: tl.constexpr, D: tl.constexpr,
+                 ROWS: tl.constexpr):
     """sums[segment, split] = sum of x over the split's share of rows order[offsets[v] : offsets[v+1]], fp32, in sorted
     order.
 
@@ -145,9 +149,11 @@ def _segment_sum(x, order, offsets, sums, heads, n, count, xb, xh, xn, SPLITS: t
 
 
 @triton.jit
-def _segment_finish(sums, offsets, old, mu, means, centred, half, segments, count, HAS_OLD: tl.constexpr, CENTRE: tl.constexpr, SPLITS: tl.constexpr,
-                    D: tl.constexpr, ROWS: tl.constexpr):
-    """means = sums / size (old or 0 where empty); on request c' = round(mean - mu) and |c'|^2 / 2 + mu.c'.  Grid (segments / ROWS)."""
+def _segment_finish(sums, offsets, old, mu, means, centred, half, segments, count, HAS_OLD: tl.constexpr,
+                    CENTRE: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """means = sums / size (old or 0 where empty); on request c' = round(mean - mu) and |c'|^2 / 2 + mu.c'.
+     Grid (segments / ROWS).
+    """
     segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = segment < segments
     bh = segment // count
@@ -157,7 +163,8 @@ def _segment_finish(sums, offsets, old, mu, means, centred, half, segments, coun
     cell = segment.to(tl.int64)[:, None] * D + column[None, :]
     mean = tl.zeros([ROWS, D], tl.float32)
     for split in tl.static_range(SPLITS):
-        mean += tl.load(sums + (segment.to(tl.int64) * SPLITS + split)[:, None] * D + column[None, :], mask=live[:, None], other=0.0)
+        mean += tl.load(sums + (segment.to(tl.int64) * SPLITS + split)[:, None] * D + column[None, :],
+                        mask=live[:, None], other=0.0)
     mean = mean / tl.maximum(size, 1).to(tl.float32)[:, None]
     if HAS_OLD:
         mean = tl.where((size > 0)[:, None], mean, tl.load(old + cell, mask=live[:, None], other=0.0))
@@ -172,9 +179,12 @@ def _segment_finish(sums, offsets, old, mu, means, centred, half, segments, coun
 
 @triton.jit
 def _metric_partial(
-    q, valid, partial, heads, n, rows_per_split, qb, qh, qn, HAS_VALID: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+    q, valid, partial, heads, n, rows_per_split, qb, qh, qn, HAS_VALID: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr
 ):
-    """partial[split, bh] = sum of q q^T over the split's rows, fp32.  Grid (splits, b*h, (d/BM)^2).  Traffic: n d elements."""
+    """partial[split, bh] = sum of q q^T over the split's rows, fp32.  Grid (splits, b*h, (d/BM)^2).
+    Traffic: n d elements.
+    """
     bh = tl.program_id(1).to(tl.int64)
     across: tl.constexpr = D // BM
     a = (tl.program_id(2) // across) * BM + tl.arange(0, BM)
@@ -197,8 +207,11 @@ def _metric_partial(
 
 
 @triton.jit
-def _transform(x, root, shift, out, heads, n, xb, xh, xn, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr):
-    """out = x root - shift, fp32 until the store.  Grid (row tiles / STEPS, b*h, d/BN): R is loaded once per STEPS tiles.  Traffic: 2 n d elements."""
+def _transform(x, root, shift, out, heads, n, xb, xh, xn, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               STEPS: tl.constexpr):
+    """out = x root - shift, fp32 until the store.  Grid (row tiles / STEPS, b*h, d/BN):
+    R is loaded once per STEPS tiles.  Traffic: 2 n d elements.
+    """
     bh = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, D)
     target = tl.program_id(2) * BN + tl.arange(0, BN)
@@ -215,7 +228,8 @@ def _transform(x, root, shift, out, heads, n, xb, xh, xn, D: tl.constexpr, BM: t
         tl.store(out + i.to(tl.int64)[:, None] * D + target[None, :], y.to(out.dtype.element_ty), mask=(i < n)[:, None])
 
 
-def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: torch.Tensor | None = None, *, tile: Any = None) -> torch.Tensor:
+def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: torch.Tensor | None = None, *,
+           tile: Any = None) -> torch.Tensor:
     """x [b h n d], centred [b*h c d] in x's dtype, half fp32 [b*h c], valid bool [b n] -> labels int32 [b h n]."""
     b, h, n, d = x.shape
     clusters = half.shape[-1]
@@ -223,7 +237,8 @@ def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: to
     tile = tile or tiles.assign_tile(d, x.dtype, tiles.arch_of(x))
     flags = labels if valid is None else valid.to(torch.int8)
     _assign[(triton.cdiv(n, tile["BM"]), b * h)](
-        x, centred, half, flags, labels, h, n, clusters, x.stride(0), x.stride(1), x.stride(2), HAS_VALID=valid is not None, D=d, **tile, **FP_FUSION
+        x, centred, half, flags, labels, h, n, clusters, x.stride(0), x.stride(1), x.stride(2),
+        HAS_VALID=valid is not None, D=d, **tile, **FP_FUSION
     )
     return labels
 
@@ -242,13 +257,15 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile: Any = None) -> tuple[
     order = torch.empty(b, h, n, device=labels.device, dtype=torch.int32)
     offsets = torch.empty(b, h, count + 1, device=labels.device, dtype=torch.int32)
     _count_labels[(chunks, b * h)](labels, counts, starts, n, chunks, count, BINS=bins, **tile, **FP_FUSION)
-    _scan_chunks[(triton.cdiv(bins, 32), b * h)](counts, starts, totals, chunks, BINS=bins, CHUNKS=64, BB=32, num_warps=4, **FP_FUSION)
+    _scan_chunks[(triton.cdiv(bins, 32), b * h)](counts, starts, totals, chunks, BINS=bins, CHUNKS=64, BB=32,
+                                                 num_warps=4, **FP_FUSION)
     _scan_totals[(b * h,)](totals, offsets, count, BINS=bins, num_warps=4, **FP_FUSION)
     _place[(chunks, b * h)](labels, starts, offsets, order, n, chunks, count, BINS=bins, **tile, **FP_FUSION)
     return order, offsets
 
 
-def segment_mean(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, *, old: torch.Tensor | None = None, mu: torch.Tensor | None = None, tile: Any = None) -> Any:
+def segment_mean(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, *, old: torch.Tensor | None = None,
+                 mu: torch.Tensor | None = None, tile: Any = None) -> Any:
     """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or
     0.
 
@@ -263,18 +280,23 @@ def segment_mean(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, *,
     tile = tile or tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
     splits = tiles.segment_splits(segments, tiles.arch_of(x))
     sums = torch.empty(segments, splits, d, device=x.device, dtype=torch.float32)
-    _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2), SPLITS=splits, D=d, **tile, **FP_FUSION)
-    _segment_finish[(triton.cdiv(segments, 16),)](sums, offsets, means if old is None else old, means if mu is None else mu, means, centred, half, segments,
-                                                  count, HAS_OLD=old is not None, CENTRE=mu is not None, SPLITS=splits, D=d, ROWS=16, num_warps=4, **FP_FUSION)
+    _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2),
+                                       SPLITS=splits, D=d, **tile, **FP_FUSION)
+    _segment_finish[(triton.cdiv(segments, 16),)](sums, offsets, means if old is None else old,
+                                                  means if mu is None else mu, means, centred, half, segments, count,
+                                                  HAS_OLD=old is not None, CENTRE=mu is not None, SPLITS=splits, D=d,
+                                                  ROWS=16, num_warps=4, **FP_FUSION)
     return means if mu is None else (means, centred, half)
 
 
-def kmeans(x: torch.Tensor, initial: torch.Tensor, *, iterations: int = 10, start: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Any:
+def kmeans(x: torch.Tensor, initial: torch.Tensor, *, iterations: int = 10, start: torch.Tensor | None = None,
+           valid: torch.Tensor | None = None) -> Any:
     """x [b h n d], initial int64 [c] or [b c] (token of each first centroid), start int32 [b h n] (labels to start
     from), valid bool [b n]
 
-    -> (labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c], order int32 [b h n], offsets int32 [b h c+1]).
-    Centroids are the means of the returned labels, 0 where empty; an empty cluster keeps its centroid while iterating.
+    -> (labels int32 [b h n], centroids fp32 [b h c d], sizes int32 [b h c], order int32 [b h n], offsets int32 [b h
+    c+1]). Centroids are the means of the returned labels, 0 where empty; an empty cluster keeps its centroid while
+    iterating.
     """
     tiles.check_rows(x, "x")
     b, h, _, d = x.shape
@@ -287,11 +309,13 @@ def kmeans(x: torch.Tensor, initial: torch.Tensor, *, iterations: int = 10, star
     return labels, centroids.view(b, h, clusters, d), offsets.diff(dim=-1), order, offsets
 
 
-def lloyd(x: torch.Tensor, centroids: torch.Tensor, mu: torch.Tensor, *, iterations: int, valid: torch.Tensor | None = None, absent: torch.Tensor | None = None) -> Any:
+def lloyd(x: torch.Tensor, centroids: torch.Tensor, mu: torch.Tensor, *, iterations: int,
+          valid: torch.Tensor | None = None, absent: torch.Tensor | None = None) -> Any:
     """x [b h n d], centroids fp32 [b*h c d], mu fp32 [b*h d] near their mean, valid bool [b n], absent bool [b*h c]:
     takes no token
 
-    -> (labels int32 [b h n], order int32 [b h n], offsets int32 [b h c+1], the centroids fp32 [b*h c d] that gave these labels).
+    -> (labels int32 [b h n], order int32 [b h n], offsets int32 [b h c+1], the centroids fp32 [b*h c d] that gave these
+    labels).
     """
     centred = (centroids - mu[:, None]).to(x.dtype)
     rounded = centred.float()
@@ -315,7 +339,8 @@ def query_metric(q: torch.Tensor, valid: torch.Tensor | None = None, *, tile: An
     partial = torch.empty(splits, b * h, d, d, device=q.device, dtype=torch.float32)
     flags = partial if valid is None else valid.to(torch.int8)
     _metric_partial[(splits, b * h, (d // block) ** 2)](
-        q, flags, partial, h, n, rows, q.stride(0), q.stride(1), q.stride(2), HAS_VALID=valid is not None, D=d, BM=block, **tile, **FP_FUSION
+        q, flags, partial, h, n, rows, q.stride(0), q.stride(1), q.stride(2), HAS_VALID=valid is not None, D=d,
+        BM=block, **tile, **FP_FUSION
     )
     total = partial.sum(0).view(b, h, d, d)
     total = total / n if valid is None else total / valid.sum(-1).clamp(min=1).view(b, 1, 1, 1)

@@ -1,9 +1,9 @@
 """Full-K PAMA for Hopper (sm_90), d = 128, in Triton's Gluon: one TMA producer warp and two consumer warpgroups.
 
 A program walks the query tiles (64 rows) of one work item.  The producer streams the head's centroids in chunks of 128
-through a ring of shared-memory stages; consumer w takes chunks w, w + 2, ...  Chunk j leaves E_j = exp2(S_j - m_j), at most 1,
-in fp16 in shared memory.  Once both consumers know the row sums z, the column sums are tensor-core work as well:
-  mass_j += E_j^T F_j,   F_j = exp2(m_j - m) / z   split into two fp16 terms, accumulated in fp32 registers over all tiles.
+through a ring of shared-memory stages; consumer w takes chunks w, w + 2, ...  Chunk j leaves E_j = exp2(S_j - m_j), at
+most 1, in fp16 in shared memory.  Once both consumers know the row sums z, the column sums are tensor-core work too:
+  mass_j += E_j^T F_j,   F_j = exp2(m_j - m) / z   split into two fp16 terms, accumulated in fp32 over all tiles.
 64 x 1,024 fp32 logits would fill the whole register file; in 16 bits they take 128 KB of shared memory.
 """
 
@@ -27,7 +27,8 @@ from ..triton_versions import FP_FUSION, copy_to_shared, thread_barrier
 
 # formatted by hand: one argument per line would double the length of every kernel
 # fmt: off
-# ruff: noqa: B007, RUF005, RUF059, SIM108   (the compiled subset of Python: tuples grow by +, every buffer travels, no conditional expressions)
+# ruff: noqa: B007, RUF005, RUF059, SIM108   (the compiled subset of Python:
+# tuples grow by +, every buffer travels, no conditional expressions)
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -58,7 +59,8 @@ def _weights(f):
 
 
 @gluon.jit
-def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr):
+def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS: gl.constexpr,
+              STAGES: gl.constexpr, W: gl.constexpr):
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LOGITS, k_width=2)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
@@ -124,7 +126,8 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
         thread_barrier()
         grown = ()
         for i in gl.static_range(OWN):
-            grown = grown + (warpgroup_mma(e_s.index(2 * i + W).permute((1, 0)), f_s.index(2 * i + W).permute((1, 0)), mass[i], is_async=True), )
+            grown = grown + (warpgroup_mma(e_s.index(2 * i + W).permute((1, 0)), f_s.index(2 * i + W).permute((1, 0)),
+                                           mass[i], is_async=True), )
         mass = grown
     # with one chunk each the wait returns the tensor itself
     if OWN == 1:
@@ -135,12 +138,15 @@ def _consumer(target, biases, key_blocks, length, tiles, share, write, scale, bu
         column = gl.arange(0, 128, layout=gl.SliceLayout(1, SUMS))
         for i in gl.static_range(OWN):
             # each of the two terms of F stands in four of the eight columns
-            gl.store(target + (2 * i + W) * 128 + column, gl.sum(sums[i], 1) * (0.25 * share), mask=column < key_blocks - (2 * i + W) * 128)
+            gl.store(target + (2 * i + W) * 128 + column, gl.sum(sums[i], 1) * (0.25 * share),
+                     mask=column < key_blocks - (2 * i + W) * 128)
 
 
 @gluon.jit
-def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
-    """W[u, v] for one slice of block u.  Grid (items).  Traffic: q once, the head's centroids from L2 once per 64 queries, 4 N_K bytes out.
+def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale, CHUNKS: gl.constexpr,
+                    STAGES: gl.constexpr):
+    """W[u, v] for one slice of block u.  Grid (items).  Traffic: q once, the head's centroids from L2 once per 64
+    queries, 4 N_K bytes out.
 
     The grid is not persistent: a fixed split of items over 132 programs was slower than the hardware's own (H200, 4.4
     against 3.1 ms).
@@ -161,8 +167,10 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
     write = (slot < 0) | (length > 0)
     biases = log_sizes + bh * (CHUNKS * 128)
 
-    buffers = (gl.allocate_shared_memory(dtype, [64, 128], SWIZZLE), gl.allocate_shared_memory(dtype, [STAGES, 128, 128], SWIZZLE),
-               gl.allocate_shared_memory(gl.float16, [CHUNKS, 64, 128], SWIZZLE), gl.allocate_shared_memory(gl.float16, [CHUNKS, 8, 64], SWIZZLE),
+    buffers = (gl.allocate_shared_memory(dtype, [64, 128], SWIZZLE),
+               gl.allocate_shared_memory(dtype, [STAGES, 128, 128], SWIZZLE),
+               gl.allocate_shared_memory(gl.float16, [CHUNKS, 64, 128], SWIZZLE),
+               gl.allocate_shared_memory(gl.float16, [CHUNKS, 8, 64], SWIZZLE),
                gl.allocate_shared_memory(gl.float32, [8, 64], LINE))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -179,7 +187,8 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
     gl.warp_specialize([
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 0)),
         (_consumer, (target, biases, key_blocks, length, tiles, share, write, scale, buffers, bars, CHUNKS, STAGES, 1)),
-        (_producer, (q_desc, c_desc, bh * n + gl.load(item + ITEM_ROW), bh * key_blocks, tiles, buffers, bars, CHUNKS, STAGES)),
+        (_producer, (q_desc, c_desc, bh * n + gl.load(item + ITEM_ROW), bh * key_blocks, tiles, buffers, bars, CHUNKS,
+                     STAGES)),
     ], [4, 1], [240, 24])
 
 
@@ -187,7 +196,8 @@ def full_key_hopper(q_desc, c_desc, items, log_sizes, out, partial, n, key_block
 OPTIONS = {"num_warps": 4, "maxnreg": 168, **FP_FUSION}
 
 
-def launch_full_key_hopper(q: torch.Tensor, centroids: torch.Tensor, items: Any, log_sizes: torch.Tensor, out: torch.Tensor, partial: Any, scale: float, *, stages: int) -> None:
+def launch_full_key_hopper(q: torch.Tensor, centroids: torch.Tensor, items: Any, log_sizes: torch.Tensor,
+                           out: torch.Tensor, partial: Any, scale: float, *, stages: int) -> None:
     """q [bh n 128], centroids [bh kb 128] in q's dtype, items int32 [w 8], log_sizes fp32 [bh width] -> fills out [bh
     qb kb] and partial rows.
     """
@@ -196,4 +206,5 @@ def launch_full_key_hopper(q: torch.Tensor, centroids: torch.Tensor, items: Any,
     key_blocks, chunks = centroids.shape[1], log_sizes.shape[1] // 128
     q_desc = TensorDescriptor.from_tensor(q.view(bh * n, d), [64, 128], SWIZZLED)
     c_desc = TensorDescriptor.from_tensor(centroids.view(bh * key_blocks, d), [128, 128], SWIZZLED)
-    full_key_hopper[(items.shape[0],)](q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale, CHUNKS=chunks, STAGES=stages, **OPTIONS)
+    full_key_hopper[(items.shape[0],)](q_desc, c_desc, items, log_sizes, out, partial, n, key_blocks, scale,
+                                       CHUNKS=chunks, STAGES=stages, **OPTIONS)

@@ -2,8 +2,9 @@
 in memory.
 
 A block longer than `chunk` rows is cut: its first chunk writes the output row, every further chunk a partial row that
-`_add_partials` adds in order.  `chunk` follows from the head's length alone and no float is ever added atomically, so a head's
-result has the same bits in every call.  Three launches: `_list_work`, the kernel (two for two-pass), `_add_partials`.
+`_add_partials` adds in order.  `chunk` follows from the head's length alone and no float is ever added atomically, so a
+head's result has the same bits in every call.  Three launches: `_list_work`, the kernel (two for two-pass),
+`_add_partials`.
 """
 
 import math
@@ -30,11 +31,14 @@ FULL_KEY_LIMIT = 1024
 
 
 @triton.jit
-def _list_work(offsets, sizes, log_sizes, items, heads, query_blocks, key_blocks, chunk, extras, width, BLOCKS: tl.constexpr, KEYS: tl.constexpr):
-    """items[w] = (bh, first row, rows here, rows of the block, partial slot or -1, block): further chunks first, then the blocks, the longest
-    of every head, the second longest of every head, ...  And log_sizes [bh width] = log2 of sizes, -inf where empty or past the last block.
+def _list_work(offsets, sizes, log_sizes, items, heads, query_blocks, key_blocks, chunk, extras, width,
+               BLOCKS: tl.constexpr, KEYS: tl.constexpr):
+    """items[w] = (bh, first row, rows here, rows of the block, partial slot or -1, block): further chunks first, then
+    the blocks, the longest of every head, the second longest of every head, ...  And log_sizes [bh width] = log2 of
+    sizes, -inf where empty or past the last block.
 
-    Grid (bh, query_blocks / BLOCKS).  Slot w < extras of a head is one of its further chunks; what is not needed has no rows and block -1.
+    Grid (bh, query_blocks / BLOCKS).  Slot w < extras of a head is one of its further chunks; what is not needed has no
+    rows and block -1.
     """
     bh = tl.program_id(0)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -84,7 +88,8 @@ def _list_work(offsets, sizes, log_sizes, items, heads, query_blocks, key_blocks
         for start in range(0, width, KEYS):
             v = start + tl.arange(0, KEYS)
             keys = tl.load(sizes + bh * key_blocks + v, mask=v < key_blocks, other=0).to(tl.float32)
-            tl.store(log_sizes + bh * width + v, tl.where(keys > 0, tl.log2(tl.maximum(keys, 1.0)), float("-inf")), mask=v < width)
+            tl.store(log_sizes + bh * width + v, tl.where(keys > 0, tl.log2(tl.maximum(keys, 1.0)), float("-inf")),
+                     mask=v < width)
 
 
 @triton.jit
@@ -92,7 +97,8 @@ def _read_item(items, w):
     item = items + w * ITEM_FIELDS
     bh = tl.load(item + ITEM_HEAD).to(tl.int64)
     first = tl.load(item + ITEM_ROW)
-    return bh, tl.load(item + ITEM_BLOCK), first, first + tl.load(item + ITEM_ROWS), tl.load(item + ITEM_BLOCK_ROWS), tl.load(item + ITEM_SLOT)
+    last = first + tl.load(item + ITEM_ROWS)
+    return bh, tl.load(item + ITEM_BLOCK), first, last, tl.load(item + ITEM_BLOCK_ROWS), tl.load(item + ITEM_SLOT)
 
 
 @triton.jit
@@ -105,7 +111,8 @@ def _target(out, partial, block, slot, key_blocks):
 
 
 @triton.jit
-def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr,
+              BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Full-K: the logits [BM, BN >= N_K] of a query tile stay in registers, the GEMM runs over feature tiles of BD.
 
     Grid (items).  Traffic: q once, the head's centroids from L2 once per BM queries, 4 N_K bytes out per block.
@@ -121,7 +128,8 @@ def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, width
         i = row + tl.arange(0, BM)
         s = tl.zeros([BM, BN], tl.float32)
         for f in range(0, D, BD):
-            tile = tl.load(q + i.to(tl.int64)[:, None] * D + (f + feature)[None, :], mask=(i < last)[:, None], other=0.0)
+            tile = tl.load(q + i.to(tl.int64)[:, None] * D + (f + feature)[None, :], mask=(i < last)[:, None],
+                           other=0.0)
             c = tl.load(centroids + v[:, None] * D + (f + feature)[None, :], mask=(v < key_blocks)[:, None], other=0.0)
             s = dot(tile, tl.trans(c), s)
         s = s * scale + bias[None, :]
@@ -131,7 +139,8 @@ def _full_key(q, centroids, log_sizes, items, out, partial, n, key_blocks, width
         weight = tl.where((i < last) & (z > 0), 1.0 / z, 0.0)
         total += tl.sum(e * weight[:, None], 0)
     if (slot < 0) | (first < last):
-        tl.store(_target(out, partial, block, slot, key_blocks) + v, total / tl.maximum(rows, 1).to(tl.float32), mask=v < key_blocks)
+        tl.store(_target(out, partial, block, slot, key_blocks) + v, total / tl.maximum(rows, 1).to(tl.float32),
+                 mask=v < key_blocks)
 
 
 @triton.jit
@@ -146,7 +155,8 @@ def _keys_tile(keys, log_sizes, column, key_blocks, D: tl.constexpr, BN: tl.cons
 
 
 @triton.jit
-def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr, EVEN: tl.constexpr):
     """Pass 1: lse[i] = log2 sum_v 2^(scale q_i.c_v + log2 n_v), +inf where every block is empty, so that pass 2 gives
     such rows no weight.
 
@@ -169,13 +179,14 @@ def _row_lse(q, centroids, log_sizes, lse, n, key_blocks, width, scale, D: tl.co
 
 
 @triton.jit
-def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                EVEN: tl.constexpr):
+def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D: tl.constexpr,
+                BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
     """Pass 2: out[u, v] = mean over rows i of block u of 2^(scale q_i.c_v + log2 n_v - lse_i), for one tile of BN
     columns.
 
-    Grid (items * column tiles, columns fastest: they share the item's queries in L2).  The centroid tile stays, the queries stream, and column sums grow in registers: they are
-    reduced across rows once per program.  Traffic: q N_K / BN times (L2), 4 N_K bytes out per block.
+    Grid (items * column tiles, columns fastest: they share the item's queries in L2).  The centroid tile stays, the
+    queries stream, and column sums grow in registers: they are reduced across rows once per program.  Traffic: q N_K /
+    BN times (L2), 4 N_K bytes out per block.
     """
     columns = tl.cdiv(key_blocks, BN)
     bh, block, first, last, rows, slot = _read_item(items, tl.program_id(0) // columns)
@@ -200,7 +211,9 @@ def _block_mass(q, centroids, log_sizes, lse, items, out, partial, n, key_blocks
 
 @triton.jit
 def _add_partials(out, partial, items, key_blocks, chunk, BN: tl.constexpr):
-    """out[block] += its partial rows, in order.  Grid (slots, N_K / BN); the first slot of a block does it, the others leave at once."""
+    """out[block] += its partial rows, in order.  Grid (slots, N_K / BN);
+    the first slot of a block does it, the others leave at once.
+    """
     slot = tl.program_id(0)
     v = tl.program_id(1) * BN + tl.arange(0, BN)
     block = tl.load(items + slot * ITEM_FIELDS + ITEM_BLOCK)
@@ -223,8 +236,8 @@ def _work(offsets, sizes, n):
     extras, width = n // chunk, triton.cdiv(key_blocks, 256) * 256
     items = torch.empty(bh * (extras + query_blocks), ITEM_FIELDS.value, device=offsets.device, dtype=torch.int32)
     log_sizes = torch.empty(bh, width, device=offsets.device, dtype=torch.float32)
-    _list_work[(bh, triton.cdiv(query_blocks, 64))](offsets, sizes, log_sizes, items, bh, query_blocks, key_blocks, chunk, extras, width,
-                                                    BLOCKS=64, KEYS=256, num_warps=4, **FP_FUSION)
+    _list_work[(bh, triton.cdiv(query_blocks, 64))](offsets, sizes, log_sizes, items, bh, query_blocks, key_blocks,
+                                                    chunk, extras, width, BLOCKS=64, KEYS=256, num_warps=4, **FP_FUSION)
     return items, log_sizes, torch.empty(bh * extras, key_blocks, device=offsets.device, dtype=torch.float32), chunk
 
 
@@ -244,17 +257,20 @@ def _prepare(q, offsets, centroids, sizes, scale, out):
 def _finish(out, partial, items, chunk):
     slots, key_blocks = partial.shape
     if slots:
-        _add_partials[(slots, triton.cdiv(key_blocks, 1024))](out, partial, items, key_blocks, chunk, BN=1024, num_warps=4, **FP_FUSION)
+        _add_partials[(slots, triton.cdiv(key_blocks, 1024))](out, partial, items, key_blocks, chunk, BN=1024,
+                                                              num_warps=4, **FP_FUSION)
     return out
 
 
-def pama_full_key(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *, scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
+def pama_full_key(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *,
+                  scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
     """q [bh n d] in block order, offsets int32 [bh qb+1], centroids [bh kb d] in q's dtype, sizes int32 [bh kb] -> fp32
     [bh qb kb]; kb <= 1024.
     """
     key_blocks, out, scale = _prepare(q, offsets, centroids, sizes, scale, out)
     if key_blocks > FULL_KEY_LIMIT:
-        raise ValueError(f"centroids: Full-K holds at most {FULL_KEY_LIMIT} key blocks, got {key_blocks}; use pama_two_pass")
+        raise ValueError(f"centroids: Full-K holds at most {FULL_KEY_LIMIT} key blocks, got {key_blocks}; "
+                         "use pama_two_pass")
     n, d = q.shape[1:]
     width = max(triton.next_power_of_2(key_blocks), 16)
     tile = dict(tile or tiles.full_key_tile(d, q.dtype, tiles.arch_of(q), width))
@@ -265,11 +281,13 @@ def pama_full_key(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tenso
 
         launch_full_key_hopper(q, centroids, items, log_sizes, out, partial, scale, **tile)
     else:
-        _full_key[(items.shape[0],)](q, centroids, log_sizes, items, out, partial, n, key_blocks, log_sizes.shape[1], scale, D=d, BN=width, **tile, **FP_FUSION)
+        _full_key[(items.shape[0],)](q, centroids, log_sizes, items, out, partial, n, key_blocks, log_sizes.shape[1],
+                                     scale, D=d, BN=width, **tile, **FP_FUSION)
     return _finish(out, partial, items, chunk)
 
 
-def pama_two_pass(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *, scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
+def pama_two_pass(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *,
+                  scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
     """The same function for any number of key blocks; 4 bytes of scratch per query.  tile: (pass 1, pass 2)."""
     key_blocks, out, scale = _prepare(q, offsets, centroids, sizes, scale, out)
     bh, n, d = q.shape
@@ -277,13 +295,16 @@ def pama_two_pass(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tenso
     items, log_sizes, partial, chunk = _work(offsets, sizes, n)
     width = log_sizes.shape[1]
     lse = torch.empty(bh, n, device=q.device, dtype=torch.float32)
-    _row_lse[(triton.cdiv(n, one["BM"]), bh)](q, centroids, log_sizes, lse, n, key_blocks, width, scale, D=d, EVEN=key_blocks % one["BN"] == 0, **one, **FP_FUSION)
+    _row_lse[(triton.cdiv(n, one["BM"]), bh)](q, centroids, log_sizes, lse, n, key_blocks, width, scale, D=d,
+                                              EVEN=key_blocks % one["BN"] == 0, **one, **FP_FUSION)
     grid = (triton.cdiv(key_blocks, two["BN"]) * items.shape[0],)
-    _block_mass[grid](q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D=d, EVEN=key_blocks % two["BN"] == 0, **two, **FP_FUSION)
+    _block_mass[grid](q, centroids, log_sizes, lse, items, out, partial, n, key_blocks, width, scale, D=d,
+                      EVEN=key_blocks % two["BN"] == 0, **two, **FP_FUSION)
     return _finish(out, partial, items, chunk)
 
 
-def pama(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *, scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+def pama(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *,
+         scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """The faster of the two for this shape and GPU."""
     width = max(triton.next_power_of_2(centroids.shape[1]), 16)
     full = tiles.prefers_full_key(q.shape[-1], q.dtype, tiles.arch_of(q), width)

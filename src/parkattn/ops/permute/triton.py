@@ -36,7 +36,9 @@ def _gather_rows(x, order, out, heads, n, xb, xh, xn, ORDERED: tl.constexpr, D: 
 
 @triton.jit
 def _scatter_rows(x, order, out, heads, n, ob, oh, on, D: tl.constexpr, ROWS: tl.constexpr):
-    """out[b, h, order[bh, i], :] = x[bh, i, :].  Grid (row tiles, b*h).  Traffic: 2 n d elements + 4 n bytes per head."""
+    """out[b, h, order[bh, i], :] = x[bh, i, :].  Grid (row tiles, b*h).
+     Traffic: 2 n d elements + 4 n bytes per head.
+    """
     bh = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
@@ -66,7 +68,9 @@ def _nearest(x, inverse):
 
 @triton.jit
 def _key_range(k, partial, heads, n, kb, kh, kn, D: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr):
-    """Sum, largest and least of each column of turned rows.  Grid (parts, b*h), TURNS * ROWS rows each.  Traffic: n d elements per head."""
+    """Sum, largest and least of each column of turned rows.  Grid (parts, b*h), TURNS * ROWS rows each.
+     Traffic: n d elements per head.
+    """
     bh = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, D)
     signs = _signs(D, k.dtype.element_ty)
@@ -110,8 +114,8 @@ def _key_step(partial, means, steps, n, parts, D: tl.constexpr, LANES: tl.conste
 
 
 @triton.jit
-def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
-                ROWS: tl.constexpr, TURNS: tl.constexpr):
+def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.constexpr, KEYS: tl.constexpr,
+                D: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr):
     """`_gather_rows` in INT8: KEYS without their mean by the step of their head, queries by a step for each row, which
     is stored.
 
@@ -139,8 +143,9 @@ def _round_rows(x, order, out, steps, mean, heads, n, xb, xh, xn, ORDERED: tl.co
 
 
 @triton.jit
-def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, mean, steps, heads, n, count, all_blocks, kb, kh, kn, vb, vh, vn,
-                       D: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr, BLOCKS: tl.constexpr):
+def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_means, mean, steps, heads, n, count,
+                       all_blocks, kb, kh, kn, vb, vh, vn, D: tl.constexpr, ROWS: tl.constexpr, INT8: tl.constexpr,
+                       BLOCKS: tl.constexpr):
     """`_gather_rows` of two tensors by one order, and the means of their blocks: fp32 sums in block order, no second
     read. INT8: keys and their means as `_round_rows` has them.
 
@@ -193,7 +198,9 @@ def _gather_with_means(k, v, order, offsets, keys, values, key_means, value_mean
 
 @triton.jit
 def _block_means(x, offsets, means, heads, count, xb, xh, xn, D: tl.constexpr, ROWS: tl.constexpr):
-    """The means of `_gather_with_means`, of rows that are in block order already.  Grid (b*h * blocks).  Traffic: n d elements per head."""
+    """The means of `_gather_with_means`, of rows that are in block order already.  Grid (b*h * blocks).
+     Traffic: n d elements per head.
+    """
     block = tl.program_id(0).to(tl.int64)
     bh = block // count
     at = offsets + bh * (count + 1) + block % count
@@ -205,7 +212,8 @@ def _block_means(x, offsets, means, heads, count, xb, xh, xn, D: tl.constexpr, R
     total = tl.zeros([ROWS, D], tl.float32)
     for first in range(begin, end, ROWS):
         token = (first + r).to(tl.int64)
-        total += tl.load(x + token[:, None] * xn + column[None, :], mask=(first + r < end)[:, None], other=0.0).to(tl.float32)
+        total += tl.load(x + token[:, None] * xn + column[None, :], mask=(first + r < end)[:, None],
+                         other=0.0).to(tl.float32)
     tl.store(means + block * D + column, tl.sum(total, 0) / tl.maximum(end - begin, 1).to(tl.float32))
 
 
@@ -218,7 +226,8 @@ def block_means(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     tiles.check_rows(x, "x")
     means = torch.empty(b * h, count, d, device=x.device, dtype=x.dtype)
     tile = tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
-    _block_means[(b * h * count,)](x, offsets, means, h, count, x.stride(0), x.stride(1), x.stride(2), D=d, **tile, **FP_FUSION)
+    _block_means[(b * h * count,)](x, offsets, means, h, count, x.stride(0), x.stride(1), x.stride(2), D=d, **tile,
+                                   **FP_FUSION)
     return means
 
 
@@ -235,8 +244,8 @@ def gather_rows(x: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor |
         out = torch.empty(b * h, n, d, device=x.device, dtype=x.dtype)
     tile = tiles.permute_tile(d, x.dtype, tiles.arch_of(x))
     grid = (triton.cdiv(n, tile["ROWS"]), b * h)
-    _gather_rows[grid](x, x if order is None else order, out, h, n, x.stride(0), x.stride(1), x.stride(2), ORDERED=order is not None, D=d,
-                       **tile, **FP_FUSION)
+    _gather_rows[grid](x, x if order is None else order, out, h, n, x.stride(0), x.stride(1), x.stride(2),
+                       ORDERED=order is not None, D=d, **tile, **FP_FUSION)
     return out
 
 
@@ -255,7 +264,8 @@ def key_rounding(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, step
 
 
-def round_rows(x: torch.Tensor, order: torch.Tensor | None, keys: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def round_rows(x: torch.Tensor, order: torch.Tensor | None,
+               keys: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x [b h n d], order int32 [b h n] or None -> int8 [b*h n d] in that order and its steps: [b*h n], or with `keys`,
     what `key_rounding` gave, the [b*h] of these.
     """
@@ -265,8 +275,8 @@ def round_rows(x: torch.Tensor, order: torch.Tensor | None, keys: tuple[torch.Te
     mean, steps = (out, torch.empty(b * h, n, device=x.device, dtype=torch.float32)) if keys is None else keys
     tile = tiles.rounding_tile(d)
     _round_rows[(triton.cdiv(n, tile["ROWS"] * tile["TURNS"]), b * h)](
-        x, steps if order is None else order, out, steps, mean, h, n, x.stride(0), x.stride(1), x.stride(2), ORDERED=order is not None,
-        KEYS=keys is not None, D=d, **tile, **FP_FUSION)
+        x, steps if order is None else order, out, steps, mean, h, n, x.stride(0), x.stride(1), x.stride(2),
+        ORDERED=order is not None, KEYS=keys is not None, D=d, **tile, **FP_FUSION)
     return out, steps
 
 
@@ -286,8 +296,9 @@ def gather_with_means(k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, off
     tile = tiles.segment_tile(d, k.dtype, tiles.arch_of(k))
     blocks = 1 if rounding is None else 4  # the matrix of signs is made once for so many
     _gather_with_means[(triton.cdiv(b * h * count, blocks),)](
-        k, v, order, offsets, keys, values, *means, *(rounding or (order, order)), h, n, count, b * h * count, k.stride(0), k.stride(1),
-        k.stride(2), v.stride(0), v.stride(1), v.stride(2), INT8=rounding is not None, BLOCKS=blocks, D=d, **tile, **FP_FUSION)
+        k, v, order, offsets, keys, values, *means, *(rounding or (order, order)), h, n, count, b * h * count,
+        k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), INT8=rounding is not None,
+        BLOCKS=blocks, D=d, **tile, **FP_FUSION)
     return keys, values, *means
 
 

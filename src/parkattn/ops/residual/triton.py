@@ -60,7 +60,8 @@ def _add_low_rank(out, a, step, b, heads, n, stride_b, stride_h, stride_n, D: tl
     """out[i, :] += sum_c a[i, c] step[c] b[c, :], a matrix product: a is exact in bf16, step b the sum of two bf16
     numbers.
 
-    WIDTH: RANK as wide as a product takes.  Grid (STEPS row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per head.
+    WIDTH: RANK as wide as a product takes.  Grid (STEPS row tiles, b*h).  Traffic: 2 n d elements and n RANK bytes per
+    head.
     """
     bh = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, D)
