@@ -29,8 +29,8 @@ from parkattn.site import CallSite
 from parklab import store
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler
 from parklab.experiments import ablation, reproduce, runner
-from parklab.experiments.captures import Captured, Selection
-from parklab.store import Cell, Making, Store
+from parklab.experiments.captures import CapturedCall, Selection
+from parklab.store import Cell, CellWriter, Store
 from parklab.studio import checkpoints, compare, density, generate, prompts, video
 from parklab.studio.generate import Generation
 from parklab.studio.request import Request
@@ -223,7 +223,7 @@ def without_a_model() -> Iterator[list[str]]:
     stands_in += [(module, "config_for", lambda request, pipe: ParkConfig()) for module in (generate, compare, runner)]
     stands_in.append((ablation, "environment", lambda: dict(WHEN)))
     stands_in.append((reproduce, "fit_to_pipeline", lambda request, pipe: request))
-    call = Captured(*(torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0)), CallSite())
+    call = CapturedCall(*(torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0)), CallSite())
     stands_in.append((reproduce, "capture_calls", lambda *arguments: [call]))
     stands_in.append((DensityProfiler, "profile", lambda self: DensityProfile(torch.full((1, 1, 1), 0.5).double())))
     with contextlib.ExitStack() as stack:
@@ -275,7 +275,7 @@ COMMANDS: dict[str, Command] = {
 def run_store(folder: Path, seed: int, overwrite: bool = False, say: Any = lambda line: None) -> None:
     """A cell with two files, one of them in a folder below, a cell without files, and one derived from both."""
 
-    def make(making: Making) -> None:
+    def make(making: CellWriter) -> None:
         for name in making.cell.files:
             making.write(name, f"{name} of seed {seed}\n".encode() * 40)
         making.commit({"format": "test", "request": making.cell.request})

@@ -26,7 +26,7 @@ import disturbed_files as disturb
 from disturbed_files import Tally, Trial
 from parkattn.site import CallSite
 from parklab.experiments import calibration, report, reproduce, runner
-from parklab.experiments.captures import Captured
+from parklab.experiments.captures import CapturedCall
 
 NAMES = ["tab:module_ablation", "matched_densities", "fig:generation_example"]
 # cells that finished ones no longer need: a damaged one is made again when a new cell asks for it
@@ -49,7 +49,7 @@ def without_a_model() -> Iterator[None]:
     """disturbed_files' stand-ins, and those of the runner."""
     with disturb.without_a_model(), contextlib.ExitStack() as stack:
         q, k, v = (torch.full((1, 1, 4, 2), value) for value in (1.0, 2.0, 3.0))
-        call = Captured(q, k, CallSite(values=v))
+        call = CapturedCall(q, k, CallSite(values=v))
         stands_in: list[tuple[Any, str, Any]] = [
             (runner, "capture_calls", lambda *arguments: [call]),
             (runner, "spread_layers", lambda pipe: [0, 1]),

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("diffusers")
 
 from parklab.experiments import reproduce
-from parklab.experiments.results import Gathered
+from parklab.experiments.results import CellRecords
 from parklab.store import Cell
 
 
@@ -48,4 +48,4 @@ def quality(prompt, method, psnr, **changes):
 
 def gathered(*pairs, failures=None):
     missing = failures or {}
-    return Gathered([cell for cell, _ in pairs], {c.name: r for c, r in pairs if c.name not in missing}, missing)
+    return CellRecords([cell for cell, _ in pairs], {c.name: r for c, r in pairs if c.name not in missing}, missing)

@@ -88,7 +88,7 @@ def test_blocks_are_compiled_before_anything_is_timed(ready, monkeypatch):
     """Getting ready asks the question that the measurement will ask, for as many steps and blocks; else compiling would
     be timed.
     """
-    from parkattn.hosts.diffusers.fused import Fusing
+    from parkattn.hosts.diffusers.fused import BlockFusion
 
     asked = []
 
@@ -96,7 +96,7 @@ def test_blocks_are_compiled_before_anything_is_timed(ready, monkeypatch):
         asked.append((self._steps(), blocks, tuple(hidden.shape)))
         return "looked at"
 
-    monkeypatch.setattr(Fusing, "_why_not", why_not)
+    monkeypatch.setattr(BlockFusion, "_why_not", why_not)
     e2e.seconds_of_fusing(ready.transformer, ready.inputs, ready.model, ready.device)
     before, layers = set(asked), len(row_for(ready.transformer).all_blocks(ready.transformer))
     asked.clear()

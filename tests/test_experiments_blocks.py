@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 from parkattn.site import CallSite
 from parklab.experiments import blocks, reproduce, runner
 from parklab.experiments.blocks import blocks_for, preset_in, settings_of_plans
-from parklab.experiments.captures import MODEL, Captured, Selection, pack_captures, read_about
+from parklab.experiments.captures import MODEL, CapturedCall, Selection, pack_captures, read_about
 from parklab.research import ResearchConfig
 from parklab.sprites.grammar import EXAMPLE
 from parklab.studio import checkpoints
@@ -24,7 +24,7 @@ LONG = 75_600  # tokens of a 720p video
 def _capture(folder: Path, preset: str | None) -> Path:
     q, k = torch.randn(2, 1, 1, 48, 16)
     path = folder / f"{preset}.safetensors"
-    path.write_bytes(pack_captures([Captured(q, k, CallSite())], {} if preset is None else {MODEL: preset}))
+    path.write_bytes(pack_captures([CapturedCall(q, k, CallSite())], {} if preset is None else {MODEL: preset}))
     return path
 
 

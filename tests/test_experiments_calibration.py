@@ -20,7 +20,7 @@ from parkattn.site import CallSite
 from parklab.experiments import calibration, runner
 from parklab.experiments.calibration import MATCHED, cost_at, dense_share, density_at, find_budget, layers_in
 from parklab.experiments.campaign import read_campaign
-from parklab.experiments.captures import Captured
+from parklab.experiments.captures import CapturedCall
 from parklab.metrics.budget import CLOSE_ENOUGH, density_of_sparse_calls
 from parklab.research import ResearchConfig
 from parklab.studio import checkpoints
@@ -107,7 +107,7 @@ def captured_layers(dense_layer_scale):
     calls = []
     for layer, scale in enumerate((dense_layer_scale, 1.0)):
         q, k = (scale * 2 * torch.randn(1, 2, 256, 16, generator=draw) for _ in range(2))
-        calls.append(Captured(q, k, CallSite(layer=layer, step=30, total_steps=50, values=k)))
+        calls.append(CapturedCall(q, k, CallSite(layer=layer, step=30, total_steps=50, values=k)))
     return calls
 
 

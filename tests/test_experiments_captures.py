@@ -13,7 +13,7 @@ from parkattn.plan import Plan, arrange
 from parkattn.settings import MethodConfig
 from parkattn.site import CallSite
 from parklab.experiments import mismatches
-from parklab.experiments.captures import Capture, Captured, Selection, capture_calls, pack_captures, read_captures
+from parklab.experiments.captures import Capture, CapturedCall, Selection, capture_calls, pack_captures, read_captures
 from parklab.experiments.mismatches import measure_call
 from parklab.metrics.retrieval import attention_recall
 from parklab.research import ResearchConfig
@@ -25,9 +25,9 @@ from parklab.studio.request import Request, fit_to_pipeline, prepare
 def test_a_long_call_is_measured_on_a_sample_of_its_queries_for_the_log_mass_alone(monkeypatch):
     q, k = (2 * x for x in _problem(heads=1, tokens=256)[:2])
     config = ResearchConfig(query_clusters=4, key_clusters=16)
-    whole = measure_call(Captured(q, k, CallSite()), config)
+    whole = measure_call(CapturedCall(q, k, CallSite()), config)
     monkeypatch.setattr(mismatches, "LOG_MASS_QUERIES", 64)
-    part = measure_call(Captured(q, k, CallSite()), config)
+    part = measure_call(CapturedCall(q, k, CallSite()), config)
     for metric in ("euclidean", "query-response"):
         sample, all_of_it = part["keys"][metric].pop("log_mass")[0], whole["keys"][metric].pop("log_mass")[0]
         # 64 of 256 rows, each within a factor of 3 of the mean: half the mean is six standard errors
@@ -105,7 +105,7 @@ def test_files_that_are_no_capture_are_refused_in_one_line(tmp_path):
 def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_error():
     q, k = (2 * x for x in _problem(heads=2, tokens=256)[:2])
     config = ResearchConfig(query_clusters=4, key_clusters=16)
-    found = measure_call(Captured(q, k, CallSite()), config)
+    found = measure_call(CapturedCall(q, k, CallSite()), config)
     assert found["tv"]["exact"] == [0.0] * q.shape[1]
     assert min(found["recall"]["Clustered"]["top_p"]["exact"]) >= 0.9 - 1e-6
     labels = torch.arange(q.shape[2]).div(q.shape[2] // 4, rounding_mode="floor").int().expand(q.shape[:3])

@@ -49,13 +49,13 @@ def timed(tmp_path_factory):
 def test_untimed_rows_are_the_timed_ones_without_seconds(timed, tmp_path, monkeypatch, keep):
     taken = []
 
-    class Watched(opening.Resumed):
+    class Watched(opening.ResumedMethod):
         def __call__(self, *call):
             found = super().__call__(*call)
             taken.append(self.taken)
             return found
 
-    monkeypatch.setattr(opening, "Resumed", Watched)
+    monkeypatch.setattr(opening, "ResumedMethod", Watched)
     outcome = reproduce.run_experiments(NAMES, _evaluation(timed=False, keep=keep), tmp_path)
     found = _rows(tmp_path)
     assert len(found) == 4 and timed.keys() == found.keys()
@@ -82,7 +82,7 @@ def test_nothing_is_taken_after_a_sparse_call_nor_beyond_the_limit():
     for step in range(4):
         kept(q, k, v, CallSite(step=step, total_steps=40))
     assert len(kept.outputs) == 3
-    resumed = opening.Resumed(Dense(), kept)
+    resumed = opening.ResumedMethod(Dense(), kept)
     computed = []
     site = CallSite(total_steps=40, dense=lambda: computed.append(1) or torch.zeros_like(q))
     out = [resumed(q, k, v, dataclasses.replace(site, step=step)).out for step in range(4)]
@@ -94,6 +94,6 @@ def test_nothing_is_taken_after_a_sparse_call_nor_beyond_the_limit():
     out[0].zero_()
     assert kept.outputs[opening._place(CallSite())].abs().sum() > 0  # what a run does with its copy is its own affair
 
-    sparse = opening.Resumed(configured_method("park", dense_steps=1, query_clusters=4, key_clusters=4), kept)
+    sparse = opening.ResumedMethod(configured_method("park", dense_steps=1, query_clusters=4, key_clusters=4), kept)
     phases = [sparse(q, k, v, dataclasses.replace(site, step=step)).stats.phase for step in (0, 1, 0)]
     assert phases[:2] == ["dense", "refresh"] and sparse.taken == 1

@@ -11,7 +11,7 @@ from parklab.experiments import catalogue, paper_numbers, retrieval_tables, runn
 from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT
 from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.report import sections_of
-from parklab.experiments.results import Gathered
+from parklab.experiments.results import CellRecords
 from parklab.experiments.tables import Column, Finding, Table, interval, to_csv, to_latex, to_markdown
 from parklab.store import Cell
 from reproduce_cases import gathered, quality, quick
@@ -62,7 +62,7 @@ def test_recall_is_summed_up_over_heads_in_percent():
         "blocks": [2, 2],
     }
     cell = Cell(name="r", format="f")
-    result = retrieval_tables.recall_table(Gathered([cell], {"r": {"calls": [call]}}, {}), "top_p")
+    result = retrieval_tables.recall_table(CellRecords([cell], {"r": {"calls": [call]}}, {}), "top_p")
     assert result.table.rows[1] == ("Clustered", "Centroid", "Centroid", 75.0, pytest.approx(52.5), 50.0), (
         "of one video there is no interval"
     )
@@ -90,7 +90,7 @@ def test_retrieval_has_intervals_over_videos_and_margins_are_paired():
 
     # the two lie far apart, and always by as much: the margin is sure where the means are not
     cells = [Cell(name=name, format="f") for name in ("a", "b")]
-    found = Gathered(cells, {"a": video(0.9, 0.8), "b": video(0.5, 0.4)}, {})
+    found = CellRecords(cells, {"a": video(0.9, 0.8), "b": video(0.5, 0.4)}, {})
     table = retrieval_tables.recall_table(found, "top_p")
     assert [column.name for column in table.table.columns][3:] == ["Mean", "±", "P05", "Worst"]
     assert table.table.rows[3][3:5] == (pytest.approx(70.0), pytest.approx(100 * interval([0.9, 0.5])))
@@ -103,7 +103,7 @@ def test_retrieval_has_intervals_over_videos_and_margins_are_paired():
 def test_an_error_of_zero_has_no_change_in_percent_and_is_no_failure():
     sides = {metric: {"key_mse": [0.0], "score_error": [0.0]} for metric in ("euclidean", "query-response")}
     call = {"keys": sides, "tv": {"exact": [0.0]}, "tokens": [9, 9], "blocks": [2, 2]}
-    result = retrieval_tables.key_error_table(Gathered([Cell(name="r", format="f")], {"r": {"calls": [call]}}, {}))
+    result = retrieval_tables.key_error_table(CellRecords([Cell(name="r", format="f")], {"r": {"calls": [call]}}, {}))
     assert [column.name for column in result.table.columns] == ["Metric", "Euclidean", "QRKC"]
     assert [finding.verdict for finding in result.findings] == ["not run", "not run"]
 
@@ -177,7 +177,7 @@ def test_the_frontier_of_earlier_lines_pairs_prompts_and_names_the_strongest_riv
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"format": "parkattn.fron')
     lab = runner.Lab(quick(records=(path,)), tmp_path)
     assert EXPERIMENTS["frontier"].cells(lab) == [], "what was measured is not measured again"
-    result = EXPERIMENTS["frontier"].result(Gathered([], {}, {}, lines=lab.lines))
+    result = EXPERIMENTS["frontier"].result(CellRecords([], {}, {}, lines=lab.lines))
     rows = {row[0]: dict(zip((c.name for c in result.table.columns), row, strict=True)) for row in result.table.rows}
     assert list(rows) == ["paper", "quality", "svg", "sta"] and rows["paper"]["speedup"] == 2.0
     assert (rows["quality"]["over paper, dB"], rows["quality"]["± dB"], rows["quality"]["worst"]) == (3.0, 0.0, 33.0)
@@ -222,12 +222,14 @@ def test_kernel_tables_are_drawn_from_the_last_line_of_each_kernel_and_need_a_gp
     lab = runner.Lab(quick(records=(path,)), tmp_path)
     labels = ("tab:pama_kernel_overhead", "fig:qrkc_breakdown", "scaling")
     assert all(EXPERIMENTS[label].cells(lab) == [] for label in labels)
-    pama_table, qrkc, scaling = (EXPERIMENTS[label].result(Gathered([], {}, {}, lines=lab.lines)) for label in labels)
+    pama_table, qrkc, scaling = (
+        EXPERIMENTS[label].result(CellRecords([], {}, {}, lines=lab.lines)) for label in labels
+    )
     assert [row[1:4] for row in pama_table.table.rows] == [("PyTorch", 8.0, 1.0), ("Triton (Full-K)", 2.0, 4.0)]
     assert (pama_table.findings[0].margin, qrkc.findings[0].margin, qrkc.findings[0].verdict) == (3.0, -0.5, "not held")
     assert [point[:2] for point in scaling.figure.rows[0][0].series[0].points] == [(0.5, 0.5), (1.0, 1.0)]
     for label in labels:
-        nothing = EXPERIMENTS[label].result(Gathered([], {}, {}))
+        nothing = EXPERIMENTS[label].result(CellRecords([], {}, {}))
         assert nothing.table is None and nothing.note.startswith("not run: needs a GPU; ")
 
 
@@ -237,7 +239,7 @@ def test_a_sheet_of_frames_is_made_with_the_model_of_its_name(tmp_path, monkeypa
     sheets = [name for name in EXPERIMENTS if name.startswith("fig:video_vis_")]
     assert all(EXPERIMENTS[name].cells(lab) == [] for name in sheets), "the shipped model is none of the paper's"
     assert (
-        EXPERIMENTS[sheets[0]].result(Gathered([], {}, {})).note
+        EXPERIMENTS[sheets[0]].result(CellRecords([], {}, {})).note
         == "not run: needs HunyuanVideo; pass its folder with --model"
     )
     (tmp_path / "transformer").mkdir()

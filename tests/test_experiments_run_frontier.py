@@ -3,7 +3,7 @@
 import pytest
 
 from parklab.bench.frontier import FORMAT
-from parklab.experiments.results import NOT_RUN, Gathered, Plot
+from parklab.experiments.results import NOT_RUN, CellRecords, Plot
 from parklab.experiments.run_frontier import CACHES, COLUMNS, run_result, runs_of
 from parklab.studio.gain import composed_run, measured_forwards
 
@@ -70,7 +70,7 @@ def test_lines_that_do_not_say_their_phases_have_no_seconds():
 
 def test_rows_without_records_say_so_and_lengths_of_video_are_kept_apart():
     lines = [line("quality", phases={"dense": [0]}), line("fast", phases=FAST, size=(29, 224, 256))]
-    result = run_result(Gathered([], {}, {}, lines=lines))
+    result = run_result(CellRecords([], {}, {}, lines=lines))
     names = [column.name for column in COLUMNS]
     rows = [dict(zip(names, row, strict=True)) for row in result.table.rows]
     assert {row["video"] for row in rows} == {"81x400x576, 50 steps", "29x224x256, 50 steps"}
@@ -78,7 +78,7 @@ def test_rows_without_records_say_so_and_lengths_of_video_are_kept_apart():
     assert {"MagCache", "fast, int8, forecasts", "sparse methods"} <= {row["run"] for row in missing}
     assert all(row["PSNR"] is None and row["seconds"] is None for row in missing)
     assert {finding.verdict for finding in result.findings} == {NOT_RUN} and isinstance(result.figure, Plot)
-    assert run_result(Gathered([], {}, {})).note.startswith(NOT_RUN)
+    assert run_result(CellRecords([], {}, {})).note.startswith(NOT_RUN)
 
 
 def test_forecasts_are_compared_with_caches_on_the_same_videos_at_the_same_number_of_forwards():
@@ -91,7 +91,7 @@ def test_forecasts_are_compared_with_caches_on_the_same_videos_at_the_same_numbe
     lines += [line("dense cache=mag threshold=0.1", 45.0, prompt, 0.5) for prompt in "ab"]
     # fewer forwards than any of ours
     lines += [line("dense cache=taylorseer cache_interval=5", 10.0, prompt, 0.2) for prompt in "ab"]
-    findings = run_result(Gathered([], {}, {}, lines=lines)).findings[: len(CACHES)]
+    findings = run_result(CellRecords([], {}, {}, lines=lines)).findings[: len(CACHES)]
     found = {name: next(each for each in findings if name in each.statement) for name in CACHES.values()}
     # a third of the way from 50 to 60, on the mean of both videos, over 45
     assert (

@@ -10,8 +10,8 @@ pytest.importorskip("diffusers")
 from parkattn.methods import make_method
 from parkattn.site import CallSite
 from parklab.experiments import reproduce, times
-from parklab.experiments.captures import Captured
-from parklab.experiments.results import Gathered, quality_table
+from parklab.experiments.captures import CapturedCall
+from parklab.experiments.results import CellRecords, quality_table
 from reproduce_cases import gathered, quality, quick
 
 NAMES = ["call_times", "matched_densities"]
@@ -20,7 +20,7 @@ FIRST_DENSE = {"dense_layers": (0,)}
 
 def captured(layer, step=5, total=12):
     q, k, v = torch.randn(3, 1, 2, 96, 16, generator=torch.Generator().manual_seed(layer)).unbind()
-    return Captured(q, k, CallSite(layer=layer, step=step, total_steps=total, grid=(4, 4, 6), values=v))
+    return CapturedCall(q, k, CallSite(layer=layer, step=step, total_steps=total, grid=(4, 4, 6), values=v))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_times_of_another_density_or_setting_or_of_a_profile_are_not_shown():
 
     def shown(**other):
         request = cell.request | other
-        return Gathered([], {}, {}, timed=[record, timed]).times_of(request)
+        return CellRecords([], {}, {}, timed=[record, timed]).times_of(request)
 
     assert shown() == timed["times"]
     assert (

@@ -310,14 +310,14 @@ def test_when_it_is_done(wanted, device, model, steps, why_not):
 
     Hidden.device = torch.device(device)
     with torch.no_grad():
-        assert fused.Fusing(wanted, lambda: steps)._why_not(Hidden(), blocks) == why_not
+        assert fused.BlockFusion(wanted, lambda: steps)._why_not(Hidden(), blocks) == why_not
 
 
 def test_the_number_of_steps_is_that_of_the_run_under_way(tracing_compiler, monkeypatch):
     """As on a GPU, where nothing is said of fuse."""
     seen = []
     monkeypatch.setattr(
-        fused.Fusing, "_why_not", lambda self, hidden, blocks: seen.append((self._steps(), blocks)) or "looked at"
+        fused.BlockFusion, "_why_not", lambda self, hidden, blocks: seen.append((self._steps(), blocks)) or "looked at"
     )
     pipe = tiny.wan(experts=2, num_layers=3)
     with enable(pipe, CONFIG):

@@ -13,7 +13,7 @@ from parklab import cli
 from parklab.metrics import fidelity, perceptual
 from parklab.metrics.measures import MEASURES, SINGLE, Setting, choose_measures, measure_video
 from parklab.metrics.pairs import DECODED, RAW, Clip, Pair, find_pairs, measure_pair, read_clip
-from parklab.store import Cell, Making, Store, read_record
+from parklab.store import Cell, CellWriter, Store, read_record
 
 
 def scene(seed: int = 0, frames: int = 4, height: int = 48, width: int = 64) -> np.ndarray:
@@ -142,7 +142,7 @@ def test_a_folder_of_the_store_gives_the_videos_of_its_records_raw_before_decode
     cell = Cell(name="park", format="parkattn.generation.1", files=("park.mp4", "raw/park.safetensors"))
     sheet = Cell(name="metrics", format="parkattn.comparison.1", files=("side_by_side.mp4",))
 
-    def make(making: Making) -> None:
+    def make(making: CellWriter) -> None:
         for name in making.cell.files:
             making.write(name, safetensors.numpy.save({"frames": frames}))
         making.commit({"format": making.cell.format, "request": {}})

@@ -19,7 +19,7 @@ pytest.importorskip("av")
 import disturbed_files as disturb
 from parkattn import files
 from parklab import record
-from parklab.store import Cell, Making, Store, content_hash, read_record, sealed
+from parklab.store import Cell, CellWriter, Store, content_hash, read_record, sealed
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def cell(name: str = "a", seed: int = 0, **options) -> Cell:
     return Cell(name=name, format="test", request={"seed": seed}, **({"files": (f"{name}.bin",)} | options))
 
 
-def make(making: Making) -> None:
+def make(making: CellWriter) -> None:
     for name in making.cell.files:
         making.write(name, f"{name} {making.cell.request}".encode())
     making.commit({"format": "test", "request": making.cell.request})
@@ -87,7 +87,7 @@ def test_two_processes_on_one_folder_share_the_cells_and_make_none_twice(tmp_pat
     cells, made, meet = [cell(f"c{i}") for i in range(6)], [], threading.Barrier(2)
 
     def work(name: str) -> None:
-        def slowly(making: Making) -> None:
+        def slowly(making: CellWriter) -> None:
             if name not in [worker for _, worker in made]:
                 meet.wait(timeout=60)  # both are at work at the same time
             made.append((making.cell.name, name))
@@ -110,7 +110,7 @@ def test_a_cell_that_another_process_is_making_is_waited_for_and_kept(tmp_path):
     said, kept = [], []
     begun, go_on = threading.Event(), threading.Event()
 
-    def slowly(making: Making) -> None:
+    def slowly(making: CellWriter) -> None:
         begun.set()
         go_on.wait(timeout=60)
         make(making)
@@ -150,7 +150,7 @@ def test_overwriting_in_two_processes_makes_a_cell_again_once(tmp_path):
     Store(tmp_path).fill([cell()], make)
     before = read_record(tmp_path / "a.json")
 
-    def again(making: Making) -> None:
+    def again(making: CellWriter) -> None:
         making.write("a.bin", b"again")
         making.commit({"format": "test", "request": making.cell.request})
 
@@ -171,7 +171,7 @@ def test_overwriting_in_two_processes_makes_a_cell_again_once(tmp_path):
 def test_cells_of_one_group_are_made_under_one_lock(tmp_path):
     seen = []
 
-    def busy(making: Making) -> None:
+    def busy(making: CellWriter) -> None:
         with files.locked(tmp_path, cell("b", group="g").mark, wait=False) as state:
             seen.append(state)
         make(making)

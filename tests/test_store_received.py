@@ -27,7 +27,7 @@ from parkattn.methods import method_entry
 from parklab import record
 from parklab.baselines.density_profile import DensityProfile
 from parklab.experiments import reproduce
-from parklab.store import Cell, Making, Store, read_record, sealed
+from parklab.store import Cell, CellWriter, Store, read_record, sealed
 from parklab.studio import checkpoints, generate
 from parklab.studio.request import Request
 
@@ -57,7 +57,7 @@ def files_of_at_most(size: int):
         signal.signal(signal.SIGXFSZ, action)
 
 
-def make(making: Making) -> None:
+def make(making: CellWriter) -> None:
     for name in making.cell.files:
         making.write(name, name.encode())
     making.commit({"format": "test", "request": making.cell.request})

@@ -19,7 +19,7 @@ pytest.importorskip("av")
 from parkattn.park import ParkConfig
 from parklab import cli
 from parklab.sprites import CHECKPOINT
-from parklab.store import Cell, Making, Store
+from parklab.store import Cell, CellWriter, Store
 from parklab.studio import checkpoints, commands, doctor, gain, generate, video
 
 SENTENCE = "a red circle moves right over blue waves"
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_no_piece_of_a_video(tmp_path):
         cell = Cell(name="a", format="test", files=("a.mp4",))
         with (
             pytest.raises(OSError, match=r"out: expected room for .*a\.mp4, got a full disk"),
-            Making(Store(tmp_path), cell) as making,
+            CellWriter(Store(tmp_path), cell) as making,
         ):
             making.write("a.mp4", lambda path: video.write_mp4(path, frames, 8))
     finally:

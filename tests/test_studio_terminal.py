@@ -17,7 +17,7 @@ pytestmark = [
 
 def test_a_stage_that_takes_long_is_one_line_on_stderr(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "LONG", 0.0)
-    wait = terminal.Waiting()
+    wait = terminal.WaitingNotice()
     wait.begin("loading the model")
     wait._timer.join()
     shown = capsys.readouterr()

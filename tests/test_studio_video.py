@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("av")
 
-from parklab.store import Cell, Making, Store
+from parklab.store import Cell, CellWriter, Store
 from parklab.studio import video
 
 # read as motion vectors of macroblocks, these lead from past the end of a row into it
@@ -125,7 +125,7 @@ def test_an_interruption_while_encoding_leaves_nothing_behind(tmp_path, monkeypa
     monkeypatch.setattr(video.video_library(), "VideoFrame", SimpleNamespace(from_ndarray=interrupt))
     with (
         pytest.raises(KeyboardInterrupt),
-        Making(Store(tmp_path), Cell(name="a", format="test", files=("a.mp4",))) as making,
+        CellWriter(Store(tmp_path), Cell(name="a", format="test", files=("a.mp4",))) as making,
     ):
         making.write("a.mp4", lambda path: video.write_mp4(path, np.zeros((2, 32, 32, 3), np.uint8), 8))
     assert not list(tmp_path.iterdir())

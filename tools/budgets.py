@@ -31,7 +31,7 @@ from parkattn.park import ParkConfig
 from parkattn.plan import Blocks, arrange, cut_blocks
 from parkattn.segments import segment_mean
 from parklab.bench.frontier import read_records
-from parklab.experiments.captures import Captured, read_captures
+from parklab.experiments.captures import CapturedCall, read_captures
 from parklab.experiments.tables import interval
 from parklab.record import append_records, environment
 
@@ -45,7 +45,7 @@ TODAY = "top-p per row"
 class Case:
     """A call with its key blocks, and for every tile size (None: blocks are not cut) its query blocks."""
 
-    call: Captured
+    call: CapturedCall
     keys: Clustering
     spread: Tensor  # [1 h]
     queries: dict[int | None, tuple[Blocks, Tensor]]  # and their importance [1 h qb kb]
@@ -95,7 +95,7 @@ RULES: dict[str, tuple[Rule, tuple[int | None, ...]]] = {
 }
 
 
-def prepare(call: Captured) -> Case:
+def prepare(call: CapturedCall) -> Case:
     q, k = call.q.float(), call.k.float()
     counts = ParkConfig().counts(q.shape[2], k.shape[2])
     found, keys = kmeans(q, counts.queries), cluster_keys(k, q, counts.keys)

@@ -11,7 +11,7 @@ from parkattn.methods import METHODS
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import composed, phases_of_run
 from parklab.experiments.catalogue import EXPERIMENTS
-from parklab.experiments.results import Gathered
+from parklab.experiments.results import CellRecords
 from parklab.experiments.tables import Table, page_table, to_markdown
 from parklab.experiments.times import sparse_call_ms
 
@@ -103,7 +103,7 @@ def _retrieval(label: str) -> Table:
     """What `park reproduce LABEL --draw` finds of the cells at 75,600 tokens."""
     found = lab("gpu_75600", guidances=(1.0,))
     asked = EXPERIMENTS[label].cells(found)
-    table = EXPERIMENTS[label].result(Gathered(asked, found.finished(asked), {})).table
+    table = EXPERIMENTS[label].result(CellRecords(asked, found.finished(asked), {})).table
     assert table is not None
     return table
 

@@ -24,7 +24,7 @@ from parkattn.ops.importance.definition import ESTIMATORS
 from parkattn.plan import Plan
 from parkattn.reuse import History, Schedule
 from parkattn.site import CallSite
-from parklab.experiments.captures import Capture, Captured, Selection
+from parklab.experiments.captures import Capture, CapturedCall, Selection
 from parklab.metrics.retrieval import score_error
 from parklab.sprites import CHECKPOINT, grammar
 
@@ -35,7 +35,7 @@ CONFIG = ParkConfig(query_clusters=12, key_clusters=36, top_p=0.9)
 
 
 @functools.cache
-def captured() -> dict[int, Captured]:
+def captured() -> dict[int, CapturedCall]:
     """q, k and v of one layer of the small model, by step; a few seconds on a CPU."""
     pipe = WanPipeline.from_pretrained(CHECKPOINT)
     pipe.set_progress_bar_config(disable=True)

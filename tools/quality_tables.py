@@ -17,7 +17,7 @@ from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.costs import compare_at_costs
 from parklab.experiments.evaluation import FLOOR
 from parklab.experiments.frontier import tabulate
-from parklab.experiments.results import Gathered, on_curve, psnr_findings_at_density
+from parklab.experiments.results import CellRecords, on_curve, psnr_findings_at_density
 from parklab.experiments.tables import interval, page_table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -123,7 +123,7 @@ def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
     pairs = [(density, name) for _, density, name in _by_density(folder) if name != "park"]
     drawn = lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
     wanted = EXPERIMENTS["matched_densities"].cells(drawn)
-    gathered, found = Gathered(wanted, drawn.finished(wanted), {}), {}
+    gathered, found = CellRecords(wanted, drawn.finished(wanted), {}), {}
     for density, name in pairs:
         (finding,) = psnr_findings_at_density(
             gathered,
@@ -266,7 +266,7 @@ def _costs(folder: str, **asked: Any) -> str:
     reasons = drawn.unreachable([cell for cell in wanted if cell.name not in records])
     rows: dict[tuple[float, float], dict[str, dict[str, str]]] = {}  # by guidance, cost and profile
     for profile, method, cost, scale, finding in compare_at_costs(
-        Gathered(wanted, records, reasons, drawn.load_frames, (), drawn.cost)
+        CellRecords(wanted, records, reasons, drawn.load_frames, (), drawn.cost)
     ):
         if finding.margin is not None:
             spread = "" if finding.spread is None else f" ± {finding.spread:.1f}"

@@ -19,7 +19,7 @@ from typing import Any
 from parkattn.files import write_atomically
 from parkattn.methods import make_method
 from parkattn.planned import PlannedMethod, make_plan
-from parklab.experiments.captures import Captured, read_captures
+from parklab.experiments.captures import CapturedCall, read_captures
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
 from parklab.record import environment
 from parklab.research import studied_entry
@@ -35,7 +35,9 @@ SETTINGS = [
 ]
 
 
-def measure(calls: list[Captured], method: str, blocks: tuple[int, int], budget: str, density: float) -> dict[str, Any]:
+def measure(
+    calls: list[CapturedCall], method: str, blocks: tuple[int, int], budget: str, density: float
+) -> dict[str, Any]:
     entry = studied_entry(method)
     config = entry.config.from_dict({"long_video_blocks": blocks})
     kept = [(call.q, call.k, call.site) for call in calls]

@@ -24,7 +24,7 @@ from parkattn.ops.residual.definition import factor
 from parkattn.park import Park
 from parkattn.plan import Plan
 from parkattn.planned import make_plan, values_of
-from parklab.experiments.captures import Captured, Selection, capture_calls
+from parklab.experiments.captures import CapturedCall, Selection, capture_calls
 from parklab.record import environment
 from parklab.research import ResearchConfig
 from parklab.studio import checkpoints
@@ -60,7 +60,7 @@ def measure() -> dict[str, object]:
         for first, call in by_step.items():
             plan = make_plan(call.q, call.k, method.planner, call.site, None)
 
-            def sparse(step: int, plan: Plan = plan, by_step: dict[int, Captured] = by_step) -> Tensor:
+            def sparse(step: int, plan: Plan = plan, by_step: dict[int, CapturedCall] = by_step) -> Tensor:
                 found = by_step[step]
                 values = values_of(found.q, found.k, found.site)
                 return attend.over_kept(REFERENCE, found.q, found.k, values, plan, compensate=True)

@@ -36,7 +36,7 @@ from parklab.sealed import sealed as sealed
 
 Say = Callable[[str], None]
 Content = bytes | Callable[[Path], None]  # the bytes, or what writes them to a path
-Make = Callable[["Making"], None]
+Make = Callable[["CellWriter"], None]
 
 FINISHED, OTHER, ABSENT = "finished", "other", "absent"
 JOURNAL = "parkattn.journal.2"
@@ -63,7 +63,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Found:
+class CellState:
     state: str  # FINISHED; OTHER: a finished cell of another request; ABSENT
     record: Record | None = None
     reason: str = ""  # for people: what is there instead, nothing where nothing is
@@ -81,26 +81,26 @@ class Store:
         """The record of a finished cell; None where it is absent; an error where the name is another request's."""
         return self._free_or_finished(cell, self.look(cell))
 
-    def look(self, cell: Cell) -> Found:
+    def look(self, cell: Cell) -> CellState:
         """Reads and changes nothing. Every file is hashed: a cell is never finished by its names alone."""
         path = self._record_path(cell)
         record = self.read(cell)
         if record is None:
             there = [name for name in (path.name, *cell.files) if os.path.lexists(self.folder / name)]
-            return Found(ABSENT, reason=f"{there[0]} is not part of a finished result" if there else "")
+            return CellState(ABSENT, reason=f"{there[0]} is not part of a finished result" if there else "")
         for name, expected in record["files"].items():
             if self._sha256(name) != expected:
-                return Found(ABSENT, record, f"{name} is not the file that {path.name} describes")
+                return CellState(ABSENT, record, f"{name} is not the file that {path.name} describes")
         asked = {"format": cell.format, "request": json.loads(json.dumps(dict(cell.request)))}
         told = record.get("request", {})
         request = {**cell.unsaid, **told} if isinstance(told, dict) else told
         before = {"format": record.get("format"), "request": request}
         if content_hash(asked) != content_hash(before):
-            return Found(OTHER, record, f"made with other settings ({differences(before, asked)})")
+            return CellState(OTHER, record, f"made with other settings ({differences(before, asked)})")
         lacking = [name for name in cell.files if name not in record["files"]]
         if lacking:
-            return Found(ABSENT, record, f"{path.name} does not describe {lacking[0]}")
-        return Found(FINISHED, record)
+            return CellState(ABSENT, record, f"{path.name} does not describe {lacking[0]}")
+        return CellState(FINISHED, record)
 
     def read(self, cell: Cell) -> Record | None:
         return read_record(self._record_path(cell))
@@ -146,7 +146,7 @@ class Store:
     def put(self, cell: Cell, record: Record, contents: Mapping[str, Content]) -> Record:
         """What is derived from other cells, in the place of what this store wrote there before."""
         self.expect_place([cell])
-        with self._locked(cell), Making(self, cell) as making:
+        with self._locked(cell), CellWriter(self, cell) as making:
             for name, content in contents.items():
                 making.write(name, content)
             return making.commit(record)
@@ -198,13 +198,13 @@ class Store:
             why = f"{folder} ({error.strerror})"
             raise OSError(f"out: expected a folder that can be written, got {why}; choose another place.") from None
 
-    def _free_or_finished(self, cell: Cell, found: Found) -> Record | None:
+    def _free_or_finished(self, cell: Cell, found: CellState) -> Record | None:
         if found.state == OTHER:
             there = f"{self._shown(cell)} {found.reason}"
             raise ValueError(f"out: expected a free name, got {there}; pass --overwrite, or another --out.")
         return found.record if found.state == FINISHED else None
 
-    def _fill_one(self, cell: Cell, make: Make, before: Found | None, kept: Callable[[Cell], None]) -> Record:
+    def _fill_one(self, cell: Cell, make: Make, before: CellState | None, kept: Callable[[Cell], None]) -> Record:
         """Under the cell's lock. before: what was there when an overwriting run began, None for one that keeps."""
         found = self.look(cell)
         if before is None:
@@ -217,7 +217,7 @@ class Store:
             return record
         if found.reason and before is None:
             self.say(f"{self._shown(cell)}: {found.reason}; it is made again")
-        with Making(self, cell, overwrite=before is not None) as making:
+        with CellWriter(self, cell, overwrite=before is not None) as making:
             make(making)
             assert making.committed is not None, f"{cell.name} was not committed"
             return making.committed
@@ -307,7 +307,7 @@ class Store:
         return self.folder / cell.files[0] if cell.files else self._record_path(cell)
 
 
-class Making:
+class CellWriter:
     """One cell while it is made: files under temporary names until commit, nothing of them left without it."""
 
     def __init__(self, store: Store, cell: Cell, *, overwrite: bool = False) -> None:
@@ -316,7 +316,7 @@ class Making:
         self.committed: Record | None = None
         self._temporary: dict[str, Path] = {}
 
-    def __enter__(self) -> Making:
+    def __enter__(self) -> CellWriter:
         return self
 
     def __exit__(self, *failure: object) -> None:

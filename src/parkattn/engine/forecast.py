@@ -58,7 +58,7 @@ class _Comparison(NamedTuple):
         return self.error() / self.stretch
 
 
-class _Computed(NamedTuple):
+class _ComputedForward(NamedTuple):
     step: int
     form: Any  # size and type of what went in and came out; no line joins outputs of two forms
     output: Tensor
@@ -74,7 +74,7 @@ class Forecast:
         self.reset()
 
     def reset(self) -> None:
-        self._held: dict[str, list[_Computed]] = {}
+        self._held: dict[str, list[_ComputedForward]] = {}
         self._transformer: str | None = None
         self._step: int | None = None  # the one that was decided about last
         self._skips = False  # what was decided
@@ -125,7 +125,7 @@ class Forecast:
             self._stretch = self._gaps(site, held)[2]
         kept = [each for each in held[-1:] if each.form == form and each.step < site.step]
         # a copy, because a pipeline may write into its output
-        self._held[site.branch] = [*kept, _Computed(site.step, form, output.detach().clone())]
+        self._held[site.branch] = [*kept, _ComputedForward(site.step, form, output.detach().clone())]
 
     def _line(self, site: CallSite, form: Any) -> Tensor | None:
         held = self._held.get(site.branch, [])
@@ -135,7 +135,7 @@ class Forecast:
         first, last = (each.output.float() for each in held)
         return torch.lerp(first, last, 1 + g / h) if stretch > 0 else None
 
-    def _gaps(self, site: CallSite, held: list[_Computed]) -> tuple[float, float, float]:
+    def _gaps(self, site: CallSite, held: list[_ComputedForward]) -> tuple[float, float, float]:
         """g, h and g (g + h); that is 0 where noise does not fall from step to step: some schedulers ask twice at one
         level.
         """

@@ -223,7 +223,7 @@ def plan_tokens(
     )
 
 
-class Kept(NamedTuple):
+class KeptKeys(NamedTuple):
     """What the groups of a head keep."""
 
     mask: Tensor  # [groups m] bool, over tokens
@@ -241,7 +241,7 @@ def keep_keys(
     count: Tensor,
     always: Tensor | None,
     log_sums: Tensor | None,
-) -> Kept:
+) -> KeptKeys:
     """The `count` [1] keys of the video [m] with the most mass in each group, ties to the lower index, and `always`.
 
     A group whose mass is not a number keeps everything, and shows in the output as it would in dense attention.
@@ -254,7 +254,7 @@ def keep_keys(
         mask[which] = (keep if always is None else keep | always[which]) & video
         kept, total = kept + (mass * mask[which]).sum(), total + (mass * video).sum()
         found.scatter_(0, groups.places[which].flatten(), sums)
-    return Kept(mask, kept / total, found[:-1])
+    return KeptKeys(mask, kept / total, found[:-1])
 
 
 def column_mass(

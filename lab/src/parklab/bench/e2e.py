@@ -36,7 +36,7 @@ from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parkattn.reuse import Schedule, count_phases
 from parkattn.settings import PRECISIONS
-from parklab.bench.timing import Watched, bench_device, free_memory, gpu_environment, watched
+from parklab.bench.timing import Measurement, bench_device, free_memory, gpu_environment, watched
 from parklab.bench.whole_models import (
     MODELS,
     SMALL,
@@ -97,7 +97,7 @@ def composed(dense_s: float, cold_s: float, warm_s: float, reuse_s: float, phase
 
 
 @dataclass
-class Prepared:
+class PreparedModel:
     """A model with its weights made, its kernels compiled and its top-k found: everything that must not be timed."""
 
     model: WholeModel
@@ -116,7 +116,7 @@ def prepare(
     compiled: bool = False,
     density: float = DENSITY,
     done: Callable[[str], None] = lambda part: None,
-) -> Prepared:
+) -> PreparedModel:
     """done(part): is told what is ready."""
     transformer = random_transformer(model, device)
     if compiled:
@@ -128,11 +128,11 @@ def prepare(
     top_k = find_top_k(transformer, inputs, model, density)
     done("kernels of the paper preset, top-k")
     free_memory()
-    return Prepared(model, device, transformer, inputs, top_k, compiled, fusing_s)
+    return PreparedModel(model, device, transformer, inputs, top_k, compiled, fusing_s)
 
 
 def compile_phases(
-    ready: Prepared, config: ParkConfig, phases: tuple[str, ...], done: Callable[[str], None] = lambda part: None
+    ready: PreparedModel, config: ParkConfig, phases: tuple[str, ...], done: Callable[[str], None] = lambda part: None
 ) -> None:
     """Each kind of forward once, on the first blocks, before it is timed. done(part): is told what is ready."""
     with enable(ready.transformer, config, total_steps=RUN_STEPS), first_blocks(ready.transformer, 1):
@@ -159,7 +159,7 @@ def seconds_of_fusing(
         return first - second if not summary(transformer).fused.keys().isdisjoint(FUSED) else None
 
 
-def measure(ready: Prepared, note: Keep = lambda part: None) -> dict[str, Any]:
+def measure(ready: PreparedModel, note: Keep = lambda part: None) -> dict[str, Any]:
     """One forward of each kind: refresh and reuse through enable on the bare transformer, counted by its timesteps, and
     stock dense.
 
@@ -191,7 +191,7 @@ def measure(ready: Prepared, note: Keep = lambda part: None) -> dict[str, Any]:
     }
 
 
-def paper_config(ready: Prepared) -> ParkConfig:
+def paper_config(ready: PreparedModel) -> ParkConfig:
     """The preset at the density that was found, with the phases of PHASES_MEASURED."""
     return ready.model.config(
         top_p=None, top_k=ready.top_k, dense_steps=0, refresh_steps=(PHASES_MEASURED.index("refresh", 1),)
@@ -199,12 +199,12 @@ def paper_config(ready: Prepared) -> ParkConfig:
 
 
 class Phases(NamedTuple):
-    runs: list[Watched]
+    runs: list[Measurement]
     report: Summary
     residual_bytes: int  # held after the last of them
 
 
-def timed_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], note: Keep) -> Phases:
+def timed_phases(ready: PreparedModel, config: ParkConfig, phases: tuple[str, ...], note: Keep) -> Phases:
     """One forward in each of these phases, which are those of the config's first steps."""
     # as in a whole run, whose length decides whether blocks are fused
     with enable(ready.transformer, config, total_steps=RUN_STEPS) as session:
@@ -215,7 +215,7 @@ def timed_phases(ready: Prepared, config: ParkConfig, phases: tuple[str, ...], n
     return Phases(runs, report, residuals)
 
 
-def timed_forward(ready: Prepared, timestep: float, phase: str, note: Keep) -> Watched:
+def timed_forward(ready: PreparedModel, timestep: float, phase: str, note: Keep) -> Measurement:
     found = watched(lambda: run_forward(ready.transformer, ready.inputs, timestep), ready.device)
     note({
         "benchmark": "e2e forward", "phase": phase, "compiled": ready.compiled, "seconds": found.seconds,

@@ -20,7 +20,7 @@ import torch
 from parkattn.settings import PRECISIONS
 from parklab.bench.e2e import (
     Keep,
-    Prepared,
+    PreparedModel,
     SectionOptions,
     WholeModel,
     compile_phases,
@@ -90,8 +90,8 @@ def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:
 
 
 def measure_bits(
-    ready: Prepared,
-    quality: Prepared,
+    ready: PreparedModel,
+    quality: PreparedModel,
     profile: str,
     precision: str,
     linears: str,

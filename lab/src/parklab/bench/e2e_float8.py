@@ -29,7 +29,7 @@ from parklab.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
     Keep,
-    Prepared,
+    PreparedModel,
     compile_phases,
     largest,
     memory_record,
@@ -41,7 +41,7 @@ from parklab.bench.e2e import (
 )
 from parklab.bench.e2e_profile import compiled_again, compiled_dense
 from parklab.bench.e2e_run import sparse_density
-from parklab.bench.timing import Watched, steady_ms
+from parklab.bench.timing import Measurement, steady_ms
 from parklab.bench.whole_models import WholeModel, first_blocks, run_forward
 from parklab.record import installed
 
@@ -160,7 +160,7 @@ def _keep_with(keep: Keep, names: dict[str, str], part: dict[str, Any]) -> None:
     keep({**names, **part})
 
 
-def measure_linears(ready: Prepared, calls: dict[torch.nn.Module, Any], note: Keep) -> dict[str, Any]:
+def measure_linears(ready: PreparedModel, calls: dict[torch.nn.Module, Any], note: Keep) -> dict[str, Any]:
     """One forward of each kind, and where the kernels of a dense and of a reuse forward spend their time.
 
     calls: of blocks compiled for dense, as compiled_dense returns them.
@@ -175,7 +175,7 @@ def measure_linears(ready: Prepared, calls: dict[torch.nn.Module, Any], note: Ke
         compiled = timed_forward(ready, 999.0, "dense, compiled", note)
         split["dense, compiled"] = split_forward(ready, 999.0)
     stock = timed_forward(ready, 999.0, "dense", note)
-    everything: list[Watched] = [*runs, compiled, stock]
+    everything: list[Measurement] = [*runs, compiled, stock]
     return {
         "benchmark": "e2e float8", "transformer": ready.model.transformer,
         "video": ready.model.video, "tokens": ready.model.tokens,
@@ -223,7 +223,7 @@ class Split:
         return self.kernels - self.attention - self.linears
 
 
-def split_forward(ready: Prepared, timestep: float) -> dict[str, float]:
+def split_forward(ready: PreparedModel, timestep: float) -> dict[str, float]:
     """torch.profiler over one forward; on the CPU time in operators stands in for time in kernels.
 
     The engine times its own attention calls, in which a reuse step runs no matrix product to be taken for a linear's.
@@ -253,7 +253,7 @@ def split_forward(ready: Prepared, timestep: float) -> dict[str, float]:
     return {**parts, "kernels_s": found.kernels}
 
 
-def _own_attention(ready: Prepared) -> float:
+def _own_attention(ready: PreparedModel) -> float:
     """Seconds so far of the attention calls that enable answered; 0 where nothing is enabled."""
     from parkattn.hosts.diffusers.session import session_of
 
@@ -264,7 +264,7 @@ def _microseconds(rows: list[Any], on_gpu: bool) -> float:
     return float(sum(row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in rows))
 
 
-def products_alone(ready: Prepared) -> list[dict[str, Any]]:
+def products_alone(ready: PreparedModel) -> list[dict[str, Any]]:
     """The blocks' linears by size, each alone: in bfloat16, its float8 product, and its input rounded in one kernel."""
     calls: Counter[tuple[int, int, int]] = Counter()
     linears: dict[tuple[int, int, int], torch.nn.Linear] = {}

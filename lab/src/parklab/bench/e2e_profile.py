@@ -26,7 +26,7 @@ from parklab.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
     Keep,
-    Prepared,
+    PreparedModel,
     SectionOptions,
     compile_blocks,
     compile_phases,
@@ -64,13 +64,13 @@ def profile_config(model: WholeModel, profile: str, top_k: float, **changes: Any
     return ResearchConfig.profile(profile, model=model.name, **{**model.settings, **fixed, **changes})
 
 
-def timed_config(ready: Prepared, profile: str) -> ParkConfig:
+def timed_config(ready: PreparedModel, profile: str) -> ParkConfig:
     """The phases of PHASES_TIMED: with a residual a plan is built at an anchor, so a refresh is one."""
     first, second = (step for step, phase in enumerate(PHASES_TIMED) if phase == "anchor")
     return profile_config(ready.model, profile, ready.top_k, anchors=None, dense_steps=first, refresh_steps=(second,))
 
 
-def profiles_timed_alike(ready: Prepared, profile: str) -> list[str]:
+def profiles_timed_alike(ready: PreparedModel, profile: str) -> list[str]:
     """The profile and those whose forwards are the same at a fixed density: they differ in how many are anchors."""
     wanted = timed_config(ready, profile)
     known = ParkConfig.long_run_profiles()
@@ -80,7 +80,7 @@ def profiles_timed_alike(ready: Prepared, profile: str) -> list[str]:
 
 @dataclass
 class PreparedProfile:
-    ready: Prepared
+    ready: PreparedModel
     profile: str
     compiled_calls: dict[torch.nn.Module, Any]  # of blocks, put back to time dense compiled; empty: all is compiled
 
@@ -107,7 +107,7 @@ def prepare_profile(
     return PreparedProfile(ready, profile, calls)
 
 
-def compiled_dense(ready: Prepared) -> dict[torch.nn.Module, Any]:
+def compiled_dense(ready: PreparedModel) -> dict[torch.nn.Module, Any]:
     """The calls of blocks compiled for a dense forward, taken off again; compiled_again puts them back."""
     compile_blocks(ready.transformer, ready.device)
     with first_blocks(ready.transformer, 1):
@@ -199,7 +199,7 @@ def speedups(park_s: float, baselines: dict[str, float], steps: int = RUN_STEPS)
 
 
 def state_record(
-    ready: Prepared, config: ParkConfig, report: Summary, residual: int, plain: Summary, **peaks: float | None
+    ready: PreparedModel, config: ParkConfig, report: Summary, residual: int, plain: Summary, **peaks: float | None
 ) -> dict[str, Any]:
     """residual: bytes of one branch's residuals; what else is held is its plans.
 

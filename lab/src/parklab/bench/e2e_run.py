@@ -20,7 +20,7 @@ import torch
 from parkattn.engine.summary import PHASES
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.park import ParkConfig
-from parklab.bench.e2e import RUN_STEPS, Prepared, memory_record, phases_of_run
+from parklab.bench.e2e import RUN_STEPS, PreparedModel, memory_record, phases_of_run
 from parklab.bench.timing import free_memory, watched
 from parklab.bench.whole_models import WholeModel
 from parklab.research import GivenForecasts
@@ -45,7 +45,7 @@ def pipeline(transformer: Any, device: torch.device, vae: Any = None) -> Any:
 
 
 def whole_run(
-    ready: Prepared,
+    ready: PreparedModel,
     *,
     seconds: float,
     steps: int = RUN_STEPS,

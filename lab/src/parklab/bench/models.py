@@ -157,18 +157,18 @@ def _share(ours: list[Tensor], stock: list[Tensor], other: list[Tensor]) -> floa
     return torch.stack(shares).max().item()
 
 
-class Timed(NamedTuple):
+class TimedForward(NamedTuple):
     seconds: float
     block_s: float  # the mean of its blocks
     peak_gb: float | None
     finite: bool
 
 
-def timed(ready: Ready, step: int) -> Timed:
+def timed(ready: Ready, step: int) -> TimedForward:
     with _stopwatches(ready) as marks:
         run = watched(lambda: ready.forward(step), ready.device)
     blocks = [_between(begin, end) for begin, end in zip(marks[::2], marks[1::2], strict=True)]
-    return Timed(run.seconds, statistics.fmean(blocks), run.peak_gb, run.finite)
+    return TimedForward(run.seconds, statistics.fmean(blocks), run.peak_gb, run.finite)
 
 
 @contextlib.contextmanager
@@ -232,7 +232,7 @@ def of_profile(ready: Ready, profile: str) -> dict[str, Any]:
 
 
 def _profile_record(found: dict[str, Any], dense: float) -> dict[str, Any]:
-    last: dict[str, Timed] = found["last"]
+    last: dict[str, TimedForward] = found["last"]
     return {
         **{name: found[name] for name in ("top_k", "density", "state_gb")},
         "block_s": {phase: run.block_s for phase, run in last.items()},

@@ -128,13 +128,13 @@ def _driver() -> str | None:
 
 
 @dataclass(frozen=True)
-class Watched:
+class Measurement:
     seconds: float
     peak_gb: float | None  # None where there is no GPU
     finite: bool
 
 
-def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
+def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Measurement:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)
@@ -145,4 +145,4 @@ def watched(call: Callable[[], torch.Tensor], device: torch.device) -> Watched:
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None
-    return Watched(seconds, peak, bool(out.isfinite().all()))
+    return Measurement(seconds, peak, bool(out.isfinite().all()))

@@ -28,7 +28,7 @@ from parklab.experiments.tables import to_markdown as table_markdown
 from parklab.record import environment
 from parklab.research import studied_entry
 from parklab.sprites.grammar import held_out_scenes
-from parklab.store import Cell, Content, Making, Record, Say, Store
+from parklab.store import Cell, CellWriter, Content, Record, Say, Store
 from parklab.studio.request import Request, config_for, expect_settings_used, fit_to_pipeline, for_method, named_files
 
 METHODS = ("park", "park-no-pama", "park-no-qrkc", "centroid")
@@ -87,7 +87,7 @@ def run_ablation(
     asked = {"prompts": len(e.prompts), "seeds": e.seeds, "methods": e.methods, "density": e.densities[0]}
     facts = {"request": request.to_dict(), "settings": {**asked, "budget": budget}}
 
-    def calibrated(making: Making) -> None:
+    def calibrated(making: CellWriter) -> None:
         found = calibrate(lab, request, budget, say)
         making.commit({"format": SETTINGS, "request": facts, "budgets": found, "environment": environment()})
 

@@ -18,7 +18,7 @@ from parkattn.planned import PlannedMethod
 from parkattn.reuse import count_phases, dense_prefix
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod
-from parklab.experiments.captures import Captured
+from parklab.experiments.captures import CapturedCall
 from parklab.experiments.evaluation import named_cell
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
 from parklab.research import ResearchConfig, studied_entry
@@ -57,7 +57,7 @@ def captured_steps(which: str, steps: int | None) -> tuple[int, ...]:
 
 
 def find_budget(
-    method: str, config: MethodConfig, density: float, calls: Sequence[Captured], field: str | None = None
+    method: str, config: MethodConfig, density: float, calls: Sequence[CapturedCall], field: str | None = None
 ) -> Record:
     """The budget with which the calls that the method leaves sparse have the density on average."""
     field, entry = field or budget_field(method), studied_entry(method)

@@ -74,7 +74,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedCall:
     """One call: q [b h n d], k and v [b h m d], and its site, whose values are v."""
 
     q: Tensor
@@ -86,10 +86,10 @@ class Captured:
         site = self.site
         return f"{site.transformer}/{site.layer}/{site.step}/{site.branch}" + (f"/{site.video}" if site.video else "")
 
-    def to(self, device: str) -> Captured:
+    def to(self, device: str) -> CapturedCall:
         valid, values = (None if x is None else x.to(device) for x in (self.site.key_valid, self.site.values))
         site = dataclasses.replace(self.site, key_valid=valid, values=values)
-        return Captured(self.q.to(device), self.k.to(device), site)
+        return CapturedCall(self.q.to(device), self.k.to(device), site)
 
     def video_tokens(self) -> tuple[Tensor, Tensor]:
         """q and k without text and padding, which no method clusters; padding may differ along the batch, so b must be
@@ -114,7 +114,7 @@ class Capture(Dense):
     def __init__(self, selection: Selection, layers: int, steps: int) -> None:
         self.selection = selection
         self.expected = len(_within(selection.layers, layers, "layers")) * len(_within(selection.steps, steps, "steps"))
-        self.kept: dict[str, Captured] = {}
+        self.kept: dict[str, CapturedCall] = {}
         self.bytes = 0
         self._heads: Tensor | None = None
         self._first: dict[tuple[str, int], str] = {}  # transformer and step: the branch that came first
@@ -133,7 +133,7 @@ class Capture(Dense):
             plain = dataclasses.replace(
                 site, dense=None, key_valid=valid, values=parts[2] if self.selection.values else None
             )
-            found = Captured(parts[0], parts[1], plain)
+            found = CapturedCall(parts[0], parts[1], plain)
             self.kept[found.name] = found
         return super().__call__(q, k, v, site)
 
@@ -178,7 +178,7 @@ def spread_layers(pipe: Any) -> list[int]:
     return [round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)]
 
 
-def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Captured]:
+def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[CapturedCall]:
     """The chosen calls of a dense run of a request that fits the pipeline; the run ends with the last of them."""
     assert request.steps
     capture = Capture(selection, layer_count(pipe), request.steps)
@@ -187,7 +187,7 @@ def capture_calls(pipe: Any, request: Request, selection: Selection) -> list[Cap
     return list(capture.kept.values())
 
 
-def pack_captures(calls: Sequence[Captured], about: dict[str, Any]) -> bytes:
+def pack_captures(calls: Sequence[CapturedCall], about: dict[str, Any]) -> bytes:
     """The file's bytes. about: plain JSON on where the calls come from."""
     from safetensors.torch import save
 
@@ -210,7 +210,7 @@ def pack_captures(calls: Sequence[Captured], about: dict[str, Any]) -> bytes:
     return save(tensors, metadata={ABOUT: json.dumps({"format": FORMAT, "sites": sites, "about": about})})
 
 
-def read_captures(path: Path) -> tuple[list[Captured], dict[str, Any]]:
+def read_captures(path: Path) -> tuple[list[CapturedCall], dict[str, Any]]:
     """The calls of a file and where they come from; a file that holds anything else is refused."""
     with _opened(path) as (file, facts):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -245,7 +245,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
         raise ValueError(f"{wanted}, which is not whole ({type(error).__name__}); capture again.") from None
 
 
-def _call(path: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Captured:
+def _call(path: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> CapturedCall:
     text, grid, levels = facts["text"], facts["grid"], facts["noise_levels"]
     plain = {part: facts[part] for part in ("layer", "step", "total_steps", "branch", "transformer", "scale")}
     plain |= {part: facts[part] for part in ("video", "paired") if part in facts}  # older files have neither
@@ -257,7 +257,7 @@ def _call(path: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tenso
         key_valid=tensors.get(f"{name}.key_valid"),
         values=tensors.get(f"{name}.v"),
     )
-    call = Captured(tensors[f"{name}.q"], tensors[f"{name}.k"], site)
+    call = CapturedCall(tensors[f"{name}.q"], tensors[f"{name}.k"], site)
     values = [] if site.values is None else [site.values]
     try:
         expect_call_site(site)

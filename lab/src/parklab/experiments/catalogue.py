@@ -28,7 +28,7 @@ from parklab.experiments.methods_compared import (
     timed_cells,
 )  # fmt: skip
 from parklab.experiments.paper_numbers import LABELS
-from parklab.experiments.results import Gathered, Result
+from parklab.experiments.results import CellRecords, Result
 from parklab.experiments.run_frontier import run_cells, run_result
 from parklab.experiments.runner import Lab
 from parklab.experiments.settings_varied import (
@@ -52,7 +52,7 @@ class Experiment:
     label: str
     title: str
     cells: Callable[[Lab], list[Cell]]
-    result: Callable[[Gathered], Result]
+    result: Callable[[CellRecords], Result]
     needs: str = ""  # what the shipped model on a CPU is not enough for
 
 

@@ -16,7 +16,7 @@ from parkattn.park import ParkConfig
 from parklab.experiments import results
 from parklab.experiments.calibration import density_at, named_profile
 from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.results import NOT_RUN, Chosen, Finding, Gathered, Result
+from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Table, interval
 from parklab.store import Cell
@@ -52,7 +52,7 @@ def cost_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[
     ]  # fmt: skip
 
 
-class Compared(NamedTuple):
+class CostComparison(NamedTuple):
     profile: str
     method: str
     cost: float  # that the profile was asked for
@@ -61,8 +61,8 @@ class Compared(NamedTuple):
 
 
 def compare_at_costs(
-    gathered: Gathered, asked: Mapping[tuple[str, float | None], float] | None = None
-) -> Iterator[Compared]:
+    gathered: CellRecords, asked: Mapping[tuple[str, float | None], float] | None = None
+) -> Iterator[CostComparison]:
     """Every profile at every cost with every method. asked: costs by setting and density."""
     asked = _asked_costs(gathered) if asked is None else asked
     methods = list(dict.fromkeys(setting for setting, _ in asked if not _is_profile(setting)))
@@ -73,12 +73,12 @@ def compare_at_costs(
             place = f", guidance {scale:g}" if len(scales) > 1 else ""
             chosen = _is(profile, at[profile], scale), _is(method, None, scale)
             statement = f"{profile} above {method} at cost {cost:.3g}{place}"
-            yield Compared(
+            yield CostComparison(
                 profile, method, cost, scale, results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL)
             )
 
 
-def cost_result(gathered: Gathered) -> Result:
+def cost_result(gathered: CellRecords) -> Result:
     rows: dict[Row, list[Cell]] = {}
     for cell in gathered.cells:
         rows.setdefault(_row(cell.request), []).append(cell)
@@ -118,7 +118,7 @@ def _is(setting: str, density: float | None, guidance: float | None) -> Chosen:
     return chosen
 
 
-def _asked_costs(gathered: Gathered) -> dict[tuple[str, float | None], float]:
+def _asked_costs(gathered: CellRecords) -> dict[tuple[str, float | None], float]:
     """By setting and density; a profile's is the cost it was asked for, next to that of its rounded density."""
     assert gathered.cost is not None
     requests = {_row(cell.request)[:2]: cell.request for cell in gathered.cells if cell.request["method"] not in FLOORS}
@@ -135,7 +135,7 @@ def _distinct(costs: Iterable[float]) -> list[float]:
     return found
 
 
-def _table_row(gathered: Gathered, row: Row, cost: float | None, cells: Sequence[Cell]) -> tuple[Any, ...]:
+def _table_row(gathered: CellRecords, row: Row, cost: float | None, cells: Sequence[Cell]) -> tuple[Any, ...]:
     found = [record["row"] for record in gathered.of(cells)]
     head = row[0], cost, _scale(cells[0].request), len(found)
     if not found:

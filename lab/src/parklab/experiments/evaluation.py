@@ -99,7 +99,7 @@ class UnreachableDensityError(ValueError):
     """No budget of a method gives the density at this size: a fact about the method, no failure."""
 
 
-class Filled(NamedTuple):
+class FilledCells(NamedTuple):
     records: dict[str, Record]  # by cell name, as the others
     failures: dict[str, str]  # why it could not be made
     left_out: dict[str, str]  # why there is nothing to make

@@ -15,7 +15,7 @@ from parklab.bench.frontier import DENSE
 from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments import results
 from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.results import Gathered, Result, mean_of_all, trade_off
+from parklab.experiments.results import CellRecords, Result, mean_of_all, trade_off
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Finding, Table, interval
 from parklab.store import Cell
@@ -46,7 +46,7 @@ def frontier_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> l
     return [lab.quality_cell(request, method, **more) for request in lab.requests() for method, more in rows]
 
 
-def frontier_result(gathered: Gathered) -> Result:
+def frontier_result(gathered: CellRecords) -> Result:
     lines = [line for line in gathered.lines if line.get("format") == LINE]
     runs = _runs_of_lines(lines) if lines else _runs_of_cells(gathered)
     if not runs:
@@ -92,7 +92,7 @@ def tabulate(lines: Sequence[Row], baseline: str = PAPER) -> list[dict[str, Any]
     return rows
 
 
-def _runs_of_cells(gathered: Gathered) -> Runs:
+def _runs_of_cells(gathered: CellRecords) -> Runs:
     runs: Runs = {}
     for cell in gathered.cells:
         asked = cell.request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parklab.experiments.results import NOT_RUN, Dots, Gathered, Panel, Plot, Result, Series
+from parklab.experiments.results import NOT_RUN, CellRecords, Dots, Panel, Plot, Result, Series
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Finding, Table
 from parklab.store import Cell
@@ -26,7 +26,7 @@ def bench_cells(lab: Lab, benchmark: str) -> list[Cell]:
     return [] if given or not lab.base.device.startswith("cuda") else lab.bench_cells(benchmark)
 
 
-def pama_result(gathered: Gathered) -> Result:
+def pama_result(gathered: CellRecords) -> Result:
     lines = _lines(gathered, "pama", lambda line: (line["shape"]["name"], line["kernel"]))
     if not lines:
         return _without(gathered, "pama")
@@ -58,7 +58,7 @@ def pama_result(gathered: Gathered) -> Result:
     )
 
 
-def qrkc_result(gathered: Gathered) -> Result:
+def qrkc_result(gathered: CellRecords) -> Result:
     lines = _lines(gathered, "qrkc", lambda line: tuple(sorted(line["shape"].items())))
     if not lines:
         return _without(gathered, "qrkc")
@@ -72,7 +72,7 @@ def qrkc_result(gathered: Gathered) -> Result:
     return Result(Table(columns, tuple(rows)), (finding,), Dots(tuple(panels)), _machine(lines))
 
 
-def scaling_result(gathered: Gathered) -> Result:
+def scaling_result(gathered: CellRecords) -> Result:
     lines = _lines(
         gathered,
         "scaling",
@@ -99,7 +99,7 @@ def scaling_result(gathered: Gathered) -> Result:
     return Result(Table(columns, tuple(rows)), (), Plot((tuple(panels),)), note)
 
 
-def _lines(gathered: Gathered, benchmark: str, which: Any) -> list[Line]:
+def _lines(gathered: CellRecords, benchmark: str, which: Any) -> list[Line]:
     """One for each shape and kernel: the last one measured."""
     own = [line for record in gathered.of(gathered.cells) for line in record["lines"]]
     found: dict[Any, Line] = {}
@@ -113,7 +113,7 @@ def _lines(gathered: Gathered, benchmark: str, which: Any) -> list[Line]:
     return list(found.values())
 
 
-def _without(gathered: Gathered, benchmark: str) -> Result:
+def _without(gathered: CellRecords, benchmark: str) -> Result:
     if gathered.cells:
         return Result(None, note=f"{NOT_RUN}: {gathered.why_not(gathered.cells)}")
     advice = f"run it there, or pass --records with lines of park bench {benchmark}"

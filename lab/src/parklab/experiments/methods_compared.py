@@ -9,7 +9,7 @@ from parkattn.methods import METHODS, method_entry
 from parklab.experiments import results
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.evaluation import FLOOR, FLOORS
-from parklab.experiments.results import Chosen, Gathered, Label, Result
+from parklab.experiments.results import CellRecords, Chosen, Label, Result
 from parklab.experiments.runner import Lab
 from parklab.store import Cell
 
@@ -67,7 +67,7 @@ def main_cells(lab: Lab) -> list[Cell]:
     return quality_cells(lab, [(name, {}) for name in methods_of(lab)])
 
 
-def main_result(gathered: Gathered) -> Result:
+def main_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("method", "guidance"), by_method)
     names = dict.fromkeys(
         cell.request["method"] for cell in gathered.cells if cell.request["method"] not in ("park", *FLOORS)
@@ -98,7 +98,7 @@ def halves_cells(lab: Lab) -> list[Cell]:
     return quality_cells(lab, [(name, {}) for name in names], densities=lab.evaluation.densities)
 
 
-def halves_result(gathered: Gathered) -> Result:
+def halves_result(gathered: CellRecords) -> Result:
     found = matched_result(gathered)
     densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
     more = [
@@ -131,7 +131,7 @@ def timed_cells(lab: Lab) -> list[Cell]:
     return times_cells(lab) if lab.evaluation.timed or lab.evaluation.draw else []
 
 
-def matched_result(gathered: Gathered) -> Result:
+def matched_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("method", "asked", "guidance"), _by_density)
     asked = [cell.request for cell in gathered.cells if cell.request["method"] not in FLOORS]
     names = [name for name in dict.fromkeys(request["method"] for request in asked) if name != "park"]
@@ -158,7 +158,7 @@ def ablation_cells(lab: Lab) -> list[Cell]:
     return quality_cells(lab, [(name, {}) for name in ("park", *ABLATIONS)])
 
 
-def ablation_result(gathered: Gathered) -> Result:
+def ablation_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("variant", "guidance"), by_method)
     found = [
         results.psnr_findings(gathered, f"removing {what} loses PSNR", is_method("park"), is_method(name))

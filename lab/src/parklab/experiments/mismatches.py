@@ -21,7 +21,7 @@ from parkattn.backend import resolve_for
 from parkattn.ops import cluster
 from parkattn.ops.importance.definition import ESTIMATORS, exact, kept_mass, select_top_k, select_top_p
 from parkattn.plan import Blocks, arrange, tiles
-from parklab.experiments.captures import Captured
+from parklab.experiments.captures import CapturedCall
 from parklab.metrics import retrieval as measures
 from parklab.research import ResearchConfig
 
@@ -34,7 +34,7 @@ REPRESENTATIONS = {
 }  # fmt: skip
 
 
-def measure_call(call: Captured, config: ResearchConfig, device: str = "cpu") -> dict[str, Any]:
+def measure_call(call: CapturedCall, config: ResearchConfig, device: str = "cpu") -> dict[str, Any]:
     """config: the numbers of blocks, k-means iterations and the metric of QRKC."""
     q, k = call.to(device).video_tokens()
     scale, counts = call.site.scale, config.counts(q.shape[2], k.shape[2])

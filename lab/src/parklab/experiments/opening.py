@@ -1,7 +1,7 @@
 """The dense steps that runs of one prompt begin with, computed once.
 
 Until its first sparse call a run has the inputs of the all-dense run of the same prompt, seed and guidance, so its
-dense calls have the same outputs, bit by bit. `DenseOpening` keeps them from the one, `Resumed` hands them to the
+dense calls have the same outputs, bit by bit. `DenseOpening` keeps them from the one, `ResumedMethod` hands them to the
 others.
 """
 
@@ -41,7 +41,7 @@ class DenseOpening(Dense):
         return found
 
 
-class Resumed:
+class ResumedMethod:
     """A method whose dense calls before its first sparse one take what is kept."""
 
     def __init__(self, method: AttentionMethod, opening: DenseOpening) -> None:
@@ -90,11 +90,11 @@ class Openings:
         self._last = None if self._timed else (reference, DenseOpening(steps))
         return None if self._last is None else self._last[1]
 
-    def resumed(self, reference: str, make: Callable[[], AttentionMethod]) -> Resumed | None:
+    def resumed(self, reference: str, make: Callable[[], AttentionMethod]) -> ResumedMethod | None:
         """The method for a run that is compared with this reference; None, and nothing made, where its opening is not
         there.
         """
-        return Resumed(make(), self._last[1]) if self._last is not None and self._last[0] == reference else None
+        return ResumedMethod(make(), self._last[1]) if self._last is not None and self._last[0] == reference else None
 
 
 def _place(site: CallSite) -> Place:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Printed(NamedTuple):
+class PrintedTable(NamedTuple):
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -24,8 +24,8 @@ LABELS = (
     "fig:quality_efficiency_curve", "tab:query_key_compression_topk", "fig:video_vis_hunyuanvideo",
     "fig:video_vis_wan2.1", "fig:video_vis_wan2.1-1.3B", "fig:video_vis_wan2.2",
 )  # fmt: skip
-PAPER: dict[str, Printed] = {
-    "tab:query_key_compression": Printed(
+PAPER: dict[str, PrintedTable] = {
+    "tab:query_key_compression": PrintedTable(
         "Top-p block-retrieval recall (p = 0.9) in percent, by what represents queries and keys",
         (
             "Ordering", "Query", "Key", "HunyuanVideo Mean", "HunyuanVideo P05", "HunyuanVideo Worst",
@@ -42,7 +42,7 @@ PAPER: dict[str, Printed] = {
             ("Original", "Full", "Centroid", "87.80", "76.35", "24.30", "91.32", "87.02", "73.55"),
         ),
     ),
-    "tab:query_key_compression_topk": Printed(
+    "tab:query_key_compression_topk": PrintedTable(
         "Top-k block-retrieval recall (10 % of the key blocks) in percent",
         (
             "Ordering", "Query", "Key", "HunyuanVideo Mean", "HunyuanVideo P05", "HunyuanVideo Worst",
@@ -59,7 +59,7 @@ PAPER: dict[str, Printed] = {
             ("Original", "Full", "Centroid", "56.94", "17.49", "08.59", "54.84", "20.66", "10.51"),
         ),
     ),
-    "tab:main_quality_efficiency": Printed(
+    "tab:main_quality_efficiency": PrintedTable(
         "Quality and efficiency of PARK and the baselines, 720p, 50 steps, one A800",
         ("Model", "Method", "PSNR", "SSIM", "LPIPS", "SubCons.", "BackCons.", "ImageQual.", "AesQual.", "Latency",
          "Speedup"),
@@ -106,7 +106,7 @@ PAPER: dict[str, Printed] = {
              "1.66×"),
         ),
     ),
-    "tab:module_ablation": Printed(
+    "tab:module_ablation": PrintedTable(
         "PARK without PAMA and without QRKC",
         ("Model", "Variant", "PSNR", "SSIM", "LPIPS", "Latency"),
         (
@@ -118,7 +118,7 @@ PAPER: dict[str, Printed] = {
             ("Wan2.1-14B", "w/o QRKC", "23.80", "0.869", "0.190", "2354s"),
         ),
     ),
-    "tab:query_representation_errors": Printed(
+    "tab:query_representation_errors": PrintedTable(
         "Mean total variation of attention weights, Euclidean partitions",
         ("Query", "Key", "Wan2.1-14B", "HunyuanVideo"),
         (
@@ -128,7 +128,7 @@ PAPER: dict[str, Printed] = {
             ("Full", "Centroid", "0.0927", "0.1066"),
         ),
     ),
-    "tab:key_score_errors": Printed(
+    "tab:key_score_errors": PrintedTable(
         "Errors of keys and of QK scores when keys are replaced by centroids",
         ("Model", "Metric", "Euclidean", "QRKC", "Change"),
         (
@@ -138,7 +138,7 @@ PAPER: dict[str, Printed] = {
             ("HunyuanVideo", "QK-score squared error", "2.92", "2.26", "-22.8%"),
         ),
     ),
-    "tab:pama_kernel_overhead": Printed(
+    "tab:pama_kernel_overhead": PrintedTable(
         "PAMA: runtime and additional GPU memory",
         ("Model", "Implementation", "Latency", "Speedup", "Peak memory", "Reduction", "Saving"),
         (
@@ -154,7 +154,7 @@ PAPER: dict[str, Printed] = {
             ("Wan2.1-14B", "TileLang (Full-K)", "23.22ms", "4.00×", "40.27 MB", "586.57×", "99.83%"),
         ),
     ),
-    "tab:centroid_count_sensitivity_hy": Printed(
+    "tab:centroid_count_sensitivity_hy": PrintedTable(
         "Numbers of query and key blocks on HunyuanVideo",
         ("N_Q", "N_K", "PSNR", "SSIM", "LPIPS", "Latency", "Speedup"),
         (
@@ -167,7 +167,7 @@ PAPER: dict[str, Printed] = {
             ("128", "768", "29.74", "0.931", "0.170", "1834s", "1.66×"),
         ),
     ),
-    "tab:centroid_count_sensitivity_wan": Printed(
+    "tab:centroid_count_sensitivity_wan": PrintedTable(
         "Numbers of query and key blocks on Wan2.1-1.3B",
         ("N_Q", "N_K", "PSNR", "SSIM", "LPIPS", "Latency", "Speedup"),
         (
@@ -180,7 +180,7 @@ PAPER: dict[str, Printed] = {
             ("128", "1024", "27.72", "0.912", "0.173", "420s", "1.77×"),
         ),
     ),
-    "tab:reuse_schedule_hy": Printed(
+    "tab:reuse_schedule_hy": PrintedTable(
         "Steps at which plans are rebuilt, HunyuanVideo, 50 steps",
         ("Refreshes at", "PSNR", "SSIM", "LPIPS", "Latency", "Speedup"),
         (
@@ -191,7 +191,7 @@ PAPER: dict[str, Printed] = {
         ),
     ),
     # figures whose numbers stand in the text
-    "fig:mismatch_errors_appendix": Printed(
+    "fig:mismatch_errors_appendix": PrintedTable(
         "Left: mean total variation of attention weights. Right: mean centred log-mass RMSE",
         ("Metric", "Estimate", "Wan2.1-14B", "HunyuanVideo"),
         (
@@ -201,7 +201,7 @@ PAPER: dict[str, Printed] = {
             ("log-mass RMSE", "QRKC", "0.4109", "0.4113"),
         ),
     ),
-    "fig:qrkc_breakdown": Printed(
+    "fig:qrkc_breakdown": PrintedTable(
         "Overhead of QRKC without k-means; its parts are drawn and not printed",
         ("Part", "Time"),
         (("together", "below 2 ms"),),

@@ -20,7 +20,7 @@ ALWAYS = "psnr"  # findings are margins of it
 USUAL = (ALWAYS, "ssim", "lpips", "st_lpips", "vmaf")  # those of them that are installed, where nothing is asked for
 
 
-class Measured(NamedTuple):
+class VideoMeasures(NamedTuple):
     video: dict[str, float | None]  # by measure; None where it could not be taken
     by_frame: dict[str, list[float]]
     reasons: dict[str, str]  # why not
@@ -46,9 +46,9 @@ def takeable_measures(asked: str | None, setting: Setting) -> tuple[list[str], d
     return [name for name in MEASURES if name in {ALWAYS, *found}], reasons
 
 
-def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, setting: Setting) -> Measured:
+def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, setting: Setting) -> VideoMeasures:
     """What these frames are refused for, such as a size below a measure's window, is a reason and no error."""
-    found = Measured({}, {}, {})
+    found = VideoMeasures({}, {}, {})
     for name in names:
         measure = MEASURES[name]
         try:
@@ -65,7 +65,7 @@ def measure_frames(names: Iterable[str], frames: Frames, reference: Frames, sett
 
 
 def video_row(
-    quality: Measured, made: Mapping[str, Any], dense_seconds: Mapping[str, float | None]
+    quality: VideoMeasures, made: Mapping[str, Any], dense_seconds: Mapping[str, float | None]
 ) -> dict[str, float | None]:
     """What tables show of one video: how close it is to the dense one, what it computed, and what both took."""
     seconds, sparse = made["seconds"], made["density_sparse_steps"]

@@ -12,10 +12,10 @@ from typing import Any
 from parklab.experiments.blocks import preset_in
 from parklab.experiments.captures import MODEL, Selection, capture_calls, pack_captures
 from parklab.experiments.catalogue import choose_experiments
-from parklab.experiments.evaluation import Evaluation, Filled
+from parklab.experiments.evaluation import Evaluation, FilledCells
 from parklab.experiments.methods_compared import times_cells
 from parklab.experiments.report import Section, sections_of, write_report
-from parklab.experiments.results import Gathered
+from parklab.experiments.results import CellRecords
 from parklab.experiments.runner import Lab
 from parklab.sprites.grammar import held_out_scenes
 from parklab.store import Cell, Record, Say, Store
@@ -145,7 +145,7 @@ def run_experiments(
         advance(done, len(mine))
 
     advance(0, len(mine))
-    filled = Filled({}, {}, {}) if evaluation.draw else lab.fill(mine, moved)
+    filled = FilledCells({}, {}, {}) if evaluation.draw else lab.fill(mine, moved)
     reasons = filled.failures | filled.left_out
     rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
     found = filled.records | lab.finished(rest)
@@ -158,7 +158,7 @@ def run_experiments(
         lab.cost,
         list((found | lab.finished(times_cells(lab))).values()),
     )
-    results = {each.label: each.result(Gathered(asked[each.label], *given)) for each in chosen}
+    results = {each.label: each.result(CellRecords(asked[each.label], *given)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab, list(found.values())), judged=not evaluation.quick)
     made = len(set(lab.made) & set(filled.records))

@@ -68,7 +68,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class CellRecords:
     """What was asked for, what is there, and why the rest is not."""
 
     cells: Sequence[Cell]
@@ -98,7 +98,7 @@ class Gathered:
         return reasons[0] if reasons else "left to another shard, or not finished yet"
 
 
-def frame_sheet(gathered: Gathered, needs: str = "") -> Result:
+def frame_sheet(gathered: CellRecords, needs: str = "") -> Result:
     """needs: what is missing where nothing was asked for."""
     if not gathered.cells:
         return Result(None, note=f"{NOT_RUN}: {needs}")
@@ -114,7 +114,7 @@ def frame_sheet(gathered: Gathered, needs: str = "") -> Result:
     return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
 
 
-def nothing_run(gathered: Gathered) -> Result:
+def nothing_run(gathered: CellRecords) -> Result:
     return Result(None, note=f"{NOT_RUN}: {gathered.why_not(gathered.cells)}")
 
 
@@ -133,7 +133,7 @@ QUALITY = (
 MEANS = (*OTHERS, "error", "density", "density_all_steps", "recall")
 
 
-def quality_table(gathered: Gathered, heads: Label, label: Callable[[Mapping[str, Any]], Label]) -> Result:
+def quality_table(gathered: CellRecords, heads: Label, label: Callable[[Mapping[str, Any]], Label]) -> Result:
     """One row per label of a cell's request, in the order of the cells;
     ± is half the 95 % interval of the mean PSNR.
     """
@@ -162,7 +162,7 @@ Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
 
 
 def psnr_findings(
-    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False
+    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False
 ) -> list[Finding]:
     """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
     return [
@@ -171,7 +171,7 @@ def psnr_findings(
     ]
 
 
-def _at_scales(gathered: Gathered, statement: str, *sides: Chosen) -> Iterator[tuple[Any, ...]]:
+def _at_scales(gathered: CellRecords, statement: str, *sides: Chosen) -> Iterator[tuple[Any, ...]]:
     """A statement and the sides of it at every guidance."""
     scales = list(dict.fromkeys(cell.request["guidance"] for cell in gathered.cells))
     for scale in scales:
@@ -180,7 +180,7 @@ def _at_scales(gathered: Gathered, statement: str, *sides: Chosen) -> Iterator[t
         yield statement + place, *at
 
 
-def psnr_finding(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> Finding:
+def psnr_finding(gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False) -> Finding:
     """Mean over prompts and seeds of the difference in PSNR, on those that both have."""
     sides: list[dict[tuple[Any, ...], Mapping[str, Any]]] = []
     for chosen in (upper, lower):
@@ -195,13 +195,15 @@ def psnr_finding(gathered: Gathered, statement: str, upper: Chosen, lower: Chose
     return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
 
 
-def psnr_finding_at_cost(gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float) -> Finding:
+def psnr_finding_at_cost(
+    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, near: float
+) -> Finding:
     """The same at the cost that the upper one has on each prompt and seed; all runs of the lower one are given."""
     return _psnr_above_line(gathered, statement, upper, lower, "cost", near)
 
 
 def psnr_findings_at_density(
-    gathered: Gathered, statement: str, upper: Chosen, lower: Chosen, *, near: float
+    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, near: float
 ) -> list[Finding]:
     """The same at the density that the lower one has there, whatever was asked for, at every guidance; all runs of the
     upper one are given.
@@ -213,7 +215,9 @@ def psnr_findings_at_density(
     return [found if found.margin is None else replace(found, margin=-found.margin) for found in findings]
 
 
-def _psnr_above_line(gathered: Gathered, statement: str, ones: Chosen, line: Chosen, by: str, near: float) -> Finding:
+def _psnr_above_line(
+    gathered: CellRecords, statement: str, ones: Chosen, line: Chosen, by: str, near: float
+) -> Finding:
     """How far runs lie above the line through the runs of another method, at the cost or density (`by`) that each of
     the former has.
 
@@ -286,7 +290,7 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
     return Plot(tuple(rows)) if rows else None
 
 
-def runs_by(gathered: Gathered, label: Callable[[Mapping[str, Any]], Label]) -> Runs:
+def runs_by(gathered: CellRecords, label: Callable[[Mapping[str, Any]], Label]) -> Runs:
     """Rows of what was run, without the floors, which have no place on a trade-off."""
     cells = [cell for cell in gathered.cells if cell.request["method"] not in FLOORS]
     names = dict.fromkeys(label(cell.request) for cell in cells)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parklab.experiments.mismatches import REPRESENTATIONS
-from parklab.experiments.results import Dots, Gathered, Result, nothing_run
+from parklab.experiments.results import CellRecords, Dots, Result, nothing_run
 from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
 from parklab.metrics.retrieval import recall_summary
 
@@ -25,7 +25,7 @@ Video = Sequence[Call]
 Pick = Callable[[Call], Sequence[float]]  # one value per head
 
 
-def recall_table(gathered: Gathered, kind: str) -> Result:
+def recall_table(gathered: CellRecords, kind: str) -> Result:
     """kind: top_p or top_k. Percent, over all layers, heads, prompts and seeds."""
     videos = _videos(gathered)
     if not videos:
@@ -50,7 +50,7 @@ def recall_table(gathered: Gathered, kind: str) -> Result:
     return Result(without_empty(Table(columns, tuple(rows))), tuple(findings), note=_what_was_measured(videos))
 
 
-def representation_table(gathered: Gathered) -> Result:
+def representation_table(gathered: CellRecords) -> Result:
     videos = _videos(gathered)
     if not videos:
         return nothing_run(gathered)
@@ -66,7 +66,7 @@ def representation_table(gathered: Gathered) -> Result:
     return Result(without_empty(Table(columns, rows)), findings, note=_what_was_measured(videos))
 
 
-def key_error_table(gathered: Gathered) -> Result:
+def key_error_table(gathered: CellRecords) -> Result:
     videos = _videos(gathered)
     if not videos:
         return nothing_run(gathered)
@@ -88,7 +88,7 @@ def key_error_table(gathered: Gathered) -> Result:
     return Result(without_empty(Table(columns, tuple(rows))), tuple(findings), note=_what_was_measured(videos))
 
 
-def mismatch_panel(gathered: Gathered) -> Result:
+def mismatch_panel(gathered: CellRecords) -> Result:
     """Panel c of fig:retrieval_mismatches; what it finds is said where the figure of the appendix is."""
     found = mismatch_figure(gathered)
     return (
@@ -98,7 +98,7 @@ def mismatch_panel(gathered: Gathered) -> Result:
     )
 
 
-def mismatch_figure(gathered: Gathered) -> Result:
+def mismatch_figure(gathered: CellRecords) -> Result:
     videos = _videos(gathered)
     if not videos:
         return nothing_run(gathered)
@@ -116,7 +116,7 @@ def mismatch_figure(gathered: Gathered) -> Result:
     return Result(without_empty(Table(columns, tuple(rows))), findings, Dots(tuple(panels)), _what_was_measured(videos))
 
 
-def qrkc_figure(gathered: Gathered) -> Result:
+def qrkc_figure(gathered: CellRecords) -> Result:
     videos = _videos(gathered)
     if not videos:
         return nothing_run(gathered)
@@ -140,7 +140,7 @@ def qrkc_figure(gathered: Gathered) -> Result:
     return Result(without_empty(Table(columns, rows)), tuple(findings), Dots(panels), _what_was_measured(videos))
 
 
-def _videos(gathered: Gathered) -> list[Video]:
+def _videos(gathered: CellRecords) -> list[Video]:
     return [record["calls"] for record in gathered.of(gathered.cells)]
 
 

@@ -22,7 +22,7 @@ from parkattn.park import ParkConfig
 from parklab.bench.frontier import DENSE, Setting
 from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments.evaluation import FLOORS, named_cell
-from parklab.experiments.results import NOT_RUN, Gathered, Panel, Plot, Result, Series, on_curve
+from parklab.experiments.results import NOT_RUN, CellRecords, Panel, Plot, Result, Series, on_curve
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Finding, Table, interval
 from parklab.store import Cell
@@ -79,7 +79,7 @@ def run_cells(lab: Lab) -> list[Cell]:
     ]
 
 
-def run_result(gathered: Gathered) -> Result:
+def run_result(gathered: CellRecords) -> Result:
     lines = [line for line in gathered.lines if line.get("format") == LINE]
     if not lines:
         return Result(None, note=f"{NOT_RUN}: pass --records with lines of python -m parklab.bench.frontier")

@@ -38,7 +38,7 @@ from parklab.experiments.calibration import (
 )
 from parklab.experiments.captures import (
     MODEL,
-    Captured,
+    CapturedCall,
     Selection,
     capture_calls,
     pack_captures,
@@ -51,7 +51,7 @@ from parklab.experiments.evaluation import (
     FORMATS,
     CellError,
     Evaluation,
-    Filled,
+    FilledCells,
     UnreachableDensityError,
     file_hash,
     named_cell,
@@ -63,7 +63,7 @@ from parklab.experiments.times import time_method
 from parklab.metrics.measures import MEASURES, Setting
 from parklab.record import environment
 from parklab.research import ResearchConfig, studied_entry
-from parklab.store import OTHER, Cell, Making, Record, Say, content_hash
+from parklab.store import OTHER, Cell, CellWriter, Record, Say, content_hash
 from parklab.studio.compare import warm_up
 from parklab.studio.generate import generate_frames
 from parklab.studio.request import Request, config_for, fit_to_pipeline
@@ -84,7 +84,7 @@ class Lab(Cells):
         if evaluation.measures is not None and not evaluation.draw:
             _ = self.measures  # one that is asked for and cannot be taken ends the run before it begins
 
-    def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> Filled:
+    def fill(self, cells: Sequence[Cell], advance: Callable[[], None] = lambda: None) -> FilledCells:
         """One that fails leaves the others alone."""
         failures: dict[str, str] = {}
         left_out: dict[str, str] = {}
@@ -103,7 +103,7 @@ class Lab(Cells):
             self.say(f"{cell.name}: {reason}")
             rest = [other for other in rest if other.name != cell.name]
 
-        def make(making: Making) -> None:
+        def make(making: CellWriter) -> None:
             if making.cell.format != FORMATS["bench"] and "file" not in making.cell.request:
                 _ = self.pipe  # a model that cannot be loaded ends the run: no cell could be made
             try:
@@ -127,7 +127,7 @@ class Lab(Cells):
                 )
         while True:
             try:
-                return Filled(self.store.fill(rest, make, kept=finished), failures, left_out)
+                return FilledCells(self.store.fill(rest, make, kept=finished), failures, left_out)
             except CellError as failure:
                 give_up(failure.cell, failure.reason, unreachable=failure.unreachable)
 
@@ -153,7 +153,7 @@ class Lab(Cells):
     def _setting(self) -> Setting:
         return Setting(device=self.base.device, weights=self.evaluation.weights)
 
-    def _make(self, making: Making) -> Record:
+    def _make(self, making: CellWriter) -> Record:
         makers = {
             "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
             "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
@@ -167,7 +167,7 @@ class Lab(Cells):
         self.made.append(making.cell.name)
         return record
 
-    def _make_reference(self, making: Making) -> Record:
+    def _make_reference(self, making: CellWriter) -> Record:
         frames, found = self._dense_video(making.cell)
         making.write(making.cell.files[0], to_npy(frames))
         return found
@@ -188,7 +188,7 @@ class Lab(Cells):
             warm_up(self.pipe, request, config, fuse=self.evaluation.fuse)
             self._warm.add(what)
 
-    def _make_times(self, making: Making) -> Record:
+    def _make_times(self, making: CellWriter) -> Record:
         request, config, budget = self._within_budget(making.cell)
         calls = [
             call.to(self.base.device) for call in self._captured(making.cell)[-making.cell.request.get("calls", 0) :]
@@ -197,7 +197,7 @@ class Lab(Cells):
         times = time_method(method, calls, request.steps or 0, self._layers)
         return {"times": times, "budget": budget, "config": config.to_dict(), "shape": list(calls[0].q.shape[1:3])}
 
-    def _make_frames(self, making: Making) -> Record:
+    def _make_frames(self, making: CellWriter) -> Record:
         asked = making.cell.request
         request = self._set_for(self._fitted(making.cell), asked)
         made = generate_frames(
@@ -207,7 +207,7 @@ class Lab(Cells):
         making.write(making.cell.files[0], to_npy(made.frames[shown]))
         return {"shown": shown.tolist()}
 
-    def _make_quality(self, making: Making) -> Record:
+    def _make_quality(self, making: CellWriter) -> Record:
         name = making.cell.request["method"]
         request, config, budget = self._within_budget(
             making.cell
@@ -235,7 +235,7 @@ class Lab(Cells):
             "resolved": request.to_dict() | {"model": None},
         }
 
-    def _make_capture(self, making: Making) -> Record:
+    def _make_capture(self, making: CellWriter) -> Record:
         calls = self._capture(making.cell)
         about = {name: value for name, value in making.cell.request.items() if name != "capture"} | {
             MODEL: preset_in(self.folder)
@@ -243,17 +243,17 @@ class Lab(Cells):
         making.write(making.cell.files[0], pack_captures(calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
 
-    def _capture(self, cell: Cell) -> list[Captured]:
+    def _capture(self, cell: Cell) -> list[CapturedCall]:
         request, asked = self._fitted(cell), cell.request["capture"]
         rest = {name: value for name, value in asked.items() if name != "steps"}
         return capture_calls(self.pipe, request, Selection(**rest, steps=captured_steps(asked["steps"], request.steps)))
 
-    def _make_retrieval(self, making: Making) -> Record:
+    def _make_retrieval(self, making: CellWriter) -> Record:
         config = ResearchConfig.from_dict(making.cell.request["config"])
         calls = self._captured(making.cell)
         return {"calls": [measure_call(call, config, self.base.device) for call in calls]}
 
-    def _make_budget(self, making: Making) -> Record:
+    def _make_budget(self, making: CellWriter) -> Record:
         name, density = making.cell.request["method"], making.cell.request["density"]
         budget_field(name)  # a method without one needs no capture
         calls = [call.to(self.base.device) for call in self._captured(making.cell)]
@@ -272,7 +272,7 @@ class Lab(Cells):
         )
         return found
 
-    def _captured(self, cell: Cell) -> list[Captured]:
+    def _captured(self, cell: Cell) -> list[CapturedCall]:
         if "file" in cell.request:
             path = next(path for path in self.evaluation.captures if file_hash(path) == cell.request["file"])
             return read_captures(path)[0]
@@ -288,7 +288,7 @@ class Lab(Cells):
         asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)}
         wanted = named_cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
         read = lambda record: read_captures(self.store.folder / wanted.files[0])[0]  # noqa: E731
-        found: list[Captured] = self._hold(wanted, self._capture, read)
+        found: list[CapturedCall] = self._hold(wanted, self._capture, read)
         return found
 
     def _hold(self, cell: Cell, make: Callable[[Cell], Any], read: Callable[[Record], Any]) -> Any:
@@ -306,7 +306,7 @@ class Lab(Cells):
     ) -> dict[str, Record]:
         """By cell name; one that cannot be made is an error. made: told of each that was not there."""
 
-        def make(making: Making) -> None:
+        def make(making: CellWriter) -> None:
             made(self._make(making))
 
         return self.store.fill(cells, make, overwrite=overwrite)

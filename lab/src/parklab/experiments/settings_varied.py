@@ -10,7 +10,7 @@ from parkattn.reuse import dense_prefix
 from parklab.experiments import results
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.methods_compared import Request, guidance_of, quality_cells, series_of
-from parklab.experiments.results import Chosen, Gathered, Label, Result
+from parklab.experiments.results import CellRecords, Chosen, Label, Result
 from parklab.experiments.runner import Lab
 from parklab.store import Cell
 
@@ -43,7 +43,7 @@ def _by_budget(request: Request) -> Label:
     return (name, f"{request['density']:g}", guidance_of(request))
 
 
-def budget_result(gathered: Gathered) -> Result:
+def budget_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("budget by", "asked", "guidance"), _by_budget)
     densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
 
@@ -86,7 +86,7 @@ def _by_blocks(request: Request) -> Label:
     return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]), guidance_of(request))
 
 
-def sensitivity_result(gathered: Gathered) -> Result:
+def sensitivity_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("N_Q", "N_K", "guidance"), _by_blocks)
     runs = [cell.request["changes"] for cell in gathered.cells if cell.request["method"] not in FLOORS]
     findings = []
@@ -119,7 +119,7 @@ def _by_schedule(request: Request) -> Label:
     return ("{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}", guidance_of(request))
 
 
-def schedule_result(gathered: Gathered) -> Result:
+def schedule_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("refreshes at", "guidance"), _by_schedule)
     asked = sorted(
         (c.request["changes"]["refresh_steps"] for c in gathered.cells if c.request["method"] not in FLOORS), key=len
@@ -140,7 +140,7 @@ def _by_top_p(request: Request) -> Label:
     )
 
 
-def curve_result(gathered: Gathered) -> Result:
+def curve_result(gathered: CellRecords) -> Result:
     table = results.quality_table(gathered, ("top-p", "guidance"), _by_top_p)
     statement = f"PSNR falls as top-p goes from {TOP_P[-1]:g} to {TOP_P[0]:g}"
     found = results.psnr_findings(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))

@@ -20,8 +20,8 @@ from parkattn.site import AttentionMethod
 from parklab.bench.methods import parts_of_call
 from parklab.bench.timing import Call, least_ms, median_ms
 from parklab.experiments.calibration import scheduled_phases
-from parklab.experiments.captures import Captured
-from parklab.experiments.results import NOT_RUN, Gathered, Result, nothing_run
+from parklab.experiments.captures import CapturedCall
+from parklab.experiments.results import NOT_RUN, CellRecords, Result, nothing_run
 from parklab.experiments.tables import Column, Table, without_empty
 from parklab.metrics.budget import leaves_sparse, no_sparse_calls
 from parklab.store import Record
@@ -34,7 +34,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def time_method(method: AttentionMethod, calls: Sequence[Captured], steps: int, layers: int) -> dict[str, float]:
+def time_method(method: AttentionMethod, calls: Sequence[CapturedCall], steps: int, layers: int) -> dict[str, float]:
     """steps, layers: of a whole run, over which its schedule shares out plans."""
     times = _time_calls(method, calls)
     return times | plans_in_run(method, steps, layers) if isinstance(method, PlannedMethod) else times
@@ -62,7 +62,7 @@ def sparse_call_ms(times: Mapping[str, float]) -> float:
 
 
 @torch.no_grad()
-def _time_calls(method: AttentionMethod, calls: Sequence[Captured]) -> dict[str, float]:
+def _time_calls(method: AttentionMethod, calls: Sequence[CapturedCall]) -> dict[str, float]:
     """Of a method without plans attention alone; calls that a schedule leaves dense are left out."""
     found = []
     for call in calls:
@@ -83,11 +83,11 @@ def _time_calls(method: AttentionMethod, calls: Sequence[Captured]) -> dict[str,
     return {name: statistics.fmean(row[name] for row in found) for name in found[0]} | {"calls": len(found)}
 
 
-def _timed(part: Call, on: Captured) -> float:
+def _timed(part: Call, on: CapturedCall) -> float:
     return median_ms(part, GPU_REPEATS) if on.q.is_cuda else least_ms(part, CPU_REPEATS)
 
 
-def times_result(gathered: Gathered) -> Result:
+def times_result(gathered: CellRecords) -> Result:
     if not gathered.cells:
         return Result(
             None, note=f"{NOT_RUN}: --untimed takes no times; run without it, on a machine that does nothing else"

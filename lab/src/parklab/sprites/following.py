@@ -161,7 +161,7 @@ def check_the_rule(scenes: list[Scene], size: ClipSize, seed: int = 0) -> dict:
     }
 
 
-class Told(Protocol):
+class DescribedScene(Protocol):
     """A scene of any grammar."""
 
     @property
@@ -170,7 +170,7 @@ class Told(Protocol):
 
 def generate(
     pipeline: Any,
-    scenes: Sequence[Told],
+    scenes: Sequence[DescribedScene],
     size: ClipSize,
     *,
     steps: int = 16,

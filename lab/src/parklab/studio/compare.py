@@ -22,7 +22,7 @@ from parkattn.settings import LARGEST_SEED, MethodConfig, Timetable
 from parklab.metrics import fidelity
 from parklab.record import environment
 from parklab.sprites.grammar import EXAMPLE
-from parklab.store import FINISHED, Cell, Content, Making, Record, Say, Store
+from parklab.store import FINISHED, Cell, CellWriter, Content, Record, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.generate import FORMAT as GENERATION
 from parklab.studio.generate import LOADING, READING, Progress, Stage, generate_frames, pipeline_for, write_video
@@ -176,7 +176,7 @@ def compare(
     places = {case.file(variant): (case, variant) for variant in variants for case in cases}
     store, pipe, warm = Store(out, say), None, set[str]()
 
-    def make(making: Making) -> None:
+    def make(making: CellWriter) -> None:
         nonlocal pipe
         name = making.cell.name
         asked = requests[name]
@@ -344,7 +344,7 @@ def warm_up(pipe: Any, request: Request, config: MethodConfig, *, fuse: bool | N
 
 
 def _run(
-    pipe: Any, request: Request, making: Making, recall_rows: int, progress: Progress | None, *, warm: bool
+    pipe: Any, request: Request, making: CellWriter, recall_rows: int, progress: Progress | None, *, warm: bool
 ) -> None:
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)

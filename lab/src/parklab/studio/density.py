@@ -9,7 +9,7 @@ from pathlib import Path
 from parkattn.settings import MethodConfig
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler
 from parklab.record import environment
-from parklab.store import Cell, Making, Say, Store
+from parklab.store import Cell, CellWriter, Say, Store
 from parklab.studio.generate import generate_frames, pipeline_for
 from parklab.studio.request import Request, fit_to_pipeline, prepare
 
@@ -37,7 +37,7 @@ def measure_profile(
     first, folder = asked[0]
     wanted = {"runs": [one.to_dict() for one, _ in asked], "samples": samples}
 
-    def make(making: Making) -> None:
+    def make(making: CellWriter) -> None:
         profiler, pipe = DensityProfiler(samples=samples), pipeline_for(first, folder)
         for number, (one, _) in enumerate(asked, 1):
             generate_frames(

@@ -19,7 +19,7 @@ from parkattn.settings import MethodConfig
 from parkattn.site import AttentionMethod, AttentionStats, CallSite
 from parklab.record import environment
 from parklab.research import studied_entry
-from parklab.store import Cell, Making, Say, Store
+from parklab.store import Cell, CellWriter, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.lora import add_lora
 from parklab.studio.observe import RECALL_ROWS, Observer, measured, synchronise
@@ -174,7 +174,7 @@ def generate_video(
     request, folder = prepare(request)
     cell, made = video_cell(request, out.name), []
 
-    def make(making: Making) -> None:
+    def make(making: CellWriter) -> None:
         stage(LOADING)
         pipe = pipeline_for(request, folder)
         stage(first_stage(request))
@@ -191,7 +191,7 @@ def video_cell(request: Request, video: str) -> Cell:
     )
 
 
-def make_video(pipe: Any, request: Request, making: Making, *, progress: Progress | None = None) -> dict[str, Any]:
+def make_video(pipe: Any, request: Request, making: CellWriter, *, progress: Progress | None = None) -> dict[str, Any]:
     """The video and its record, of a prepared request on its loaded pipeline."""
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
@@ -202,7 +202,7 @@ def make_video(pipe: Any, request: Request, making: Making, *, progress: Progres
 
 
 def write_video(
-    making: Making, made: Generation, request: Request, fitted: Request, config: MethodConfig, tokens: int
+    making: CellWriter, made: Generation, request: Request, fitted: Request, config: MethodConfig, tokens: int
 ) -> dict[str, Any]:
     """The cell's first file is the mp4; its record ends the cell."""
     video = making.cell.files[0]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from parkattn.checks import read_file
-from parklab.store import FINISHED, Cell, Making, Record, Say, Store
+from parklab.store import FINISHED, Cell, CellWriter, Record, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.generate import LOADING, READING, Progress, Stage, first_stage, make_video, pipeline_for, video_cell
 from parklab.studio.request import Request, fit_to_pipeline, prepare, understood
@@ -160,7 +160,7 @@ def generate_videos(
             request, {item.line: asked[item].prompt for item in items if item not in done}, pipe, prompts
         )
 
-    def make(making: Making) -> None:
+    def make(making: CellWriter) -> None:
         item = todo[making.cell.name]
         made.append(item)
         follow = progress(item, len(made), len(todo)) if progress is not None else None

@@ -22,7 +22,7 @@ console = Console(markup=False, emoji=False)  # prompts, paths and names are tex
 LONG = 1.5  # seconds of silence after which a user asks whether anything happens
 
 
-class Waiting:
+class WaitingNotice:
     """One stage at a time: what it is, on stderr, once it has taken LONG seconds; nothing where it is over sooner."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def waiting(stage: str) -> Iterator[None]:
-    wait = Waiting()
+    wait = WaitingNotice()
     wait.begin(stage)
     try:
         yield
@@ -60,7 +60,7 @@ class StepBars:
             TextColumn("step {task.completed:.0f}/{task.total:.0f}  {task.fields[state]:24}"),
         )
         self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-        self._waiting = Waiting()
+        self._waiting = WaitingNotice()
         self.stage = self._waiting.begin
 
     def begin(self, title: str) -> Callable[[StepReport], None]:

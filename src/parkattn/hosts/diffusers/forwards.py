@@ -22,7 +22,7 @@ COMPILED = "the transformer is compiled whole, so its forwards are not seen; use
 _HARMLESS = ("diffusers.hooks", "accelerate")  # whose hooks may stand between a call and the forward of the class
 
 
-class Hearing(Protocol):
+class ForwardListener(Protocol):
     """What follows the run by the forwards of one transformer. told: it has been told of the one under way."""
 
     names: list[str]
@@ -36,7 +36,7 @@ class Hearing(Protocol):
 class Forwards:
     """Between a pipeline and the forwards of one transformer."""
 
-    def __init__(self, engine: Engine, name: str, hearing: Hearing) -> None:
+    def __init__(self, engine: Engine, name: str, hearing: ForwardListener) -> None:
         self._engine, self._name, self._hearing = engine, name, hearing
         self._cache: str | None = None  # of somebody else, on the transformer
         self._wraps: dict[Any, Callable[[Tensor], Any]] = {}  # form -> what a forward returns around its tensor

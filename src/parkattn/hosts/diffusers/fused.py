@@ -31,7 +31,7 @@ FUSED = AS_ASKED, LARGE_ENOUGH = "yes, as asked", "yes, the run is large enough"
 OFFLOADING = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 
 
-class Fusing:
+class BlockFusion:
     """Which blocks run compiled, and why or why not; one per session.
 
     wanted: True and False as said; None means on a GPU, in runs that are large enough to pay for it.

@@ -14,7 +14,7 @@ from parkattn.compat import END_OF_CALL, loops_of, without_compile_wrapper
 from parkattn.engine import Engine, RunLog
 from parkattn.engine.summary import Summary
 from parkattn.hosts.diffusers.forwards import COMPILED, Forwards
-from parkattn.hosts.diffusers.fused import Fusing
+from parkattn.hosts.diffusers.fused import BlockFusion
 from parkattn.hosts.diffusers.instances import put_on_instance
 from parkattn.hosts.diffusers.processor import MethodProcessor
 from parkattn.hosts.diffusers.stand_ins import replace_processor, set_processor
@@ -32,7 +32,7 @@ _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKey
 
 
 @dataclass
-class _Attached:
+class _Attachment:
     """What is on one transformer; everything weak: a deleted pipeline frees its weights at once."""
 
     name: str
@@ -70,13 +70,13 @@ class Session:
         self.advice: list[str] = []  # said in every summary
         # refuses a wrong fuse before anything is taken off
         self.engine = Engine(method, _UNKNOWN_STEP)
-        self.fusing = Fusing(fuse, lambda: self.engine.clock.total_steps)
+        self.fusing = BlockFusion(fuse, lambda: self.engine.clock.total_steps)
         for transformer in transformers.values():
             release(transformer)
         self.tracker = StepTracker(
             self.engine.clock, _SchedulerOf(target), self._begin_run, self.engine.end_run, total_steps, references
         )
-        self._attached: list[_Attached] = []
+        self._attached: list[_Attachment] = []
         self._undo: list[Callable[[], None]] = []  # of what is on the pipeline
         self._inside_call = self._began_at_latents = False  # of the pipeline
         self._runs_in_call = 0
@@ -139,7 +139,7 @@ class Session:
         return sum(attached.lost() for attached in self._attached if attached.name == name)
 
     def _attach(self, name: str, transformer: torch.nn.Module, row: ModelRow) -> None:
-        attached = _Attached(name, weakref.ref(transformer))
+        attached = _Attachment(name, weakref.ref(transformer))
         self._attached.append(attached)
         for layer, attention in enumerate(row.attentions(transformer)):
             made = replace_processor(attention, self.engine, row, name, layer, self.tracker.at_layer)
@@ -155,7 +155,7 @@ class Session:
             attached.undo.append(self._call_before(transformer, END_OF_CALL, Session._end_call))
         _SESSIONS[transformer] = self
 
-    def _take_off(self, attached: _Attached) -> None:
+    def _take_off(self, attached: _Attachment) -> None:
         self._attached.remove(attached)
         attached.take_off()
         transformer = attached.transformer()

@@ -20,7 +20,7 @@ MOST_BRANCHES = 8  # forwards of one step; guidance has 2 or 3, and each keeps p
 _PROMPT = ("encoder_", "pooled_", "image_embeds")  # how the names of those arguments begin that hold the prompt
 
 
-class Counted(NamedTuple):
+class StepCount(NamedTuple):
     step: int
     branch: str | None  # None where the timestep, out of a schedule, tells nothing of it
     begins: bool  # a run
@@ -41,7 +41,7 @@ class TimestepCounter:
 
     def count(
         self, arguments: Mapping[str, Any], name: str | None, schedule: Sequence[float], training: bool
-    ) -> Counted:
+    ) -> StepCount:
         """arguments: of a forward, its timestep included; name: of the branch, where a cache context gives one."""
         timestep = arguments["timestep"]
         # the largest, because image-to-video gives the tokens of its clean first frame the timestep 0
@@ -49,7 +49,7 @@ class TimestepCounter:
         last, latents = self._last, arguments.get("hidden_states")
         if value in schedule:
             self._last = value
-            return Counted(schedule.index(value), None, False)
+            return StepCount(schedule.index(value), None, False)
         prompt = {key: x for key, x in arguments.items() if key.startswith(_PROMPT) and isinstance(x, Tensor)}
         one_video = value != last or _equal(latents, self._latents)
         begins = training or last is None or not one_video or self._turns(value, last)
@@ -65,7 +65,7 @@ class TimestepCounter:
         self._last = value
         self._seen.append(branch)
         self._prompts.setdefault(branch, {key: x.detach().clone() for key, x in prompt.items()})
-        return Counted(self._step, branch, begins)
+        return StepCount(self._step, branch, begins)
 
     def _turns(self, value: float, last: float) -> bool:
         return self._rising is not None and value != last and (value > last) != self._rising
