@@ -15,6 +15,7 @@ from parklab import cli
 from parklab.experiments.catalogue import choose_experiments
 from parklab.experiments.reproduce import parse_shard
 from parklab.metrics.measures import MEASURES
+from parklab.research import studied_entry
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^(?:    )?(?:CUDA_VISIBLE_DEVICES=\d+ )?park (.*)$", re.MULTILINE)
@@ -49,7 +50,7 @@ def test_every_command_of_the_page_is_accepted(page, line):
         assert set(chosen) <= set(METHODS)
         for entry in values["settings"] or ():
             name, _, value = entry.partition("=")
-            fields = {field.name for method in chosen for field in dataclasses.fields(METHODS[method].config)}
+            fields = {field.name for method in chosen for field in dataclasses.fields(studied_entry(method).config)}
             assert name in fields and json.loads(value) is not None
     if command == "doctor":
         assert values["model"] in SIZES

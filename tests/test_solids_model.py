@@ -16,7 +16,7 @@ from parklab.solids import following, grammar, judge
 from parklab.solids.grammar import Scene, Thing
 from parklab.solids.library import Bank, Library, fresh_clips, shrunk
 from parklab.solids.motion import any_clip, clip_of, training_clip, words_of
-from parklab.solids.packing import SHARD_BYTES, pack, restored, rounded, unpack
+from parklab.solids.packing import INDEX, SHARD_BYTES, pack, restored, rounded, unpack
 from parklab.solids.recipe import (
     MODEL,
     TOY,
@@ -184,6 +184,16 @@ def test_rounding_keeps_every_weight_within_half_a_step_of_its_row():
     error = (restored(numbers, step) - weights).abs().flatten(1)
     assert (error <= 0.5001 * step[:, None]).all()
     assert restored(*rounded(torch.zeros(2, 3))).abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "/outside.json", "a/../../outside.json"])
+def test_names_of_a_packed_folder_reach_nothing_outside(tmp_path, name):
+    packed = tmp_path / "in/packed"
+    packed.mkdir(parents=True)
+    (packed / INDEX).write_text(json.dumps({"files": {"model_index.json": "{}", name: "{}"}, "shards": []}))
+    with pytest.raises(ValueError, match="packed: expected names below"):
+        unpack(packed, tmp_path / "in/out")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [INDEX]
 
 
 def test_a_packed_folder_unpacks_to_a_pipeline_that_makes_videos(tmp_path):

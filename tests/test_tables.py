@@ -243,3 +243,22 @@ def test_quality_is_shown_at_the_guidance_that_users_run(tables):
     rows = re.findall(r"^\| (\w+)[\w, ]* \| (\d+) \|", tables.profiles(), re.MULTILINE)
     for name in ("paper", "quality", "fast"):
         assert {guidance for found, guidance in rows if found == name} >= {"1", "5"}
+
+
+def test_the_losses_of_forecasts_in_the_readme_are_those_of_the_table():
+    cells = [
+        row.strip("| ").split(" | ")
+        for row in (ROOT / "docs/forecast.md").read_text().splitlines()
+        if row.startswith("| 75,600")
+    ]
+    lost = {
+        (row[2], row[3]): (float(row[7].split()[0]), float(row[8]))
+        for row in cells
+        if "tolerance" in row[3] and "dense" not in row[3]
+    }
+    fast = [lost[guidance, "`fast tolerance=0.006`"] for guidance in ("1", "5")]
+    assert all(mean <= 0 for mean, _ in fast)
+    quality = [lost[guidance, "`quality tolerance=0.004`"][0] for guidance in ("1", "5")]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"up to {max(worst for _, worst in fast):.1f} dB in one video" in readme
+    assert f"loses {quality[0]:.0f} dB on the mean at guidance 1, and {quality[1]:.0f} dB at guidance 5" in readme

@@ -14,10 +14,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from parkattn.files import write_atomically
+from parkattn.checks import shown
+from parkattn.files import make_folder, within, write_atomically
 
 INDEX = "packed.json"
 SHARD_BYTES = 15 * 2**20
@@ -76,7 +77,7 @@ def unpack(packed: Path, folder: Path) -> Path:
     index = json.loads((packed / INDEX).read_text())
     tensors: dict[str, Tensor] = {}
     for name in index["shards"]:
-        tensors |= load_file(packed / name)
+        tensors |= load_file(_inside(packed, name))
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.endswith(STEP):
@@ -84,12 +85,21 @@ def unpack(packed: Path, folder: Path) -> Path:
         part, name = key.split(":", 1)
         whole = restored(value, tensors[key + STEP]).half() if key + STEP in tensors else value
         parts.setdefault(part, {})[name] = whole
-    for name, text in index["files"].items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    for part, weights in parts.items():
-        save_file(weights, folder / part, {"format": "pt"})
+    made = {name: text.encode() for name, text in index["files"].items()}
+    made |= {part: save(weights, {"format": "pt"}) for part, weights in parts.items()}
+    places = {name: _inside(folder, name) for name in made}
+    for name, data in made.items():
+        make_folder(places[name].parent)
+        write_atomically(places[name], data)
     return folder
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A packed folder may come from anywhere: its names reach nothing outside."""
+    path = within(folder, name)
+    if path is None:
+        raise ValueError(f"packed: expected names below {folder}, got {shown(name)}; pack the model again.")
+    return path
 
 
 def main() -> None:
