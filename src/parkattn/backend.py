@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parkattn.checks import expect_choice
 from parkattn.ops import Backend
-from parkattn.ops.attend.definition import ROUNDINGS, rounding_of
+from parkattn.ops.attend.definition import ROUNDINGS
 from parkattn.ops.attend.tiles import HOPPER_HEAD_DIMS, TRITON_HEAD_DIMS
 from parkattn.settings import BACKENDS, Precision
 
@@ -47,7 +47,7 @@ def resolve(
         chosen = "triton" if device.type == "cuda" else "reference"
     why = f"chosen by name (backend={name!r})" if name != "auto" else f"backend='auto' takes {chosen} on {device.type}"
     if chosen == "reference":
-        why_not = _why_not_defined(precision, head_dim)
+        why_not = None if precision == "bf16" else _why_not_defined(precision, head_dim)
         return _in_precision(Backend("reference", f"{why}: PyTorch definitions"), precision, why_not)
     kept = f"Q K^T in {str(dtype)[6:]}"
     if chosen == "flashinfer":
@@ -67,8 +67,7 @@ def resolve(
 
 
 def _why_not_defined(precision: Precision, head_dim: int) -> str | None:
-    rounding = rounding_of(precision)
-    why_not = None if rounding is None else rounding.why_not(head_dim)
+    why_not = ROUNDINGS[precision].why_not(head_dim)
     return why_not and f"Q K^T in the tensors' own dtype and not in {precision.upper()}, which is {why_not}"
 
 

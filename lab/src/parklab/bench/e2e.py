@@ -305,7 +305,7 @@ def run_section(
         from parklab.bench.e2e_bits import run_bits
 
         how: dict[str, Any] = {"profile": profile, "density": density, "float8": float8, "full": full}
-        run_bits(name, model, device, keep, **how, rehearse=rehearse, turn=turn)
+        run_bits(name, model, device, keep, **how, precision=precision, rehearse=rehearse, turn=turn)
         return
     if float8:
         from parklab.bench.e2e_float8 import run_float8

@@ -55,7 +55,7 @@ def run_all(
     expect_choice("precision", precision, PRECISIONS)
     if precision != "bf16" and (compiled or profile == "paper"):
         raise ValueError(
-            "precision: expected --profile fast or quality beside int8, without --compiled; add --profile fast."
+            f"precision: expected --profile fast or quality beside {precision}, without --compiled; add --profile fast."
         )
     if float8 and others and precision == "bf16":
         raise ValueError(f"float8: expected it alone, got {', '.join(others)} beside it; run them one after the other.")
