@@ -125,6 +125,6 @@ def plain_attention(arch: int, d: int, *, int8: bool, everything: bool, element:
     types |= dict.fromkeys(("q", "k", "centroids"), "*i8" if int8 else f"*{element}")
     types |= dict.fromkeys(("wide_lists", "tail_lists", "tiles", "count", "query_order"), "*i32")
     types |= dict.fromkeys(("bias", "lse", "q_steps", "k_steps"), "*fp32")
-    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "INT8": int8}
+    constants = {"D": d, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDE": 32, "TAIL": 8, "STEPS": int8}
     constants |= dict.fromkeys(("GATHER_Q", "COMPENSATE", "LSE"), everything)
     return compiled(attend_kernel, types, constants, arch, num_warps=tile.warps, num_stages=tile.stages)

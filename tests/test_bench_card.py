@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from parkattn import CallSite, ParkConfig
 from parkattn.ops import REFERENCE, attend
+from parkattn.ops.attend import tiles
 from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.attend.sage import attend_dense_sage, why_no_sage
 from parkattn.park import Park
-from parklab.bench import card
+from parklab.bench import attend as kernels
+from parklab.bench import card, dense
 from parklab.bench.commands import app
 from parklab.bench.problems import TINY, mixture, random_plan
 
@@ -51,6 +53,25 @@ def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
         "sparse 0.25",
         "sparse 0.10, compensated",
     }
+
+
+def test_a_row_is_named_after_its_precision_and_is_there_where_a_kernel_has_it(monkeypatch):
+    for bench in (card, dense, kernels):
+        monkeypatch.setattr(bench, "PRECISIONS", ("bf16", "int8", "k16"))
+    monkeypatch.setitem(tiles.TRITON_HEAD_DIMS, "k16", (64, 256))
+    found = {
+        dim: {label: (ours.precision, ours.hopper) for label, ours in kernels.in_precisions(names, dim).items()}
+        for dim, names in ((64, ["gluon", "triton"]), (256, ["triton"]))
+    }
+    plain = {"triton": ("bf16", False), "triton k16": ("k16", False)}
+    hopper = {"gluon": ("bf16", True), "gluon int8": ("int8", True)}
+    assert found == {64: hopper | plain | {"triton int8": ("int8", False)}, 256: plain}
+    engines = dict(card._engines(torch.empty(1, 1, 1, 64), CPU))
+    assert {label: ours.precision for label, ours in engines.items()} == {
+        "definition": "bf16", "definition int8": "int8", "definition k16": "k16",
+    }  # fmt: skip
+    labels = ("ours", "ours, int8, padded", "ours, k16", "ours, k16, padded", "cudnn")
+    assert [dense._bar_of(label) for label in labels] == [*dense.DENSE_BARS.values(), None, None, None]
 
 
 @pytest.mark.parametrize("compensate", [False, True])

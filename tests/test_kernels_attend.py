@@ -32,7 +32,7 @@ one_by_one = settings(
 
 @on_compiler
 def test_the_kernel_under_the_interpreter():
-    run_interpreted(__file__, at_least=13)
+    run_interpreted(__file__, at_least=14)
 
 
 # ---------------------------------------------------------------------------------------------- ragged problems
@@ -148,6 +148,24 @@ def test_ragged_int8_attention(seed, n, m, d, qb, kb, density, half, compensated
     expected = assert_close(out, rows, keys, v, *blocks, **shown)
     assert torch.equal(lse.isinf(), expected.isinf())
     assert torch.allclose(lse.double(), expected, atol=1e-4)
+
+
+@in_interpreter
+def test_steps_multiply_scores_of_every_element_type():
+    """Whole numbers up to 127 are exact in float16, and so are their products in float32."""
+    from parkattn.ops.attend.tiles import TritonTile
+    from parkattn.ops.attend.triton import attend_ragged
+
+    q, k, v, *blocks = problem(3, 90, 200, 64, 3, 8, 0.5, torch.float16)
+    centroids, mean_values = torch.randn(2, 2, 8, 64, generator=torch.Generator().manual_seed(3)).half()
+    stand_ins = {"compensate": torch.ones(2, 8, dtype=torch.bool), "centroids": centroids, "mean_values": mean_values}
+    (q8, k8, given), _ = whole_numbers(q, k, stand_ins)
+    tile = TritonTile(64, 64, 4, 2)
+    halves = given | {"centroids": given["centroids"].half()}
+    whole, _ = attend_ragged(q8, k8, v, *blocks, tile=tile, **given)
+    assert torch.equal(attend_ragged(q8.half(), k8.half(), v, *blocks, tile=tile, **halves)[0], whole)
+    plain, _ = attend_ragged(q8.half(), k8.half(), v, *blocks, tile=tile, **(halves | {"steps": None}))
+    assert not torch.allclose(plain, whole, atol=1e-2)
 
 
 @in_interpreter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from test_hosts_diffusers import EVERY_BLOCK, SPARSE, trace
 
 # autocast, asked for by Mochi, does nothing in float32 on a CPU and says so
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+ROOT = Path(__file__).resolve().parents[1]
 TINY = tiny_models.every()
 NOT_ON_A_GRID = {"helios", "framepack"}  # history, at other resolutions, is in the sequence too
 
@@ -51,6 +53,22 @@ def tolerance(reference: torch.Tensor) -> float:
 def test_every_row_of_the_table_is_tried_here():
     here = {name for name, row in MODELS.items() if hasattr(diffusers, name) and not row.image}
     assert {type(transformer).__name__ for transformer, _, _ in TINY.values()} == here
+
+
+# rows of classes that the pinned diffusers lacks -> the release or the package that has them
+ELSEWHERE: dict[str, str] = {}
+
+
+def test_every_row_names_a_class_of_the_pinned_diffusers_or_says_who_has_it():
+    """A misspelt name is in no other test: they leave out classes that the installed diffusers lacks."""
+    pinned = re.search(r"^diffusers==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if tuple(map(int, diffusers.__version__.split(".")[:2])) < tuple(map(int, pinned.groups())):
+        pytest.skip("this diffusers is older than the pinned one")
+    assert {name for name in (*MODELS, *STAY_DENSE) if not has(name)} == {*ELSEWHERE}
+
+
+def has(name: str) -> bool:
+    return hasattr(diffusers, name) or hasattr(diffusers.models.transformers, name)
 
 
 def classes_of_diffusers() -> list[str]:

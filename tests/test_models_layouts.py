@@ -173,6 +173,11 @@ IMAGES = {
 }  # fmt: skip
 
 
+def test_every_row_of_images_is_tried_here():
+    here = {name for name, row in MODELS.items() if row.image and hasattr(diffusers, name)}
+    assert {name for name in IMAGES if hasattr(diffusers, name)} == here
+
+
 @pytest.mark.parametrize("cls", IMAGES)
 def test_images_are_sparse_where_that_is_asked_for_and_keep_text_apart(cls):
     if not hasattr(diffusers, cls):

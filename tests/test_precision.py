@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from parkattn import backend as backend_module
 from parkattn.backend import resolve
 from parkattn.ops import Backend
 from parkattn.ops import attend as attention
-from parkattn.ops.attend.definition import Rounding, attend, attend_with_lse, dense_attention
+from parkattn.ops.attend import definition, tiles
+from parkattn.ops.attend.definition import ROUNDINGS, Rounding, attend, attend_with_lse, dense_attention
 from parkattn.plan import Blocks, Plan
+from parkattn.settings import PRECISIONS
 from parklab.research import ResearchConfig
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -116,6 +120,52 @@ def test_where_there_is_no_int8_the_reason_says_so(monkeypatch):
     assert wide.precision == "bf16" and "not in INT8, whose kernels have head dims 64 and 128, not 256" in wide.reason
     assert resolve("triton", CPU, torch.bfloat16, 128, "int8").precision == "int8"
     assert "INT8" not in resolve("triton", CPU, torch.bfloat16, 128).reason
+
+
+@outside
+def test_every_precision_of_the_settings_is_defined():
+    assert set(PRECISIONS) == {"bf16", *ROUNDINGS}
+    assert {*tiles.HOPPER_HEAD_DIMS} <= {*tiles.TRITON_HEAD_DIMS} <= {*PRECISIONS}
+
+
+@outside
+def test_a_precision_without_a_definition_is_refused_by_everyone_who_computes():
+    q, k, v = problem()
+    everything = torch.ones(1, 2, 3, 4, dtype=torch.bool)
+    refused = {
+        "resolve": lambda: resolve("reference", CPU, torch.float32, 64, "k16"),
+        "dense": lambda: dense_attention(q, k, v, precision="k16"),
+        "sparse": lambda: attend(q, k, v, plan().queries, plan().keys, everything, precision="k16"),
+    }
+    if importlib.util.find_spec("triton") is not None:
+        from parkattn.ops.attend.kernels import KEY_ROUNDINGS, AttentionKernel
+
+        assert {"bf16", *KEY_ROUNDINGS} == {*tiles.TRITON_HEAD_DIMS}
+        refused |= {f"kernel, {hopper}": partial(AttentionKernel, hopper, "k16") for hopper in (False, True)}
+    for call in refused.values():
+        with pytest.raises(ValueError, match=r"precision: expected one of bf16, int8, got 'k16'; pick"):
+            call()
+
+
+@outside
+def test_a_precision_says_which_kernels_have_it(monkeypatch):
+    """Defined alone, then in the plain kernel, then in Hopper's."""
+    monkeypatch.setitem(definition.ROUNDINGS, "k16", Rounding)
+    monkeypatch.setattr(backend_module, "_attention_kernel", lambda *_: (True, "asked for"))
+    assert resolve("reference", CPU, torch.float32, 64, "k16").reason.endswith("Q K^T in K16")
+
+    def found() -> tuple[str, bool, str]:
+        chosen = resolve("triton", CPU, torch.bfloat16, 64, "k16")
+        return chosen.precision, chosen.hopper, chosen.reason.partition(": ")[2]
+
+    gluon, triton = (f"Triton kernels, attention in {name} because" for name in ("Gluon", "Triton"))
+    own = "Q K^T in bfloat16 and not in K16, which has no kernel"
+    assert found() == ("bf16", True, f"{gluon} asked for; {own}")
+    monkeypatch.setitem(tiles.TRITON_HEAD_DIMS, "k16", (64,))
+    lacks = "the Hopper kernel has no K16 with head dim 64"
+    assert found() == ("k16", False, f"{triton} {lacks}; Q K^T in K16")
+    monkeypatch.setitem(tiles.HOPPER_HEAD_DIMS, "k16", (64,))
+    assert found() == ("k16", True, f"{gluon} asked for; Q K^T in K16")
 
 
 @outside

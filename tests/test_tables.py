@@ -1,5 +1,6 @@
 """Every table that comes from records is the one its records give, and its tool says where one is not."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from parkattn.models import ModelRow
 from parklab import cli
 from parklab.bench.frontier import FORMAT
 from parklab.studio import gain
@@ -16,12 +18,25 @@ from parklab.studio import gain
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "tools/tables.py")
+def loaded(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return loaded("tables")
+
+
+def test_the_page_of_support_has_every_row_and_claims_no_pipeline_of_images(monkeypatch):
+    page = loaded("support_page")
+    written = page.table(("model", "settings", "how far"), page.models())
+    assert written in (ROOT / "docs/support.md").read_text(), "run python tools/matrix.py page"
+    row = ModelRow((), "Pond")
+    monkeypatch.setattr(page, "ROWS", {"Pond3DModel": row, "Pond2DModel": dataclasses.replace(row, image=True)})
+    assert [how_far for _, _, how_far in page.models()] == [page.SMALL, page.ALONE, page.TRAINED[-1]]
 
 
 def test_every_marked_table_is_the_one_of_its_records(tables):

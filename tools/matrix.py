@@ -260,6 +260,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.what == "page":
         replace(PAGE, support_page(recorded(), [(row.name, row.what) for row in ENVIRONMENTS]))
+        say(f"wrote {PAGE.relative_to(ROOT)} from {RECORD.relative_to(ROOT)}")
         return 0
     return run("extras" if asked.what == "extras" else "environments", asked.names, asked.again)
 

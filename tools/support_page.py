@@ -26,6 +26,7 @@ GPUS = (
     ),
 )
 SMALL = "in small sizes on a CPU, in its own pipeline"
+ALONE = "in small sizes on a CPU, the transformer alone"  # images: tests have no pipelines of them
 BLOCKS = f"two blocks at real size with random weights on a GPU (`gpu_models.jsonl`); {SMALL}"
 HOW_FAR = {
     "WanTransformer3DModel": f"Wan2.1 in full size with random weights on a GPU; all {SMALL}",
@@ -34,8 +35,6 @@ HOW_FAR = {
     "LTX2VideoTransformer3DModel": f"2.5: {BLOCKS}",
     "Kandinsky5Transformer3DModel": f"Pro: {BLOCKS}",
     "CosmosTransformer3DModel": f"2.5: {BLOCKS}",
-    "QwenImageTransformer2DModel": "in small sizes on a CPU, the transformer alone",
-    "Flux2Transformer2DModel": "in small sizes on a CPU, the transformer alone",
 }
 TRAINED = (
     "the small trained model in the package",
@@ -86,7 +85,10 @@ def models() -> list[tuple[str, ...]]:
     def settings(row: ModelRow) -> str:
         return f"borrowed from {row.preset}" if row.borrows else row.preset
 
-    return [*((row.released, settings(row), HOW_FAR.get(name, SMALL)) for name, row in ROWS.items()), TRAINED]
+    def how_far(name: str, row: ModelRow) -> str:
+        return HOW_FAR.get(name, ALONE if row.image else SMALL)
+
+    return [*((row.released, settings(row), how_far(name, row)) for name, row in ROWS.items()), TRAINED]
 
 
 def verdict(entry: dict[str, Any] | None) -> str:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from parkattn.checks import expect_choice
 from parkattn.ops import Backend
+from parkattn.ops.attend.definition import ROUNDINGS
+from parkattn.ops.attend.tiles import HOPPER_HEAD_DIMS, TRITON_HEAD_DIMS
 from parkattn.settings import BACKENDS, Precision
 
-HEAD_DIMS = (64, 128, 256)
-HOPPER_HEAD_DIMS = (64, 128)
-INT8_HEAD_DIMS = (64, 128)
+INT8_HEAD_DIMS = TRITON_HEAD_DIMS["int8"]
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -38,15 +38,17 @@ def resolve(
 ) -> Backend:
     """The backend for q, k, v of this kind, or an error that names the one that would run.
 
-    Where it cannot take Q K^T in INT8 it takes it in the tensors' own dtype, and its reason says why.
+    Where it cannot take Q K^T in the precision it takes it in the tensors' own dtype, and its reason says why.
     """
     expect_choice("backend", name, BACKENDS)
+    expect_choice("precision", precision, ("bf16", *ROUNDINGS))
     chosen = name
     if name == "auto":
         chosen = "triton" if device.type == "cuda" else "reference"
     why = f"chosen by name (backend={name!r})" if name != "auto" else f"backend='auto' takes {chosen} on {device.type}"
     if chosen == "reference":
-        return _in_precision(Backend("reference", f"{why}: PyTorch definitions"), precision, _no_rounding(head_dim))
+        why_not = None if precision == "bf16" else _why_not_defined(precision, head_dim)
+        return _in_precision(Backend("reference", f"{why}: PyTorch definitions"), precision, why_not)
     kept = f"Q K^T in {str(dtype)[6:]}"
     if chosen == "flashinfer":
         from parkattn.ops.attend.flashinfer import flashinfer_package
@@ -54,20 +56,28 @@ def resolve(
         flashinfer_package()
         _attention_kernel(device, dtype, head_dim)
         reason = f"{why}: Triton kernels, attention in FlashInfer"
-        return _in_precision(Backend(chosen, reason), precision, f"{kept}, since FlashInfer's kernel has no INT8")
+        why_not = f"{kept}, since FlashInfer's kernel has no {precision.upper()}"
+        return _in_precision(Backend(chosen, reason), precision, why_not)
     hopper, because = _attention_kernel(device, dtype, head_dim)
+    why_not = _why_no_kernel(precision, head_dim)
+    if hopper and why_not is None and head_dim not in HOPPER_HEAD_DIMS.get(precision, ()):
+        hopper, because = False, f"the Hopper kernel has no {precision.upper()} with head dim {head_dim}"
     reason = f"{why}: Triton kernels, attention in {'Gluon' if hopper else 'Triton'} because {because}"
-    no_int8 = f"{kept} and not in INT8, whose kernels have head dims 64 and 128, not {head_dim}"
-    return _in_precision(
-        Backend(chosen, reason, hopper=hopper), precision, None if head_dim in INT8_HEAD_DIMS else no_int8
-    )
+    return _in_precision(Backend(chosen, reason, hopper=hopper), precision, why_not and f"{kept} and not {why_not}")
 
 
-def _no_rounding(head_dim: int) -> str | None:
-    if head_dim & (head_dim - 1) == 0:
+def _why_not_defined(precision: Precision, head_dim: int) -> str | None:
+    why_not = ROUNDINGS[precision].why_not(head_dim)
+    return why_not and f"Q K^T in the tensors' own dtype and not in {precision.upper()}, which is {why_not}"
+
+
+def _why_no_kernel(precision: Precision, head_dim: int) -> str | None:
+    dims = TRITON_HEAD_DIMS.get(precision, ())
+    if head_dim in dims:
         return None
-    own = "Q K^T in the tensors' own dtype and not in INT8, which is defined for head dims that are powers of two"
-    return f"{own}, not {head_dim}"
+    listed = " and ".join(map(str, dims))
+    has = f"whose kernels have head dims {listed}, not {head_dim}" if dims else "which has no kernel"
+    return f"in {precision.upper()}, {has}"
 
 
 def _in_precision(backend: Backend, precision: Precision, why_not: str | None) -> Backend:
@@ -75,7 +85,7 @@ def _in_precision(backend: Backend, precision: Precision, why_not: str | None) -
     if precision == "bf16":
         return backend
     taken = precision if why_not is None else backend.precision
-    reason = f"{backend.reason}; {why_not or 'Q K^T in INT8'}"
+    reason = f"{backend.reason}; {why_not or f'Q K^T in {precision.upper()}'}"
     return Backend(backend.name, reason, taken, backend.hopper)
 
 
@@ -96,7 +106,7 @@ def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
         raise TypeError(
             f"backend: expected bfloat16 or float16 for 'triton', got {dtype}; cast q, k, v or use backend='reference'."
         )
-    if head_dim not in HEAD_DIMS:
+    if head_dim not in TRITON_HEAD_DIMS["bf16"]:
         raise ValueError(
             f"backend: expected a head dim of 64, 128 or 256 for 'triton', got {head_dim}; use backend='reference'."
         )
@@ -113,7 +123,7 @@ def _attention_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
         )
     if (major, minor) != (9, 0):
         return False, f"the GPU is sm_{major}{minor}, not sm_90"
-    if head_dim not in HOPPER_HEAD_DIMS:
+    if head_dim not in HOPPER_HEAD_DIMS["bf16"]:
         return False, f"the Hopper kernel has head dims 64 and 128, not {head_dim}"
     from parkattn.ops.triton_versions import why_no_gluon
 

@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from parkattn.backend import INT8_HEAD_DIMS, resolve
 from parkattn.ops import Backend, attend
 from parkattn.ops.attend.definition import DefinedAttention, attend_with_lse
+from parkattn.ops.attend.tiles import HOPPER_HEAD_DIMS, TRITON_HEAD_DIMS
 from parkattn.ops.permute.definition import gather
 from parkattn.plan import Plan
 from parkattn.reuse import PlanStore
@@ -59,6 +60,17 @@ _DTYPES = (torch.bfloat16, torch.float16)
 def kernels_for(device: torch.device, dim: int) -> list[str]:
     """The attention kernels this device runs at this head dim; the first is what the Triton backend takes."""
     return ["gluon", "triton"] if resolve("triton", device, torch.bfloat16, dim).hopper else ["triton"]
+
+
+def in_precisions(kernels: list[str], dim: int) -> dict[str, Backend]:
+    """Label -> backend: each of `kernels_for` in every precision that it has at this head dim."""
+    found = {}
+    for kernel, precision in itertools.product(kernels, PRECISIONS):
+        dims = HOPPER_HEAD_DIMS if kernel == "gluon" else TRITON_HEAD_DIMS
+        if dim in dims.get(precision, ()):
+            label = kernel if precision == "bf16" else f"{kernel} {precision}"
+            found[label] = backend_of(kernel, precision)
+    return found
 
 
 def backend_of(kernel: str, precision: Precision = "bf16") -> Backend:
@@ -192,11 +204,7 @@ def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, everything: bo
 
     calls: dict[str, tuple[str, Call]] = {}
     kernels = kernels_for(q.device, q.shape[-1])
-    for kernel, precision in itertools.product(kernels if everything else kernels[:1], PRECISIONS):
-        if precision == "int8" and q.shape[-1] not in INT8_HEAD_DIMS:
-            continue
-        ours = backend_of(kernel, precision)
-        label = kernel if precision == "bf16" else f"{kernel} int8"
+    for label, ours in in_precisions(kernels if everything else kernels[:1], q.shape[-1]).items():
         calls[label] = label, partial(reuse, ours, False)
         calls[f"{label} compensated"] = label, partial(reuse, ours, True)
     try:
@@ -222,7 +230,7 @@ def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
     """Query rows and keys of a tile at head dim 128, and the rows that a part of it is rounded to."""
     tiles = importlib.import_module("parkattn.ops.attend.tiles")
     if kernel.startswith("gluon"):
-        tile = tiles.gluon_tile(128) if kernel == "gluon" else tiles.int8_tile(128, 512, True)
+        tile = tiles.int8_tile(128, 512, True) if kernel.endswith("int8") else tiles.gluon_tile(128)
         return 64 * tile.groups, tile.keys, 64
     tile = tiles.triton_tile(128, tiles.arch_or_hopper(device), int8=kernel.endswith("int8"))
     return tile.queries, tile.keys, tile.queries

@@ -1,4 +1,4 @@
-"""One command for people with any NVIDIA card: our kernels in both precisions beside PyTorch's attention and
+"""One command for people with any NVIDIA card: our kernels in every precision beside PyTorch's attention and
 SageAttention's.
 
 Sizes are those of a 480p video and fit 8 GB. Errors are relative, on sampled rows, against float64 of the same inputs
@@ -25,7 +25,7 @@ from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sag
 from parkattn.plan import Plan
 from parkattn.segments import segment_mean
 from parkattn.settings import KEY_GRANULE, PRECISIONS, QUERY_TILE
-from parklab.bench.attend import backend_of, kernels_for
+from parklab.bench.attend import in_precisions, kernels_for
 from parklab.bench.official import BF16_ERROR, INT8_ERROR
 from parklab.bench.problems import TINY, WAN_14B, Shape, mixture, random_plan
 from parklab.bench.timing import free_memory, gpu_environment, steady_ms
@@ -36,6 +36,7 @@ HEADS = (40, 24, 12, 6, 3)  # the most that fit
 TENSORS = 12  # q, k, v and out, gathered copies, and what other packages copy
 SAMPLED_HEADS, SAMPLED_ROWS = 4, 32
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ERRORS = {"int8": INT8_ERROR}
 COLUMNS = ("dtype", "work", "kernel", "ms", "tflops", "ratio", "error")
 
 
@@ -138,12 +139,13 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 
 
 def _engines(q: Tensor, device: torch.device) -> Iterator[tuple[str, Backend]]:
-    """Our kernels that this device runs, in both precisions; Hopper's first, then the plain one."""
-    definition = device.type != "cuda" and not _interpreted()
-    for kernel in ("definition",) if definition else kernels_for(device, q.shape[-1]):
-        for precision in PRECISIONS:
-            name = kernel if precision == "bf16" else f"{kernel} int8"
-            yield name, Backend("reference", "rehearsal", precision) if definition else backend_of(kernel, precision)
+    """Our kernels that this device runs, in every precision that they have; Hopper's first, then the plain one."""
+    if device.type == "cuda" or _interpreted():
+        yield from in_precisions(kernels_for(device, q.shape[-1]), q.shape[-1]).items()
+        return
+    for precision in PRECISIONS:
+        name = "definition" if precision == "bf16" else f"definition {precision}"
+        yield name, Backend("reference", "rehearsal", precision)
 
 
 def _measured(row: Row, density: float, q: Tensor, k: Tensor, v: Tensor, repeats: int) -> dict[str, Any]:
@@ -185,7 +187,8 @@ def sampled_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Plan | Non
 
 
 def _allowed(kernel: str) -> float:
-    return INT8_ERROR if kernel.endswith("int8") else BF16_ERROR
+    """A precision's own bar, by the last word of the label."""
+    return ERRORS.get(kernel.split()[-1], BF16_ERROR)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

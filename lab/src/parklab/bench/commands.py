@@ -240,8 +240,8 @@ def e2e(
         "attention, products and rest of a reuse forward in seconds"
     )
     bits = "one forward of each kind in each precision; 50 steps against stock dense in bfloat16"
-    titles = {"int8": bits}
-    title = titles.get(precision, linears if float8 else paper if profile == "paper" else anchored)
+    plain = linears if float8 else paper if profile == "paper" else anchored
+    title = plain if precision == "bf16" else bits
     table = Table(*columns_of(options), title=title)
     for row in rows:
         table.add_row(*row)

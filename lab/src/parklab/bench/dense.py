@@ -24,7 +24,7 @@ from parkattn.ops.residual.definition import add_residual, factor
 from parkattn.park import ParkConfig
 from parkattn.planned import sampled_error
 from parkattn.reuse import History, PlanStore
-from parkattn.settings import LONG_VIDEO, PRECISIONS
+from parkattn.settings import LONG_VIDEO, PRECISIONS, Precision
 from parkattn.site import CallSite, SiteKey
 from parklab.bench.attend import dense_calls
 from parklab.bench.problems import (
@@ -46,7 +46,8 @@ RANK, QUERY_TILE = ParkConfig.profile("fast").rank_for(LONG_VIDEO), ParkConfig.P
 HERE = SiteKey("transformer", 0, "")
 DENSITY = 0.10
 RUN_STEPS = 50
-DENSE_BAR, INT8_BAR, RESIDUAL_BAR = 0.81, 0.64, 0.03
+DENSE_BARS: dict[Precision, float] = {"bf16": 0.81, "int8": 0.64}
+RESIDUAL_BAR = 0.03
 
 
 def gate(device: torch.device, *, rehearse: bool = False, full: bool = False) -> Iterator[Case]:
@@ -204,13 +205,14 @@ def measure(
     rehearse: bool = False,
 ) -> Iterator[dict[str, Any]]:
     shape = TINY if rehearse else WAN_14B
-    ours, int8 = (resolve("triton", device, torch.bfloat16, shape.dim, precision) for precision in PRECISIONS)
+    ours, *rounded = _in_precisions(device, shape.dim)
     plan = random_plan(shape, DENSITY, device, multiples=(64, 32))
     q, k, v = rows(shape, device)
     together = [x.contiguous() for x in (q, k, v)]
     calls: dict[str, Call] = dict(dense_calls(q, k, v))
     calls["ours"] = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=None)
-    calls["ours, int8"] = partial(attend.over_all, int8, q, k, v, scale=None, key_valid=None)
+    for other in rounded:
+        calls[f"ours, {other.precision}"] = partial(attend.over_all, other, q, k, v, scale=None, key_valid=None)
     if why_no_sage(q, k, v) is None:
         calls[f"sageattention {sage_version()}"] = partial(attend_dense_sage, q, k, v, scale=None)
     calls["ours, rows of a head together"] = partial(attend.over_all, ours, *together, scale=None, key_valid=None)
@@ -227,12 +229,12 @@ def measure(
         "tiles": tiled_plan(plan, QUERY_TILE, apart=False),
         "tiles apart": tiled_plan(plan, QUERY_TILE, apart=True),
     }
-    for name, other in tiled.items():
-        calls[f"{reuse}, {name}"] = partial(attend.over_kept, ours, q, k, v, other, scale=None, compensate=True)
+    for name, cut in tiled.items():
+        calls[f"{reuse}, {name}"] = partial(attend.over_kept, ours, q, k, v, cut, scale=None, compensate=True)
         beside[f"{reuse}, {name}"] = reuse
-    for name, other in {"blocks": plan, "tiles": tiled["tiles"]}.items():
+    for name, cut in {"blocks": plan, "tiles": tiled["tiles"]}.items():
         held = PlanStore()
-        held.put(HERE, other, 0)
+        held.put(HERE, cut, 0)
         calls[f"{name} out of the store"] = partial(held.get, HERE, ours)
         beside[f"{name} out of the store"] = reuse
     case = "tiny" if rehearse else "wan2.1-14b"
@@ -241,18 +243,25 @@ def measure(
     free_memory()
 
     shape = TINY if rehearse else HUNYUAN._replace(tokens=HUNYUAN.tokens + 256)
-    ours, int8 = (resolve("triton", device, torch.bfloat16, shape.dim, precision) for precision in PRECISIONS)
+    ours, *rounded = _in_precisions(device, shape.dim)
     q, k, v = rows(shape, device)
     valid = torch.arange(shape.tokens, device=device)[None] < shape.tokens - shape.tokens // 600
     padded: dict[str, Call] = {
         "without a mask": next(iter(dense_calls(q, k, v).values())),
         "stock, with a mask": partial(dense_attention, q, k, v, key_valid=valid),
         "ours, padded": partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid),
-        "ours, int8, padded": partial(attend.over_all, int8, q, k, v, key_valid=valid),
     }
+    for other in rounded:
+        padded[f"ours, {other.precision}, padded"] = partial(attend.over_all, other, q, k, v, key_valid=valid)
     case = "tiny, padded" if rehearse else "hunyuan, padded"
     yield from _timed(case, shape, padded, dict.fromkeys(padded, 1.0), repeats, {}, None)
     free_memory()
+
+
+def _in_precisions(device: torch.device, dim: int) -> list[Backend]:
+    """bf16 first; a precision that has no kernel here has no row."""
+    found = [resolve("triton", device, torch.bfloat16, dim, precision) for precision in PRECISIONS]
+    return [backend for precision, backend in zip(PRECISIONS, found, strict=True) if backend.precision == precision]
 
 
 def _timed(
@@ -286,9 +295,11 @@ def _timed(
 
 
 def _bar_of(label: str) -> float | None:
+    """A precision without a bar of its own has none."""
     if label == "add residual":
         return RESIDUAL_BAR
-    return (INT8_BAR if "int8" in label else DENSE_BAR) if label.startswith("ours") else None
+    rounded: Precision = next((name for name in PRECISIONS if f", {name}" in label), "bf16")
+    return DENSE_BARS.get(rounded) if label.startswith("ours") else None
 
 
 @contextlib.contextmanager

@@ -281,7 +281,7 @@ class SectionOptions:
         expect_choice("precision", self.precision, PRECISIONS)
         if eight_bits and (self.compiled or not anchored):
             raise ValueError(
-                "precision: expected --profile fast or quality beside int8, without --compiled; add --profile fast."
+                "precision: expected --profile fast or quality beside it, without --compiled; add --profile fast."
             )
         beside = {"--full": self.full, "--compiled": self.compiled, "--profile": anchored}
         if self.float8 and any(beside.values()) and not eight_bits:

@@ -2,7 +2,7 @@
 
     park bench e2e --profile fast --precision int8 [--float8] --only wan2.1-14b --record FILE
 
-Every kind of forward of a profile, once for each precision; with --float8 the INT8 ones again with float8 linears. Runs
+Every kind of forward of a profile, in bf16 and in the precision; with --float8 the latter again with float8 linears. Runs
 of 50 steps are composed of them, and compared with stock diffusers and with its blocks compiled, both in bfloat16 and
 timed beside them. `quality` computes more than `fast` in a reuse step, so its reuse is timed at a density of its own.
 """
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from parkattn.settings import PRECISIONS
 from parklab.bench.e2e import (
     Keep,
     PreparedModel,
@@ -52,23 +51,23 @@ QUALITY_PHASES = ("anchor", "reuse")
 def run_bits(
     name: str, model: WholeModel, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float]
 ) -> None:
-    """One model's section: baselines, each precision, and float8 linears."""
-    profile = options.profile
+    """One model's section: baselines, bf16 and the precision, and float8 linears."""
+    profile, precision = options.profile, options.precision
     prepared = prepare_profile(model, device, profile, DENSITY if options.density is None else options.density)
     ready = prepared.ready
     quality = replace(ready, top_k=find_top_k(ready.transformer, ready.inputs, model, QUALITY_DENSITY))
-    compile_phases(ready, timed_config(ready, profile).replace(precision="int8"), PHASES_TIMED)
+    compile_phases(ready, timed_config(ready, profile).replace(precision=precision), PHASES_TIMED)
     ends = time.monotonic() + turn()
 
     def note(part: dict[str, Any]) -> None:
         keep({"model": name, "profile": profile, **part})
 
     baselines = time_baselines(prepared, note)
-    for precision in PRECISIONS:
-        note(measure_bits(ready, quality, profile, precision, "bfloat16", baselines, note))
+    for taken in ("bf16", precision):
+        note(measure_bits(ready, quality, profile, taken, "bfloat16", baselines, note))
     left = ends - time.monotonic()
     if options.full and name == "wan2.1-1.3b":
-        config = profile_config(model, profile, ready.top_k, precision="int8")
+        config = profile_config(model, profile, ready.top_k, precision=precision)
         how: dict[str, Any] = {"config": config, "benchmark": "e2e bits run"}
         for line in whole_run(ready, seconds=left, rehearse=options.rehearse, **how):
             note(line)
@@ -77,8 +76,8 @@ def run_bits(
         torch._dynamo.reset()  # graphs of the other linears
         made = make_float8(ready.transformer, device)
         ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, model, device)
-        compile_phases(ready, timed_config(ready, profile).replace(precision="int8"), PHASES_TIMED)
-        note({"made_by": made, **measure_bits(ready, quality, profile, "int8", "float8", baselines, note)})
+        compile_phases(ready, timed_config(ready, profile).replace(precision=precision), PHASES_TIMED)
+        note({"made_by": made, **measure_bits(ready, quality, profile, precision, "float8", baselines, note)})
 
 
 def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:

@@ -11,6 +11,7 @@ Seconds are composed of measured forwards (`studio.gain`), with the steps of eac
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 from parkattn.models import SIZES
 from parkattn.park import ParkConfig
+from parkattn.settings import PRECISIONS
 from parklab.bench.frontier import DENSE, Setting
 from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments.evaluation import FLOORS, named_cell
@@ -154,16 +156,14 @@ def _family(name: str) -> str | None:
         return METHODS_ALONE if asked.config is None and not asked.changes else None
     if asked.config is None or asked.steps or asked.changes.keys() - {"tolerance", "precision"}:
         return None
-    parts = [asked.config, *(["int8"] if asked.changes.get("precision") == "int8" else [])]
+    precision = asked.changes.get("precision", "bf16")
+    parts = [asked.config, *([] if precision == "bf16" else [precision])]
     return ", ".join([*parts, *(["forecasts"] if asked.changes.get("tolerance") else [])])
 
 
 def _families() -> list[str]:
-    own = [
-        f"{profile}{more}"
-        for profile in ParkConfig.PROFILES
-        for more in ("", ", forecasts", ", int8", ", int8, forecasts")
-    ]
+    rounded = ["", *(f", {precision}" for precision in PRECISIONS if precision != "bf16")]
+    own = ["".join(parts) for parts in itertools.product(ParkConfig.PROFILES, rounded, ("", ", forecasts"))]
     return [
         FEWER,
         *CACHES.values(),
@@ -188,9 +188,10 @@ def _seconds(own: Row, model: str, name: str, found: Mapping[Place, Row], steps:
         attention = (whole - plain["seconds"]["reuse"]) / (1 - plain["density"]["reuse"])
         cost = statistics.fmean(row["cost"] for row in rows)
         return steps * (whole - attention * (1 - cost)), "estimated"
-    profile = own["profiles"].get(" ".join(filter(None, (asked.config, asked.changes.get("precision")))))
+    precision = asked.changes.get("precision")
+    profile = own["profiles"].get(" ".join(filter(None, (asked.config, precision))))
     if profile is None:
-        return None, "not measured: no forward in INT8"
+        return None, f"not measured: no forward in {str(precision).upper()}"
     steps_of: list[Any] = [row.get("steps_by_phase") for row in rows]
     known = {*profile["seconds"], FORECAST}
     if not all(isinstance(found, dict) and {phase for phase in found if found[phase]} <= known for found in steps_of):

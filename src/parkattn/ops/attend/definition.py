@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from parkattn.checks import expect_choice
 from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import Blocks, Plan
 from parkattn.segments import compute_dtype, segment_mean
@@ -40,6 +41,13 @@ class Rounding(NamedTuple):
     mean: Tensor  # [... 1 d], of the turned keys of a head
     step: Tensor  # [... 1 1]
 
+    @staticmethod
+    def why_not(head_dim: int) -> str | None:
+        """Why rows of this length cannot be rounded; None where they can."""
+        if head_dim & (head_dim - 1) == 0:
+            return None
+        return f"defined for head dims that are powers of two, not {head_dim}"
+
     @classmethod
     def of_keys(cls, k: Tensor) -> Self:
         turned = _turned(k)
@@ -53,6 +61,18 @@ class Rounding(NamedTuple):
     def queries(self, q: Tensor) -> Tensor:
         turned = _turned(q)
         return _nearest(turned, turned.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_REACH) / LEVELS)
+
+
+ROUNDINGS: dict[Precision, type[Rounding]] = {"int8": Rounding}
+"""How q and k are rounded in each precision but bf16, which stands for the tensors' own dtype."""
+
+
+def rounding_of(precision: Precision) -> type[Rounding] | None:
+    """None: q and k stay as they are."""
+    if precision == "bf16":
+        return None
+    expect_choice("precision", precision, ("bf16", *ROUNDINGS))
+    return ROUNDINGS[precision]
 
 
 def _nearest(x: Tensor, step: Tensor) -> Tensor:
@@ -147,8 +167,8 @@ def dense_attention(
 ) -> Tensor:
     """softmax(Q K^T scale) V (eq. full_attention); key_valid [b m] is True where a key may be attended."""
     allowed = None if key_valid is None else key_valid[:, None, None, :]
-    if precision == "int8":
-        rounding = Rounding.of_keys(k)
+    if (kind := rounding_of(precision)) is not None:
+        rounding = kind.of_keys(k)
         rows, keys = rounding.queries(q), rounding.keys(k)
         return scaled_dot_product_attention(rows, keys, v.to(rows.dtype), attn_mask=allowed, scale=scale).to(q.dtype)
     return scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
@@ -168,12 +188,12 @@ def _query_blocks(
     """For each query block that has work: where it goes, its queries, its keys and values, and the log weights of the
     stand-ins.
     """
-    starts, key_sizes = queries.offsets.tolist(), keys.sizes
+    starts, key_sizes, kind = queries.offsets.tolist(), keys.sizes, rounding_of(precision)
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
         stand_ins = None if compensate is None else _stand_ins(k[b, h], v[b, h], key_sizes[b, h])
         head_rows, head_keys, head_values = q[b, h], k[b, h], v[b, h]
-        if precision == "int8":
-            rounding = Rounding.of_keys(k[b, h])
+        if kind is not None:
+            rounding = kind.of_keys(k[b, h])
             head_rows, head_keys = rounding.queries(q[b, h]), rounding.keys(k[b, h])
             head_values = head_values.to(head_keys.dtype)
             stand_ins = None if stand_ins is None else (rounding.keys(stand_ins[0]), *stand_ins[1:])

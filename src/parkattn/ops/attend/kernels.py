@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.checks import shape_of
+from parkattn.checks import expect_choice, shape_of
 from parkattn.plan import Blocks, Plan
 from parkattn.settings import Precision
 
 from ..permute import triton as permute
 from ..residual.triton import merge_parts
 from ..rows import expect_dense_rows
+from .tiles import HOPPER_HEAD_DIMS, TRITON_HEAD_DIMS
 from .triton import attend_ragged
+
+KEY_ROUNDINGS: dict[Precision, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"int8": permute.key_rounding}
+"""The rounding that `permute.round_rows` and `gather_with_means` take, in each precision but bf16."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class AttentionKernel:
 
     hopper: bool
     precision: Precision = "bf16"
+
+    def __post_init__(self) -> None:
+        expect_choice("precision", self.precision, HOPPER_HEAD_DIMS if self.hopper else TRITON_HEAD_DIMS)
 
     def over_kept(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool
@@ -101,8 +108,7 @@ class AttentionKernel:
         if key_valid is not None:
             order = (~key_valid).to(torch.uint8).argsort(stable=True).int()[:, None].expand(b, h, m).contiguous()
             counts = key_valid.sum(-1, dtype=torch.int32)[:, None].expand(b, h).flatten().contiguous()
-        if self.precision == "int8":
-            rounding = permute.key_rounding(k)
+        if (rounding := self._key_rounding(k)) is not None:
             (rows, row_steps), (keys, step) = permute.round_rows(q, None), permute.round_rows(k, order, rounding)
             steps = row_steps, step / d
         else:
@@ -127,9 +133,8 @@ class AttentionKernel:
         order, key_order = (None if x is None else x.contiguous() for x in (plan.queries.order, plan.keys.order))
         token_of_row = None if order is None else order.view(b * h, -1)
         keys, values, means = k, v, []
-        int8 = self.precision == "int8"
-        rounding = permute.key_rounding(k) if int8 else None
-        if int8 and compensate:
+        rounding = self._key_rounding(k)
+        if rounding is not None and compensate:
             sorted_already = torch.arange(m, dtype=torch.int32, device=k.device).expand(b, h, m)
             key_order = sorted_already.contiguous() if key_order is None else key_order
             keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous(), rounding)
@@ -174,6 +179,9 @@ class AttentionKernel:
             return found
 
         return over, stand_ins
+
+    def _key_rounding(self, k: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None if self.precision == "bf16" else KEY_ROUNDINGS[self.precision](k)
 
     def _expect_attendable(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         expect_dense_rows(q=q, k=k, v=v)

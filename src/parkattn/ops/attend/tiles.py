@@ -6,6 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from parkattn.settings import Precision
+
+# the head dims that each attention kernel has in a precision; a precision that is not here has no kernel
+TRITON_HEAD_DIMS: dict[Precision, tuple[int, ...]] = {"bf16": (64, 128, 256), "int8": (64, 128)}
+HOPPER_HEAD_DIMS: dict[Precision, tuple[int, ...]] = {"bf16": (64, 128), "int8": (64, 128)}
+
 
 class TritonTile(NamedTuple):
     """queries x keys per step, warps, software-pipeline stages"""

@@ -22,16 +22,20 @@ from .worklist import WIDE, build_worklist, head_groups, heads_at_once
 @triton.jit
 def _attend_keys(
     q, acc, m, z, k_head, v_head, rows, bias, stride_kn, stride_vn, factor, unit, D: tl.constexpr, MASKED: tl.constexpr,
-    INT8: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step over the keys in `rows`; bias is added to the scores when MASKED.
 
-    factor: what a score is multiplied by, `unit` for all, or with INT8 one for each row.
+    factor: what a score is multiplied by, `unit` for all, or with STEPS one for each row.
     """
     column = tl.arange(0, D)
     k = tl.load(k_head + rows.to(tl.int64)[:, None] * stride_kn + column[None, :])
-    if INT8:
-        s = dot_int8(q, tl.trans(k)).to(tl.float32) * factor[:, None]
+    if STEPS:
+        if q.dtype == tl.int8:
+            s = dot_int8(q, tl.trans(k)).to(tl.float32)
+        else:
+            s = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+        s *= factor[:, None]
         if MASKED:
             s += (bias * unit)[None, :]
         top = tl.maximum(m, tl.max(s, 1))
@@ -43,7 +47,7 @@ def _attend_keys(
     shift = top
     if MASKED:  # a row that has seen no valid key yet
         shift = tl.where(top == -float("inf"), 0.0, top)
-    if not INT8:
+    if not STEPS:
         s *= factor
     p = tl.exp2(s - shift[:, None])
     decay = tl.exp2(m - shift)
@@ -59,11 +63,12 @@ def attend_kernel(
     k_steps, heads, n, m_keys, kb, wide_width, tails_width, bias_width,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
     stride_oh, stride_on, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-    TAIL: tl.constexpr, GATHER_Q: tl.constexpr, COMPENSATE: tl.constexpr, LSE: tl.constexpr, INT8: tl.constexpr,
+    TAIL: tl.constexpr, GATHER_Q: tl.constexpr, COMPENSATE: tl.constexpr, LSE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """out_i = sum_j exp(q_i k_j scale) v_j / sum_j exp(q_i k_j scale) over the keys j that i's block keeps.
 
-    INT8: q and k are whole numbers of steps, one step per query row and one per head of keys; q is in block order.
+    STEPS: q and k are multiples of steps, one step per query row and one per head of keys; q is in block order. The
+    element type decides the product.
     Grid: the most query tiles there can be; programs past count[0] leave at once. Traffic per program: its query rows
     once, 4 d bytes per listed key (from L2: programs run head by head).
     """
@@ -88,7 +93,7 @@ def attend_kernel(
     if GATHER_Q:
         token = tl.load(query_order + head * n + row).to(tl.int64)
     factor = unit
-    if INT8:
+    if STEPS:
         factor = unit * tl.load(k_steps + head) * tl.load(q_steps + head * n + row)
     else:
         row = token
@@ -104,14 +109,14 @@ def attend_kernel(
     for j in range(wide_tiles):
         key_rows = tl.load(wide + j * (KEYS // WIDE) + key // WIDE) + key % WIDE
         acc, m, z = _attend_keys(
-            q_tile, acc, m, z, k_head, v_head, key_rows, no_bias, stride_kn, stride_vn, factor, unit, D, False, INT8
+            q_tile, acc, m, z, k_head, v_head, key_rows, no_bias, stride_kn, stride_vn, factor, unit, D, False, STEPS
         )
     for j in range(all_tiles - wide_tiles):
         piece = tl.load(tails + j * (KEYS // TAIL) + key // TAIL)
         key_rows = tl.minimum((piece >> 5) + key % TAIL, m_keys - 1)
         cut = tl.where(key % TAIL < (piece & 31), 0.0, -float("inf"))
         acc, m, z = _attend_keys(
-            q_tile, acc, m, z, k_head, v_head, key_rows, cut, stride_kn, stride_vn, factor, unit, D, True, INT8
+            q_tile, acc, m, z, k_head, v_head, key_rows, cut, stride_kn, stride_vn, factor, unit, D, True, STEPS
         )
     if COMPENSATE:
         for j in range((kb + KEYS - 1) // KEYS):
@@ -119,7 +124,7 @@ def attend_kernel(
             stand_in = tl.load(bias + list_id * bias_width + block)
             acc, m, z = _attend_keys(q_tile, acc, m, z, centroids + head * kb * D, mean_values + head * kb * D,
                                      tl.minimum(block, kb - 1), stand_in, D, D, factor, unit, D, True,
-                                     INT8)  # fmt: skip
+                                     STEPS)  # fmt: skip
     total = tl.where(z == 0, 1.0, z)  # a row without keys: acc is 0
     # said in other words than where q was read, or registers would hold it during the loops
     token = first + i
@@ -141,21 +146,21 @@ def attend_ragged(
     steps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention over the kept blocks; q [bh n d] or [b h n d], k, v likewise with m, any strides, the last one 1; bf16
-    or fp16, d 64, 128 or 256, INT8 64 or 128.
+    or fp16, d 64, 128 or 256, int8 64 or 128.
 
     k and v are in block order. So is q without query_order; with it, int32 [bh n], q is read and `out` and lse are
     written in token order. Offsets int32 [bh qb+1], [bh kb+1]; mask bool [bh qb kb]; compensate bool [bh kb] with
     centroids, mean_values [bh kb d] adds skipped flagged blocks through one stand-in key each, with log n or pair_bias
     fp32 [bh qb kb] added to its score. lse is fp32 [bh n]. Heads whose lists do not fit `worklist.SCRATCH_LIMIT`
-    together are computed one group after the other. steps, fp32 [bh n] and [bh]: q, k and centroids are int8, all in
-    block order, and what 1 stands for in a row of q and in k. scale must be positive. Rows of k and v beside a kept
-    block are read and weighted 0: they and their scores must be finite.
+    together are computed one group after the other. steps, fp32 [bh n] and [bh]: what 1 stands for in
+    a row of q and in k; q, k and centroids are all in block order, int8 or as otherwise. scale must be positive. Rows
+    of k and v beside a kept block are read and weighted 0: they and their scores must be finite.
     """
     q4, k4, v4 = (x if x.ndim == 4 else x[None] for x in (q, k, v))
     batch, heads, n, d = q4.shape
     bh, m = batch * heads, k4.shape[2]
     scale = d**-0.5 if scale is None else scale
-    tile = tile or triton_tile(d, arch_or_hopper(q.device), int8=steps is not None)
+    tile = tile or triton_tile(d, arch_or_hopper(q.device), int8=q.dtype == torch.int8)
     out = torch.empty_like(q, dtype=v.dtype) if out is None else out
     o4 = out if out.ndim == 4 else out[None]
     lse = torch.empty(bh, n, dtype=torch.float32, device=q.device) if with_lse else None
@@ -196,5 +201,5 @@ def _attend_heads(
         work.tails.shape[1], 0 if work.bias is None else work.bias.shape[1], *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *out.stride()[:3], D=d, QUERIES=tile.queries, KEYS=tile.keys, WIDE=WIDE, TAIL=8,
         GATHER_Q=query_order is not None, COMPENSATE=compensate is not None, LSE=lse is not None,
-        INT8=q_steps is not None, num_warps=tile.warps, num_stages=tile.stages, **FP_FUSION,
+        STEPS=q_steps is not None, num_warps=tile.warps, num_stages=tile.stages, **FP_FUSION,
     )  # fmt: skip
