@@ -2,9 +2,10 @@
 
     park bench e2e --profile fast --precision int8 [--float8] --only wan2.1-14b --record FILE
 
-Every kind of forward of a profile, in bf16 and in the precision; with --float8 the latter again with float8 linears. Runs
-of 50 steps are composed of them, and compared with stock diffusers and with its blocks compiled, both in bfloat16 and
-timed beside them. `quality` computes more than `fast` in a reuse step, so its reuse is timed at a density of its own.
+Every kind of forward of a profile, in bf16 and in the precision; with --float8 the latter again with float8 linears.
+Runs of 50 steps are composed of them, and compared with stock diffusers and with its blocks compiled, both in
+bfloat16 and timed beside them. `quality` computes more than `fast` in a reuse step, so its reuse is timed at a
+density of its own.
 """
 
 from __future__ import annotations
