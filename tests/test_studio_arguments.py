@@ -12,7 +12,7 @@ from fuzz_calls import ONE_LINE
 from parkattn.methods import configured_method
 from parklab import cli
 from parklab.sprites.grammar import EXAMPLE
-from parklab.studio import checkpoints, commands, compare, generate
+from parklab.studio import checkpoints, commands, compare, generate, terminal
 
 CASES = {
     "a seed no generator takes": (["generate", EXAMPLE, "--seed", str(2**64)], "seed: expected", str(2**64)),
@@ -116,6 +116,7 @@ CASES = {
 
 
 def refusal(monkeypatch, capsys, words):
+    monkeypatch.setattr(terminal, "LONG", 3600)  # a busy machine is slow, which is said too
     monkeypatch.setattr(sys, "argv", ["park", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
         cli.main()

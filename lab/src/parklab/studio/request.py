@@ -83,6 +83,7 @@ class Request:
 def prepare(request: Request) -> tuple[Request, Path]:
     """The request with everything filled in that can be known without loading the model, and the model's folder."""
     folder = checkpoints.find_model(request.model)
+    expect_settings(request)
     device = checkpoints.choose_device(request.device)
     filled: dict[str, Any] = {
         "device": device,
@@ -99,16 +100,13 @@ def prepare(request: Request) -> tuple[Request, Path]:
         filled["quantise_hash"] = judge_quantise(request.quantise, device, folder)
     if checkpoints.is_shipped(folder):
         filled |= {name: value for name, value in SHIPPED.items() if getattr(request, name) is None}
-    for name, least in (
-        ("steps", 1),
-        ("fps", 1),
-        ("frames", 1),
-        ("height", 1),
-        ("width", 1),
-        ("text_tokens", 1),
-        ("seed", 0),
-    ):
-        value = filled.get(name, getattr(request, name))
+    return dataclasses.replace(request, **filled, file_hashes=named_files(request.changes)), folder
+
+
+def expect_settings(request: Request) -> None:
+    """What needs no file of the model to be judged is judged before its gigabytes are read."""
+    for name in ("steps", "fps", "frames", "height", "width", "text_tokens", "seed"):
+        value, least = getattr(request, name), 0 if name == "seed" else 1
         if value is not None and value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}; raise it.")
         if value is not None and value > MOST.get(name, LARGEST_COUNT):
@@ -118,7 +116,6 @@ def prepare(request: Request) -> tuple[Request, Path]:
     if request.preset is not None:
         expect_profile(request.method, request.preset)
     configured_method(studied_entry(request.method), request.preset, **request.changes)
-    return dataclasses.replace(request, **filled, file_hashes=named_files(request.changes)), folder
 
 
 def named_files(changes: Mapping[str, Any]) -> dict[str, str]:
