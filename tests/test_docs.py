@@ -292,7 +292,7 @@ def test_pictures_of_the_concepts_are_what_their_tool_draws():
     pytest.importorskip("diffusers")
     concepts_page = import_module("concepts_page")
 
-    drawn = {*concepts_page.DRAWN, "gpu_scaling", "frontier", "run"}
+    drawn = {*concepts_page.DRAWN, "gpu_scaling", "frontier", "run", "caches"}
     assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == drawn
     for name in ("reuse", "anchors"):  # the others are computed from a video, in minutes
         assert described(DOCS / f"pictures/{name}.svg") == concepts_page.DRAWN[name]().description
@@ -311,9 +311,16 @@ def test_the_picture_of_the_scaling_is_that_of_its_records():
     assert drawn == fits, "run park bench scaling with --plot"
 
 
-@pytest.mark.parametrize(("tool", "name"), [("frontier_picture", "frontier"), ("run_picture", "run")])
-def test_the_pictures_of_frontiers_are_those_of_their_records(tool, name, tmp_path):
-    import_module(tool).draw().write(tmp_path / "it.svg")
+@pytest.mark.parametrize(
+    ("tool", "draw", "name"),
+    [
+        ("frontier_picture", "draw", "frontier"),
+        ("run_picture", "draw", "run"),
+        ("run_picture", "draw_caches", "caches"),
+    ],
+)
+def test_the_pictures_of_frontiers_are_those_of_their_records(tool, draw, name, tmp_path):
+    getattr(import_module(tool), draw)().write(tmp_path / "it.svg")
     stored = (DOCS / f"pictures/{name}.svg").read_text()
     assert (tmp_path / "it.svg").read_text() == stored, f"run python tools/{tool}.py"
 

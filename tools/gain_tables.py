@@ -41,7 +41,7 @@ def gains() -> str:
             f"{MODELS[model]}, {frames} frames, {height}p", f"{steps} x {each}",
             *(f"{s:,.0f} s" for s in run["dense_s"].values()),
             *(f"{park['seconds']:,.0f} s, {park['speedup']['compiled']:.2f}x "
-              f"({park['speedup']['stock']:.2f}x){', estimated' * park['estimated']}"
+              f"({park['speedup']['own kernel']:.2f}x){', estimated' * park['estimated']}"
               for park in (run["profiles"][name] for name in ("paper", "quality", "fast"))),
         ))  # fmt: skip
     return page_table(

@@ -37,9 +37,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RECORDS = ROOT / "benchmarks/results/gpu_methods.jsonl"
-FRONTIER = ROOT / "benchmarks/results/frontier.jsonl"
-FEW_STEPS = ROOT / "benchmarks/results/frontier_few_steps.jsonl"
+RESULTS = ROOT / "benchmarks/results"
+RECORDS = RESULTS / "gpu_methods.jsonl"
+# a later line replaces an earlier one
+FRONTIER = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl")
+FEW_STEPS = ("few_steps.jsonl",)
+PLACE = ("frames", "height", "width", "steps", "guidance", "prompt", "seed", "setting")
 INDEX = """# Methods
 
 PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
@@ -58,14 +61,14 @@ A profile is the dial between speed and quality: `parkattn.enable(pipe, "fast")`
 MEASURED = """## What they give
 
 PSNR against the video of dense attention, in the small model (`python -m parklab.bench.frontier`,
-`benchmarks/results/frontier.jsonl`). A video of 720p has 75,600 tokens. "Attention computed" is that of the whole
+`frontier.jsonl`, `run_75600.jsonl` and `run_7168.jsonl` in `benchmarks/results`). A video of 720p has 75,600 tokens. "Attention computed" is that of the whole
 run, dense steps included; "gain" is the PSNR above `paper` on the same prompts. "Other settings" are those of the
 record where the profile has changed since.
 """
 MEASURED_FEW_STEPS = """## What they give in few steps
 
 The same with the small model's LoRA for few steps (`--lora few-steps`, its card: `parklab/sprites/few_steps`), which
-needs no guidance (`benchmarks/results/frontier_few_steps.jsonl`).
+needs no guidance (`benchmarks/results/few_steps.jsonl`).
 """
 HEADING = """| tokens | steps | guidance | profile | videos | attention computed | PSNR | gain | worst video | other settings |
 |---|---|---|---|---|---|---|---|---|---|"""
@@ -140,16 +143,16 @@ def _profiles() -> str:
     for name, changes in config.PROFILES.items():
         sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
         lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
-    tables = [MEASURED, _measured(FRONTIER)]
-    if FEW_STEPS.is_file():
-        tables += ["", MEASURED_FEW_STEPS, _measured(FEW_STEPS)]
+    tables = [MEASURED, _measured(FRONTIER), "", MEASURED_FEW_STEPS, _measured(FEW_STEPS)]
     return "\n".join([PROFILES, *lines, "", *tables]) + "\n"
 
 
-def _measured(path: Path) -> str:
-    """A row for each profile, size, number of steps and guidance that a file has records of."""
-    records = read_records(path)
-    order = [name for name in METHODS["park"].config.PROFILES if any(r["setting"] == name for r in records)]
+def _measured(names: tuple[str, ...]) -> str:
+    """A row for each profile, size, number of steps and guidance that the files have records of."""
+    profiles = METHODS["park"].config.PROFILES
+    lines = [line for name in names for line in read_records(RESULTS / name) if line["setting"] in profiles]
+    records = list({tuple(line[name] for name in PLACE): line for line in lines}.values())
+    order = [name for name in profiles if any(r["setting"] == name for r in records)]
     records, measured = _complete(records, order), [HEADING]
     for row in sorted(
         tabulate(records), key=lambda row: (-_tokens(row), -row["steps"], row["guidance"], order.index(row["setting"]))

@@ -14,7 +14,7 @@ from records import RESULTS, Record, published
 
 from parkattn.park import ParkConfig
 from parklab.bench.frontier import DENSE, Setting, read_records
-from parklab.experiments.run_frontier import FLOAT8, TITLES, Run, runs_of
+from parklab.experiments.run_frontier import DRAWN, FLOAT8, TITLES, Run, runs_of
 from parklab.experiments.tables import interval, page_table
 
 FILES = {"run_75600.jsonl": "75,600", "run_7168.jsonl": "7,168"}  # tokens
@@ -22,6 +22,7 @@ FEW = "few_steps.jsonl"
 # of a table of seconds; a later line replaces an earlier one
 LENGTHS = {"75,600": ("frontier.jsonl", "run_75600.jsonl"), "7,168": ("frontier.jsonl", "run_7168.jsonl")}
 FRAMES = {"75,600": (81, 400, 576), "7,168": (29, 224, 256)}
+CHOICES = ("paper", "quality", "quality tolerance=0.003", "fast", "fast tolerance=0.006")
 NOT_RUN = "not run: docs/forecast.md has the commands\n"
 Videos = dict[tuple[str, int], Record]  # by prompt and seed
 
@@ -141,15 +142,33 @@ def few_steps() -> str:
     return page_table(heads, rows) if rows else NOT_RUN
 
 
+def newest_lines(tokens: str) -> list[Record]:
+    """Of videos of that length."""
+    names = [name for name in LENGTHS[tokens] if (RESULTS / name).exists()]
+    lines = [line for name in names for line in read_records(RESULTS / name)]
+    return [line for line in lines if (line["frames"], line["height"], line["width"]) == FRAMES[tokens]]
+
+
+@published
+def choices() -> str:
+    """What a setting costs and keeps: seconds of a run of a real model, fidelity of the small one."""
+    runs = {(run.model, run.name): run for run in runs_of(newest_lines("75,600")) if run.videos and run.seconds}
+    rows = [
+        (TITLES[model], f"`{name}`", f"{run.seconds:,.0f} s{', estimated' * (run.how == 'estimated')}",
+         *(f"{run.dense[way] / run.seconds:.2f}x" for way in ("stock", "compiled", "own kernel")),
+         f"{statistics.fmean(run.psnr):.1f} dB", f"{min(run.psnr):.1f} dB")
+        for model in DRAWN for name in CHOICES if (run := runs.get((model, name))) and run.seconds
+    ]  # fmt: skip
+    heads = "model | setting | seconds | against stock | compiled | our dense kernel | PSNR of the small model | worst video"
+    return page_table(heads, rows) if rows else NOT_RUN
+
+
 @published
 def run_seconds() -> str:
     """Whole runs of three models in seconds, at the share of forwards that the small model computed."""
     rows = []
-    for tokens, names in LENGTHS.items():
-        lines = [line for name in names if (RESULTS / name).exists() for line in read_records(RESULTS / name)]
-        size = FRAMES[tokens]
-        here = [line for line in lines if (line["frames"], line["height"], line["width"]) == size]
-        for run in runs_of(here):
+    for tokens in LENGTHS:
+        for run in runs_of(newest_lines(tokens)):
             if run.seconds is None or not _of_profile(run.family) or not (run.videos or FLOAT8 in run.name):
                 continue
             psnr, share = run.psnr, run.mean("share_computed")

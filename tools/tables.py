@@ -22,7 +22,6 @@ from parkattn.models import MODELS as TRANSFORMERS
 from parkattn.models import SIZES, STAY_DENSE
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
-from parklab.bench.frontier import read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
 from parklab.research import ResearchConfig
@@ -34,10 +33,10 @@ import fleet_tables  # noqa: F401
 import forecast_lines  # noqa: F401
 import model_tables  # noqa: F401
 import quality_tables  # noqa: F401
-import run_tables  # noqa: F401
+import run_tables
 import solids_tables  # noqa: F401
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
-from records import RESULTS, TABLES, Record, lines, published
+from records import TABLES, Record, lines, published
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ROOT / "lab/src/parklab/studio/forwards.json"
@@ -96,12 +95,10 @@ def profiles_of_whole_models() -> str:
 
 @published
 def profiles() -> str:
-    rows = [
-        row
-        for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
-        if (row["size"], row["steps"]) == ("81x400x576", 50)
-    ]
     order = ("paper", "quality", "fast")
+    rows = [
+        row for row in tabulate(run_tables.newest_lines("75,600")) if row["steps"] == 50 and row["setting"] in order
+    ]
     rows.sort(key=lambda row: (row["guidance"], order.index(row["setting"])))
     return page_table(
         "profile | guidance | videos | attention computed | PSNR against dense | worst video",
