@@ -159,7 +159,7 @@ def choices() -> str:
          f"{statistics.fmean(run.psnr):.1f} dB", f"{min(run.psnr):.1f} dB")
         for model in DRAWN for name in CHOICES if (run := runs.get((model, name))) and run.seconds
     ]  # fmt: skip
-    heads = "model | setting | seconds | against stock | compiled | our dense kernel | PSNR of the small model | worst video"
+    heads = "model | setting | seconds | against stock | compiled | our dense kernel | PSNR, small model | worst video"
     return page_table(heads, rows) if rows else NOT_RUN
 
 
