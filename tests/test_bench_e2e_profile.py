@@ -1,4 +1,4 @@
-"""`park bench e2e --profile` at tiny size on the CPU: anchors, corrections and the runs that are composed of them."""
+"""`park bench e2e --profile` and `--precision` at tiny size on the CPU: anchors, corrections, the runs that are composed of them."""
 
 from __future__ import annotations
 
@@ -192,3 +192,29 @@ def test_what_no_profile_or_density_is_is_refused_before_anything_starts():
     for chosen in ({}, {"profile": "fast"}, {"full": True}, {"profile": "fast", "full": True, "precision": "int8"}):
         with pytest.raises(ValueError, match="forecast: expected --full and --profile"):
             e2e.SectionOptions(forecast=(6,), **chosen)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forward(tmp_path, monkeypatch):
+    monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
+    monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
+    record = tmp_path / "r.jsonl"
+    how = {"full": False, "rehearse": True, "profile": "fast", "precision": "int8", "float8": True}
+    e2e.run_section("wan2.1-1.3b", record, e2e.SectionOptions(**how), turn=lambda: 60.0)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    found = [line for line in lines if line["benchmark"] == "e2e bits"]
+    kinds = [("bfloat16", "bf16"), ("bfloat16", "int8"), ("float8", "int8")]
+    assert [(line["linears"], line["precision"]) for line in found] == kinds
+    assert [line["config"]["precision"] for line in found] == ["bf16", "int8", "int8"]
+    assert len({line["baselines"]["stock"] for line in found}) == 1, "all are compared with one stock forward"
+    assert found[2]["memory"]["weights_gb"] < found[1]["memory"]["weights_gb"]
+    for line in found:
+        run = line["runs"]["fast"]
+        assert run["speedup"]["stock"] == pytest.approx(50 * line["baselines"]["stock"] / run["park_s"])
+        assert line["quality_reuse_s"] > 0 and line["finite"]
+    assert [len(row) for row in e2e_turns.bits_rows(lines)] == [len(e2e_turns.BITS_COLUMNS)] * 3
+
+
+def test_int8_without_a_profile_that_has_it_is_refused():
+    with pytest.raises(ValueError, match="precision: expected --profile fast or quality"):
+        e2e.SectionOptions(precision="int8")

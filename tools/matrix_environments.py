@@ -150,7 +150,7 @@ ENVIRONMENTS = (
     Environment(
         "comfyui", "a host: ComfyUI's environment with torch 2.9.1", "parkattn",
         {"its packages keep their versions": BESIDE, "the node loads": f'python -c "{NODE}"',
-         "its tests": tests("test_hosts_comfyui", "test_hosts_comfyui_sound")},
+         "its tests": tests("test_hosts_comfyui")},
         ("torch==2.9.1", "numpy"), tools=TOOLS[:2],
     ),
     Environment(
