@@ -22,8 +22,8 @@ from parklab.sprites.model import (
     build_tokenizer,
 )
 from parklab.sprites.recipe import TrainConfig, train_scenes
+from parklab.sprites.reconstruction import WholeClips
 from parklab.sprites.train import Trainer
-from parklab.sprites.whole_clips import WholeClips
 
 TINY = SpriteModelConfig(heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
 SMALL = TrainConfig(

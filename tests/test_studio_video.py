@@ -17,7 +17,7 @@ from parklab.studio import video
 
 Image = pytest.importorskip("PIL.Image")
 
-from parklab.studio.picture import load_picture, picture_hash  # noqa: E402
+from parklab.studio.video import load_picture, picture_hash  # noqa: E402
 
 # read as motion vectors of macroblocks, these lead from past the end of a row into it
 STALE = (0x00000000, 0xFFE0FFC0, 0xFFC0FFE0, 0xFFFFFFFF, 0xFF80FFC0)
