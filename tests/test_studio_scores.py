@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from parklab.metrics.fidelity import CAP, psnr_per_frame
-from parklab.studio.scores import over_cases, variant_label, verdict, why_not_comparable, worst_frame
-from parklab.studio.steadiness import steadiness, timing_warning
+from parklab.studio.scores import (
+    over_cases,
+    steadiness,
+    timing_warning,
+    variant_label,
+    verdict,
+    why_not_comparable,
+    worst_frame,
+)
 
 
 def row(frames, wanted, **changes) -> dict:
@@ -96,7 +103,7 @@ def test_a_label_names_the_profile():
 # Seconds that cannot be trusted: the reader is told beside the speed-up, and otherwise is not -----------
 
 
-RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
+RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.jsonl"
 
 
 def run(dense: list[float], around: list[float] = (), attention: list[float] | None = None) -> list[dict]:
@@ -177,5 +184,5 @@ def test_without_a_speed_up_there_is_nothing_to_warn_of():
 
 
 def test_the_demo_on_record_was_measured_on_a_quiet_machine():
-    rows = json.loads(RECORDED.read_text())["methods"]
+    rows = json.loads(RECORDED.read_text().splitlines()[0])["methods"]
     assert timing_warning([row | {"steadiness": steadiness(row["steps"], rows[0]["steps"])} for row in rows]) is None
