@@ -4,17 +4,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import arrange
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parklab.baselines import sparsepr, subspace, svg2, svg_ear
-from plans import token_mask
+from plans import COUNT, alone, chosen, first_tokens, matches, problems, site_of, token_mask
 from restated import sparsepr as restated_sparsepr
 from restated import svg_ear as restated_ear
-
-torch.set_num_threads(1)
 
 
 def dense(case):

@@ -195,13 +195,13 @@ def test_figures_of_the_small_model_in_the_text_are_the_recorded_ones():
         f"With `quality`, which `make demo` takes, {default['psnr']['mean']:.1f} dB at {100 * default['density']:.0f} %"
         in text
     )
-    for record, said, last in zip(
+    for found, said, last in zip(
         records_in("ablation"),
         ("PARK {}, without QRKC {}, without PAMA {}, centroid retrieval {}", "{}, {}, {} and {}"),
         (0, 3),  # where the unit stands
         strict=True,
     ):
-        lines = {line["method"]: line for line in record["lines"]}
+        lines = {line["method"]: line for line in found["lines"]}
         order = ("park", "park-no-qrkc", "park-no-pama", "centroid")
         figures = [f"{lines[method]['psnr']:.1f}" for method in order]
         figures[last] += " dB"

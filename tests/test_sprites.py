@@ -42,11 +42,6 @@ SMALL = TrainConfig(
 shipped = pytest.mark.skipif(not (CHECKPOINT / "model_index.json").is_file(), reason="no checkpoint in this tree")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 # --- grammar
 # ---------------------------------------------------------------------------------------------------------------
 def test_every_sentence_parses_to_its_own_scene():

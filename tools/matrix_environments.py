@@ -46,8 +46,7 @@ INTERPRET = tests(
     "test_kernels_attend",
     "test_kernels_retrieval",
     "test_kernels_gluon",
-    "test_kernels_gluon_int8",
-    "test_kernels_gluon_pama",
+    "test_kernels_gluon_kinds",
     only="interpreter or float64 or hopper",
 )
 # a GPU that is not here: with a Triton older than 3.6 the backend takes the plain kernels, and says why
