@@ -1,5 +1,5 @@
-"""Writes docs/profiles.md, docs/methods.md and, for every method, a page and a picture in docs/methods; PARK's ablations
-share a page.
+"""Writes docs/profiles.md, docs/methods.md and, for every method, a page and a picture in docs/methods. PARK's
+ablations share a page.
 
 No figure is typed in: settings come from the configs, costs from benchmarks/results, masks from the methods.
 
