@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from interpreted import run_on_ranks
 from parkattn import dense, park
 from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS
@@ -167,14 +165,7 @@ def test_an_ablation_of_all_methods_takes_those_whose_density_can_be_set():
 @pytest.fixture(scope="module")
 def ranks():
     """(family, method) -> what two ranks made of it, compared with one process."""
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        workers, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{")))
-    return {(row["family"], row["method"]): row for row in rows}
+    return {(row["family"], row["method"]): row for row in run_on_ranks(__file__)}
 
 
 @every_method
