@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
+
 SMALL = {
     "query_clusters": 4,
     "key_clusters": 6,
@@ -31,6 +33,24 @@ def scaled_dot_product(q, k, v, heads, mask=None, skip_reshape=False, skip_outpu
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def recorded_sites(monkeypatch: Any) -> list[CallSite]:
+    """Where every call stands, from now on: the method is dense and notes its sites here."""
+    sites: list[CallSite] = []
+
+    class Recording:
+        name, state_bytes = "recording", 0
+
+        def __call__(self, q, k, v, site):
+            sites.append(site)
+            return AttentionOutput(site.dense(), AttentionStats("dense", "recorded", q.new_ones(q.shape[:2])))
+
+        def reset(self):
+            pass
+
+    monkeypatch.setattr("parkattn.hosts.comfyui.configured_method", lambda *_, **__: Recording())
+    return sites
 
 
 class WanModel:

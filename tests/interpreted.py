@@ -1,14 +1,17 @@
-"""A test file in a pytest of its own, where Triton interprets its kernels: that must be chosen before triton is
-imported.
+"""A test file in processes of its own: in a pytest where Triton interprets its kernels, which must be chosen before
+triton is imported, or as a program on several gloo ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 
 def run_interpreted(file: str, at_least: int) -> None:
@@ -20,6 +23,17 @@ def run_interpreted(file: str, at_least: int) -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed and int(passed[1]) >= at_least, f"{passed and passed[0]}, expected at least {at_least}"
+
+
+def run_on_ranks(file: str, *words: str, ranks: int = 2, seconds: int = 300) -> list[dict[str, Any]]:
+    """What the file, run by torchrun, prints as JSON, a line each."""
+    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = subprocess.run(
+        [*workers, file, *words], env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        cwd=Path(file).parent, capture_output=True, text=True, timeout=seconds,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def hasten_the_interpreter() -> None:

@@ -1,16 +1,18 @@
-"""Which backend is chosen and why, and what is refused."""
+"""Which backend is chosen and why, what is refused, and what kernels need of a version of Triton."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from parkattn import CallSite, Park, ParkConfig, park_attention
+from parkattn import CallSite, Park, ParkConfig, ops, park_attention
 from parkattn.backend import resolve
 from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.cluster.definition import initial_tokens
@@ -150,3 +152,54 @@ def test_first_tokens_among_valid_ones_are_those_of_the_definition(seed, n, coun
         members = row.nonzero().squeeze(1)
         expected = members[initial_tokens(len(members), min(count, len(members)), seed)]
         assert torch.equal(found, torch.cat([expected, expected[:1].expand(count - len(expected))]))
+
+
+# Versions of Triton -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def versions():
+    pytest.importorskip("triton")
+    from parkattn.ops import triton_versions
+
+    return triton_versions
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.9.0+git1234"])
+def test_versions_with_the_hopper_kernel(versions, version):
+    assert versions.why_no_gluon(version) is None
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
+def test_other_versions_step_aside_with_a_reason(versions, version):
+    assert versions.why_no_gluon(version) == f"the Hopper kernel builds with Triton 3.6 to 3.9, not with {version}"
+
+
+def test_an_unknown_version_takes_the_plain_kernels_on_hopper(versions, monkeypatch):
+    from parkattn.ops import tiles
+
+    why_no_gluon = versions.why_no_gluon
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    taken = resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
+    assert taken.hopper and tiles.full_key_tile(128, torch.bfloat16, 90, 512)["GLUON"]
+    for place in (versions, tiles):
+        monkeypatch.setattr(place, "why_no_gluon", lambda: why_no_gluon("3.10.0"))
+    taken = resolve("triton", torch.device("cuda"), torch.bfloat16, 128)
+    assert not taken.hopper and taken.reason.endswith("not with 3.10.0")
+    assert "GLUON" not in tiles.full_key_tile(128, torch.bfloat16, 90, 512)
+
+
+def launches(tree: ast.AST) -> list[ast.Call]:
+    """Calls of the form kernel[grid](...)."""
+    return [x for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Subscript)]
+
+
+def test_every_launch_says_whether_operations_are_fused():
+    found = 0
+    for file in Path(ops.__file__).parent.rglob("*.py"):
+        for call in launches(ast.parse(file.read_text())):
+            found += 1
+            options = {x.value.id for x in call.keywords if x.arg is None and isinstance(x.value, ast.Name)}
+            assert options & {"FP_FUSION", "OPTIONS"}, f"{file.name}:{call.lineno} leaves FP fusion to Triton's default"
+    assert found > 20

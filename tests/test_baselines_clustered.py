@@ -8,17 +8,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
 from parkattn.ops.cluster.definition import first_centroids, lloyd
 from parkattn.planned import make_plan, plan_key
 from parkattn.site import CallSite
 from parklab.baselines import svg2, svoo
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler, required_density
-from plans import token_mask
+from plans import COUNT, alone, chosen, first_tokens, matches, problems, site_of, token_mask
 from restated import svg2 as restated_svg2
 from restated import svoo as restated_svoo
-
-torch.set_num_threads(1)
 
 
 def test_svg2_sees_what_its_restatement_sees_cold_and_warm():

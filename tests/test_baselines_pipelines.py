@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from interpreted import run_on_ranks
 from parkattn import dense, park
 from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS
@@ -30,7 +28,6 @@ from parklab.studio.compare import choose_methods
 from parklab.studio.density import measure_profile
 from parklab.studio.generate import generate_frames
 from parklab.studio.request import Request, config_for
-from small_methods import SMALL
 
 pytestmark = [
     # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
@@ -42,6 +39,27 @@ pytestmark = [
 NAMES = [entry.name for module in (dense, park, baselines) for entry in module.ENTRIES]
 HEADS, STEPS = 4, 2  # of the runs on two ranks
 FAMILIES = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
+# settings of every method for a few dozen tokens: some blocks are skipped, and three of four steps are sparse
+_CLUSTERS = {"query_clusters": 4, "key_clusters": 6, "top_p": None, "top_k": 0.4}
+_RUN = {"dense_steps": 1, "dense_layers": ()}
+_AUTHORS = {**_CLUSTERS, **_RUN, "kmeans_iterations": 2, "floor": 0.0}
+
+SMALL = {
+    "dense": {},
+    **{name: {**_CLUSTERS, **_RUN} for name in ("park", "park-no-pama", "park-no-qrkc", "centroid")},
+    "sparge": {"block_q": 8, "block_k": 8, "topk": 0.4, **_RUN},
+    "xattention": {"block": 8, "stride": 2, "threshold": 0.4, **_RUN},
+    "svg": {"tile": 4, "block": 4, "sparsity": 0.3, "layout": "wan", **_RUN},
+    "svg2": _AUTHORS,
+    "svoo": {**_AUTHORS, "recluster_interval": 2},
+    "svg-ear": _AUTHORS,
+    "sparsepr": {"query_clusters": 4, "key_clusters": 6, "kmeans_iterations": 2, "density": 0.6, "probes": 2, **_RUN},
+    "sol": {"block": 8, "tau": 1.0, **_RUN},
+    "sta": {"tile": (1, 2, 2), "window": (3, 1, 1), **_RUN},
+    "radial": {"block": 4, "decay": 0.2, "sink": False, **_RUN},
+    "mc-sparse": {"group": 8, "multiple": 1, "least_tokens": 1, **_RUN},
+    "chipmunk": {"voxel": (1, 2, 2), "multiple": 1, "top_k": 0.2, **_RUN},
+}
 every_method = pytest.mark.parametrize("name", NAMES)
 
 
@@ -147,14 +165,7 @@ def test_an_ablation_of_all_methods_takes_those_whose_density_can_be_set():
 @pytest.fixture(scope="module")
 def ranks():
     """(family, method) -> what two ranks made of it, compared with one process."""
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        workers, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{")))
-    return {(row["family"], row["method"]): row for row in rows}
+    return {(row["family"], row["method"]): row for row in run_on_ranks(__file__)}
 
 
 @every_method

@@ -4,17 +4,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from clustered_problems import COUNT, alone, chosen, first_tokens, matches, problems, site_of
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import arrange
 from parkattn.planned import make_plan
 from parkattn.segments import segment_mean
 from parklab.baselines import sparsepr, subspace, svg2, svg_ear
-from plans import token_mask
+from plans import COUNT, alone, chosen, first_tokens, matches, problems, site_of, token_mask
 from restated import sparsepr as restated_sparsepr
 from restated import svg_ear as restated_ear
-
-torch.set_num_threads(1)
 
 
 def dense(case):
@@ -36,23 +33,6 @@ def ear_problem(case):
     return config, {**settings, **clusters, "iterations": 3}
 
 
-def test_svg_ear_sees_and_computes_what_its_restatement_does():
-    for case in problems(COUNT, seed=41):
-        config, settings = ear_problem(case)
-        method = svg_ear.ENTRIES[0].make(config)
-        out, stats = method(case.q, case.k, case.v, site_of(case))
-        for b in range(len(case.q)):
-            tensors, inputs = alone(case, b)
-            starts = {
-                "initial_queries": first_tokens(case, b, config.query_clusters),
-                "initial_keys": first_tokens(case, b, config.key_clusters),
-            }
-            expected = restated_ear.restate(*tensors, **inputs, **settings, **starts)
-            assert matches(stats.plan, b, expected), (case.seed, b)
-            # a convex combination of values: rounding of a few hundred additions in float64
-            torch.testing.assert_close(out[b], expected.out[0], rtol=0, atol=1e-12 * float(case.v.abs().max()))
-
-
 def sparsepr_problem(case):
     query_clusters, key_clusters, density, samples, ranks, score, probes, repair_rank, repair = chosen(
         case,
@@ -72,21 +52,29 @@ def sparsepr_problem(case):
     return config, {**settings, "iterations": 3}
 
 
-def test_sparsepr_sees_and_computes_what_its_restatement_does():
-    for case in problems(COUNT, seed=51):
-        config, settings = sparsepr_problem(case)
-        method = sparsepr.ENTRIES[0].make(config)
-        out, stats = method(case.q, case.k, case.v, site_of(case))
+# of the largest value: a convex combination of values rounds as a few hundred additions in float64 do; SparsePR divides
+# by standard deviations of no less than 1e-5
+@pytest.mark.parametrize(
+    ("method", "asked", "restate", "seed", "rounding"),
+    [
+        (svg_ear, ear_problem, restated_ear.restate, 41, 1e-12),
+        (sparsepr, sparsepr_problem, restated_sparsepr.restate, 51, 1e-11),
+    ],
+    ids=["svg-ear", "sparsepr"],
+)
+def test_a_method_sees_and_computes_what_its_restatement_does(method, asked, restate, seed, rounding):
+    for case in problems(COUNT, seed=seed):
+        config, settings = asked(case)
+        out, stats = method.ENTRIES[0].make(config)(case.q, case.k, case.v, site_of(case))
         for b in range(len(case.q)):
             tensors, inputs = alone(case, b)
             starts = {
                 "initial_queries": first_tokens(case, b, config.query_clusters),
                 "initial_keys": first_tokens(case, b, config.key_clusters),
             }
-            expected = restated_sparsepr.restate(*tensors, **inputs, **settings, **starts)
+            expected = restate(*tensors, **inputs, **settings, **starts)
             assert matches(stats.plan, b, expected), (case.seed, b)
-            # as above, times what standard deviations of no less than 1e-5 make of a rounding
-            torch.testing.assert_close(out[b], expected.out[0], rtol=0, atol=1e-11 * float(case.v.abs().max()))
+            torch.testing.assert_close(out[b], expected.out[0], rtol=0, atol=rounding * float(case.v.abs().max()))
 
 
 def test_svg_ear_spends_the_budget_of_svg2_and_no_more_than_a_block_beyond():

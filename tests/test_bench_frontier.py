@@ -1,4 +1,4 @@
-"""The frontier's bookkeeping: settings in words, costs from a summary, runs that are not made twice, the table."""
+"""The frontier's bookkeeping: settings in words, costs from a summary, runs that are not made twice, the table, step caches."""
 
 import types
 
@@ -13,6 +13,14 @@ from parklab.bench.frontier import Setting, costs, measure_frontier, read_record
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import interval
 from parklab.research import ResearchConfig, studied_entry
+
+diffusers = pytest.importorskip("diffusers")
+import tiny_pipelines as tiny  # noqa: E402
+from parklab.bench import step_caches  # noqa: E402
+from parklab.bench.frontier import Task  # noqa: E402
+from parklab.sprites import grammar  # noqa: E402
+
+pytest.importorskip("diffusers", minversion="0.37", reason="the first release that has all three caches")
 
 
 def test_settings_are_a_method_or_profile_and_fields():
@@ -110,3 +118,75 @@ def test_the_table_compares_on_the_same_prompts(runs, tmp_path):
 def test_profiles_are_the_models_in_a_record(runs, tmp_path):
     record = next(r for r in measure(tmp_path / "frontier.jsonl") if r["setting"] == "fast")
     assert ResearchConfig.from_dict(record["config"]) == ResearchConfig.of(ParkConfig.profile("fast"))
+
+
+# diffusers' step caches as rows: what they computed is counted, and nothing of them stays ---------------
+
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def wan():
+    return tiny.wan()
+
+
+def run(pipe, setting: str):
+    asked = Setting.parse(setting)
+    task = Task("a cat walks", 9, 64, 64, STEPS, 5.0, 0)
+    return frontier._run(pipe, task, asked, configured_method(asked.method, asked.config, **asked.changes))
+
+
+@pytest.mark.parametrize(
+    ("setting", "share", "attention"),
+    [
+        ("dense cache=first-block threshold=0", 1.0, 1.0),
+        # the first block of two runs in each forward
+        ("dense cache=first-block threshold=1e9", 1 / STEPS, 1 / STEPS + (STEPS - 1) / STEPS / 2),
+        ("dense cache=mag threshold=0", 1.0, 1.0),
+        # the first two steps, and then every third
+        ("dense cache=mag threshold=1e9 max_skip_steps=2 retention_ratio=0.25", 4 / STEPS, 4 / STEPS),
+        # 0, 1, 2, and then (step - 4) % 3 == 0
+        ("dense cache=taylorseer cache_interval=3", 5 / STEPS, 5 / STEPS),
+        ("dense cache=taylorseer cache_interval=3 use_lite_mode=true", 5 / STEPS, 5 / STEPS),
+        ("dense steps=2", 2 / STEPS, 2 / STEPS),
+    ],
+)
+def test_what_a_cache_computed_is_counted_and_nothing_of_it_stays(wan, setting, share, attention):
+    stock = tiny.run_wan(wan)
+    frames, found = run(wan, setting)
+    assert (found["share_computed"], found["cost"]) == pytest.approx((share, attention))
+    assert (frames == run(wan, "dense")[0]).all() == (share == 1)
+    assert torch.equal(tiny.run_wan(wan), stock)
+
+
+def test_magcache_is_calibrated_on_a_sentence_that_is_in_no_table(wan):
+    _, found = run(wan, "dense cache=mag threshold=0.1")
+    assert len(found["calibrated"]) == STEPS and found["calibrated"][0] == 1
+    assert grammar.parse(step_caches.CALIBRATION).held_out is None
+
+
+def test_rows_of_dense_attention_are_told_apart(wan, tmp_path):
+    settings = [
+        "dense tolerance=0.5",
+        "dense steps=2",
+        "dense cache=first-block",
+        "dense cache=first-block threshold=0.5",
+    ]
+    found = list(
+        measure_frontier(
+            wan, ["a"], settings, tmp_path / "f.jsonl", sizes=[(9, 64, 64)], steps=4, guidances=(1.0,), timed=False
+        )
+    )
+    assert len({record["key"] for record in found}) == 5 and {record["seconds"] for record in found} == {None}
+    assert found[0]["config"] == {} and found[0]["psnr"] > max(record["psnr"] for record in found[2:3])
+
+
+def test_a_cache_that_is_not_known_is_refused(wan):
+    for wrong, words in [
+        ("dense cache=teacache", "cache: expected first-block, mag, taylorseer, got 'teacache'"),
+        ("dense cache=mag top_p=0.3", "cache: expected fields out of max_skip_steps, retention_ratio, threshold"),
+        ("fast cache=mag", "cache: expected beside dense attention"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            run(wan, wrong)

@@ -1,6 +1,7 @@
 """The documentation holds what it says: code runs, commands parse, links lead somewhere, tables are of the records."""
 
 import ast
+import functools
 import inspect
 import itertools
 import json
@@ -90,7 +91,7 @@ def prose_of(text: str) -> str:
 
 @pytest.fixture
 def tiny_models(monkeypatch, tmp_path):
-    """Large models are tiny random ones, at a small size, on the CPU; a page writes into a folder of its own."""
+    """Large models are tiny random ones on the CPU, every video is small, and a page writes into a folder of its own."""
     diffusers = pytest.importorskip("diffusers")
     pytest.importorskip("av")
     import tiny_pipelines as tiny
@@ -99,15 +100,17 @@ def tiny_models(monkeypatch, tmp_path):
         def to(self, *_, **__):
             return self
 
-        def __call__(self, *args, **options):
-            small = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4, "max_sequence_length": 16}
-            return super().__call__(*args, **{**options, **small})
-
-    stock = diffusers.WanPipeline.from_pretrained.__func__
+    stock, whole = diffusers.WanPipeline.from_pretrained.__func__, diffusers.WanPipeline.__call__
 
     def from_pretrained(cls, path, **options):
         return stock(cls, path, **options) if Path(path).is_dir() else tiny.wan(pipeline=TinyWan)
 
+    @functools.wraps(whole)
+    def small_call(self, *args, **options):
+        small = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4, "max_sequence_length": 16}
+        return whole(self, *args, **{**options, **small})
+
+    monkeypatch.setattr(diffusers.WanPipeline, "__call__", small_call)
     monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", classmethod(from_pretrained))
     monkeypatch.chdir(tmp_path)
 
@@ -311,18 +314,11 @@ def test_the_picture_of_the_scaling_is_that_of_its_records():
     assert drawn == fits, "run park bench scaling with --plot"
 
 
-@pytest.mark.parametrize(
-    ("tool", "draw", "name"),
-    [
-        ("frontier_picture", "draw", "frontier"),
-        ("run_picture", "draw", "run"),
-        ("run_picture", "draw_caches", "caches"),
-    ],
-)
-def test_the_pictures_of_frontiers_are_those_of_their_records(tool, draw, name, tmp_path):
-    getattr(import_module(tool), draw)().write(tmp_path / "it.svg")
+@pytest.mark.parametrize("name", ["frontier", "run", "caches"])
+def test_the_pictures_of_frontiers_are_those_of_their_records(name, tmp_path):
+    import_module("frontier_pictures").DRAWINGS[name]().write(tmp_path / "it.svg")
     stored = (DOCS / f"pictures/{name}.svg").read_text()
-    assert (tmp_path / "it.svg").read_text() == stored, f"run python tools/{tool}.py"
+    assert (tmp_path / "it.svg").read_text() == stored, "run python tools/frontier_pictures.py"
 
 
 def test_versions_in_the_docs_are_the_bounds_of_the_package():

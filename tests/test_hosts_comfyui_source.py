@@ -13,9 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, relative_error
+from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, recorded_sites, relative_error
 from parkattn.hosts.comfyui import patch_model, summary_of
-from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 
 @pytest.fixture(scope="module")
@@ -148,19 +147,7 @@ class TestWithSource:
             assert summary_of(patched).dense_because.keys() == foreign
 
     def test_grid_and_text_are_where_the_model_has_them(self, comfy, wan, hunyuan, monkeypatch):
-        sites: list[CallSite] = []
-
-        class Recording:
-            name, state_bytes = "recording", 0
-
-            def __call__(self, q, k, v, site):
-                sites.append(site)
-                return AttentionOutput(site.dense(), AttentionStats("dense", "recorded", q.new_ones(q.shape[:2])))
-
-            def reset(self):
-                pass
-
-        monkeypatch.setattr("parkattn.hosts.comfyui.configured_method", lambda *_, **__: Recording())
+        sites = recorded_sites(monkeypatch)
         reference = {"ref_latent": torch.zeros(1, 16, 1, 16, 16)}
         for model, extra, grid, text in (
             (wan, {}, (3, 8, 8), None),

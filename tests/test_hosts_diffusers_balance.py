@@ -6,14 +6,12 @@ torchrun --nproc-per-node 2 tests/test_hosts_diffusers_balance.py cuda    the sa
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from interpreted import run_on_ranks
 from parkattn.balance import assign_heads, imbalance, reassign
 from parkattn.park import Park
 from parklab.research import AdaptivePark, ResearchConfig
@@ -34,13 +32,7 @@ CASES = {
 def ranks(request):
     """case -> what so many ranks made of it, with heads by density, in the model's order, and one process."""
     pytest.importorskip("diffusers")
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*workers, __file__], capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {row["case"]: row for row in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
+    return {row["case"]: row for row in run_on_ranks(__file__, ranks=request.param)}
 
 
 @pytest.mark.parametrize("case", CASES)

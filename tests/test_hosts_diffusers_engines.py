@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
+from interpreted import run_on_ranks
 from parkattn.hosts.diffusers import disable, enable, summary
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, tolerance
 
@@ -95,19 +93,7 @@ def test_modules_with_a_part_of_the_heads_add_up_to_the_whole():
 @pytest.mark.parametrize("first", ["cache-dit", "parkattn"])
 def test_the_context_parallelism_of_cache_dit_gives_the_latents_of_one_process(first):
     pytest.importorskip("cache_dit")
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, first]
-    told = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        workers,
-        capture_output=True,
-        text=True,
-        env=os.environ | told,
-        cwd=Path(__file__).parent,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = run_on_ranks(__file__, first)
     assert [row["family"] for row in rows] == ["wan", "hunyuan"]
     for row in rows:
         assert row["difference"] <= row["tolerance"] < row["sparse - dense"]

@@ -1,4 +1,4 @@
-"""Every file in examples/ runs: on tiny pipelines, and the small trained model in the package."""
+"""What users write: the examples, a pipeline of their own, and wrong values for enable, disable and summary."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from parkattn.hosts.diffusers import disable
+from parkattn.hosts.diffusers import disable, enable, summary
+from test_errors import refused
+from test_hosts_diffusers import SPARSE
 from test_hosts_diffusers_tracker import LowRank
+from tiny_pipelines import diffusers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation"),  # numpy's complaint about schedulers of diffusers
@@ -120,3 +123,87 @@ def test_image_to_video_equals_dense_with_every_block():
     torch.testing.assert_close(tiny.run_wan(pipe, image=image), dense, rtol=0, atol=tolerance(dense))
     assert summary(pipe).steps == {"dense": [0], "refresh": [1, 2, 3], "reuse": []}
     disable(pipe)
+
+
+# A pipeline of somebody's own: what it must call, and what waits where it does not ----------------------
+
+
+class OwnPipeline(diffusers.DiffusionPipeline):
+    bar = frees = True  # no arguments: diffusers takes those for modules
+
+    def __init__(self, transformer, scheduler) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+        self.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def __call__(self, inputs) -> torch.Tensor:
+        self.scheduler.set_timesteps(tiny.STEPS)
+        latents, times = inputs["hidden_states"], self.scheduler.timesteps
+        for time in self.progress_bar(times) if self.bar else times:
+            given = {**inputs, "hidden_states": latents, "timestep": time[None]}
+            made = self.transformer(**given, return_dict=False)[0]
+            latents = self.scheduler.step(made, time, latents, return_dict=False)[0]
+        if self.frees:
+            self.maybe_free_model_hooks()
+        return latents
+
+
+@pytest.mark.parametrize("frees", [False, True])
+@pytest.mark.parametrize("bar", [False, True])
+def test_runs_are_counted_and_plans_wait_for_the_next_one_without_a_bar_and_without_an_end(bar, frees):
+    transformer, inputs, _ = tiny.transformers()["wan"]
+    pipe = OwnPipeline(transformer, tiny.wan().scheduler)
+    pipe.bar, pipe.frees = bar, frees
+    with enable(pipe, SPARSE) as session:
+        first, counted = pipe(inputs), summary(pipe).calls
+        held = session.engine.state_bytes
+        assert (held > 0) == (not bar and not frees)
+        assert torch.equal(pipe(inputs), first), "the second run has plans of its own"
+        assert summary(pipe).calls == counted and counted["refresh"] > 0 < counted["reuse"]
+        assert session.engine.state_bytes == held
+
+
+# Wrong values, and advice -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wan():
+    return tiny.wan_transformer()
+
+
+@pytest.mark.parametrize(
+    "steps,error", [(-1, ValueError), (0, ValueError), (2.5, TypeError), ("x", TypeError), (True, TypeError)]
+)
+def test_a_number_of_steps_that_is_none_is_refused(wan, steps, error):
+    refused(enable, wan, total_steps=steps, named="total_steps", came=str(steps), error=error)
+
+
+@pytest.mark.parametrize("config", [5, 0, [], object()])
+def test_a_config_that_is_none_is_refused(wan, config):
+    refused(enable, wan, config, total_steps=50, named="config", came="", error=TypeError)
+
+
+def test_a_dense_layer_that_the_model_has_not_is_refused(wan):
+    refused(enable, wan, total_steps=50, dense_layers=(0, 2), named="dense_layers", came="2")
+    with enable(wan, total_steps=50, dense_layers=(0, 1)):
+        pass
+
+
+@pytest.mark.parametrize("target", [None, 5, "pipe", object()])
+@pytest.mark.parametrize("verb", [enable, disable, summary])
+def test_a_target_without_a_transformer_is_refused(verb, target):
+    refused(verb, target, named="target", came=type(target).__name__, error=TypeError)
+
+
+@pytest.mark.parametrize("name", ["ltx", "cogvideox", "mochi", "hunyuan 1.5", "wan", "hunyuan"])
+def test_a_model_that_borrows_a_preset_says_so_unless_it_was_set(name):
+    transformer, _, _ = tiny.transformers()[name]
+    borrows = name not in ("wan", "hunyuan")
+    with enable(transformer, total_steps=50) as session:
+        assert ("borrows" in str(session.summary())) == borrows
+        assert len(session.summary().to_dict()["advice"]) == borrows
+    with enable(transformer, {"top_p": 0.8}, total_steps=50) as session:
+        assert not session.summary().advice
+    with enable(transformer, method="dense", total_steps=50) as session:
+        assert not session.summary().advice

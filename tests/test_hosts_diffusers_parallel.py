@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from interpreted import run_on_ranks
 from parklab.research import ResearchConfig
 
 # many heads would hide a head that went to the wrong rank
@@ -36,15 +34,7 @@ CASES = (
 def cases():
     """case -> what two ranks made of it, compared with one process."""
     pytest.importorskip("diffusers")
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        workers, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {
-        row["case"]: row for row in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{")))
-    }
+    return {row["case"]: row for row in run_on_ranks(__file__)}
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ import torch
 pytest.importorskip("diffusers")
 import tiny_families
 import tiny_pipelines as tiny
+from interpreted import run_on_ranks
 from parkattn.hosts.diffusers import disable, enable, row_for, summary, transformers_of
 from parkattn.hosts.diffusers.xdit import with_copies, without_copies
 from test_hosts_diffusers import EVERY_BLOCK, tolerance, trace
@@ -58,22 +56,7 @@ def cases():
         pytest.skip("xfuser is not installed")
     if importlib.metadata.version("xfuser").startswith(("0.4", "0.5")):
         pytest.skip("this xfuser builds HunyuanVideo in full size only")
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    told = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        workers,
-        capture_output=True,
-        text=True,
-        env=os.environ | told,
-        cwd=Path(__file__).parent,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {
-        row["case"]: row
-        for row in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"case')))
-    }
+    return {row["case"]: row for row in run_on_ranks(__file__, seconds=600) if "case" in row}
 
 
 @pytest.mark.parametrize("case", LIKE_ONE_PROCESS)

@@ -154,9 +154,13 @@ def test_missing_extra_names_the_install_line():
     assert "pip install 'parklab[plots]'" in failed.stderr
 
 
+def records_in(name):
+    return [json.loads(line) for line in (ROOT / f"benchmarks/results/{name}.jsonl").read_text().splitlines()]
+
+
 def test_figures_of_whole_models_in_the_text_are_the_recorded_ones():
     text = (ROOT / "docs/measured/models.md").read_text()
-    records = [json.loads(line) for line in (ROOT / "benchmarks/results/e2e.jsonl").read_text().splitlines()]
+    records = records_in("e2e")
     slowest = max(r["fusing_s"] for r in records if r.get("fusing_s"))
     fastest = min(r["fusing_s"] for r in records if r.get("fusing_s"))
     assert f"once, {fastest:.0f} to {slowest:.0f} s here" in text
@@ -171,19 +175,19 @@ def test_figures_of_whole_models_in_the_text_are_the_recorded_ones():
 def test_every_tool_of_the_sanitizers_has_a_record_that_passed():
     from parklab.bench.sanitize import ROUNDS
 
-    records = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_sanitize.jsonl").read_text().splitlines()]
-    assert {r["tool"]: r["ok"] for r in records} == dict.fromkeys(ROUNDS, True)
+    assert {r["tool"]: r["ok"] for r in records_in("gpu_sanitize")} == dict.fromkeys(ROUNDS, True)
 
 
 def test_figures_of_the_small_model_in_the_text_are_the_recorded_ones():
     text = " ".join((ROOT / "docs/measured/cpu.md").read_text().split())
-    dense, park = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["methods"]
+    papers, users = records_in("demo")
+    dense, park = papers["methods"]
     assert f"denoising {dense['seconds']['denoise']:.1f} s dense, {park['seconds']['denoise']:.1f} s PARK" in text
     assert (
         f"({park['speedup']:.2f}x; {dense['seconds']['total'] / park['seconds']['total']:.2f}x with text and decoding)"
         in text
     )
-    whole, default = json.loads((ROOT / "benchmarks/results/demo_quality.json").read_text())["methods"]
+    whole, default = users["methods"]
     took = [run["seconds"]["denoise"] for run in (default, whole)]
     assert f"in {took[0]:.1f} s against {took[1]:.1f} s dense ({default['speedup']:.2f}x," in text
     assert f"{park['psnr']['mean']:.1f} dB PSNR against dense at {100 * park['density']:.0f} % of attention" in text
@@ -191,14 +195,14 @@ def test_figures_of_the_small_model_in_the_text_are_the_recorded_ones():
         f"With `quality`, which `make demo` takes, {default['psnr']['mean']:.1f} dB at {100 * default['density']:.0f} %"
         in text
     )
-    for name, said in (
-        ("ablation", "PARK {}, without QRKC {}, without PAMA {}, centroid retrieval {}"),
-        ("ablation_top_k", "{}, {}, {} and {}"),
+    for found, said, last in zip(
+        records_in("ablation"),
+        ("PARK {}, without QRKC {}, without PAMA {}, centroid retrieval {}", "{}, {}, {} and {}"),
+        (0, 3),  # where the unit stands
+        strict=True,
     ):
-        lines = {
-            line["method"]: line for line in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["lines"]
-        }
+        lines = {line["method"]: line for line in found["lines"]}
         order = ("park", "park-no-qrkc", "park-no-pama", "centroid")
         figures = [f"{lines[method]['psnr']:.1f}" for method in order]
-        figures[0 if name == "ablation" else 3] += " dB"
+        figures[last] += " dB"
         assert said.format(*figures) in text

@@ -6,6 +6,7 @@ interpreter stands in for a GPU, in a pytest of its own; device code is not foll
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -68,7 +69,12 @@ class Journey:
 
 
 def _place(frame) -> str | None:
-    path = Path(frame.f_code.co_filename)
+    return _place_of(frame.f_code.co_filename)
+
+
+@functools.cache  # asked for every call and all that stand above it
+def _place_of(file: str) -> str | None:
+    path = Path(file)
     if not path.is_relative_to(ROOT):
         return None
     parts = path.relative_to(ROOT).parts
@@ -121,7 +127,7 @@ def journeys_of_a_run(monkeypatch) -> dict[str, Journey]:
         phases.append(made.stats.phase)
         return made
 
-    wan = tiny.wan(attention_head_dim=64, num_layers=1)
+    wan = tiny.wan(attention_head_dim=64, num_attention_heads=1, num_layers=1)
     wan.transformer.to(torch.bfloat16)
     parkattn.enable(wan, backend="triton", query_clusters=2, key_clusters=4)
     processor = wan.transformer.blocks[0].attn1.processor

@@ -1,6 +1,4 @@
-"""Methods out of a planner and a schedule: anchors are dense, what they show to be missing is added later, and when it
-is dropped.
-"""
+"""Methods out of a planner and a schedule: anchors are dense, what they show to be missing is added later, and when it is dropped."""
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from parkattn.backend import resolve_for
 from parkattn.ops import attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import build_plan
+from parkattn.plan import arrange, cut_blocks
 from parkattn.planned import sampled_error
 from parkattn.site import SiteKey
 from parklab.research import ResearchConfig
@@ -289,3 +288,28 @@ def test_neither_plan_nor_residual_outlives_a_change_of_batch_pairing_or_layout(
         assert torch.equal(other(park, 1).out, other(Park(config), 1).out), second
         back = one(park, 2).out
         assert any(torch.equal(back, wanted) for wanted in again), second
+
+
+# Blocks cut into tiles ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+@pytest.mark.parametrize("others", [0, 2])
+def test_tiles_cover_each_block_in_order_and_move_no_token(size, others):
+    labels = torch.randint(0, 5 + others, (2, 3, 40), generator=torch.Generator().manual_seed(size), dtype=torch.int32)
+    labels[labels == 2] = 3  # an empty block
+    blocks = arrange(labels, 5 + others)
+    cut, owner = cut_blocks(blocks, 5, size)
+    tiles = owner.shape[-1]
+    assert tiles == 40 // size + 5
+    assert torch.equal(cut.order, blocks.order)
+    again = arrange(cut.labels, tiles + others)
+    assert torch.equal(again.order, cut.order)
+    assert torch.equal(again.offsets, cut.offsets)
+    own = labels < 5
+    assert torch.equal(owner.gather(-1, cut.labels.long().clamp(max=tiles - 1))[own], labels[own])
+    assert torch.equal((cut.labels - tiles)[~own], (labels - 5)[~own])
+    # as few tiles as hold a block, all of them full but the last
+    full = (cut.sizes[..., :tiles] == size).long()
+    of_each = torch.zeros(2, 3, 5, dtype=torch.long).scatter_add_(-1, owner.long(), full)
+    assert torch.equal(of_each, blocks.sizes[..., :5].long() // size)

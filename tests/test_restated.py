@@ -15,8 +15,6 @@ from restated.cases import Case, cases, settings_for
 METHODS = {"sparge": sparge, "xattention": xattention, "svg": svg, "svg2": svg2, "svoo": svoo}
 every_method = pytest.mark.parametrize("name", METHODS)
 
-torch.set_num_threads(1)
-
 
 def run(name, case, **settings):
     return METHODS[name].restate(case.q, case.k, case.v, **case.inputs, **settings)

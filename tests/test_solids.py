@@ -17,11 +17,6 @@ from parklab.sprites.data import ClipSize
 SMALL = ClipSize(5, 48, 64)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def scene_of(motion: str, shape: str = "sphere", second: str | None = None, camera: str = "stays") -> Scene:
     other = Thing("blue", "matte", second) if second else None
     return Scene(Thing("red", "matte", shape), motion, other, camera)

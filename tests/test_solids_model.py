@@ -49,11 +49,6 @@ QUICK = SolidsTrainConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def trainer_in(folder, config=QUICK):
     folder.mkdir(exist_ok=True)
     return SolidsTrainer(folder, TOY, config, CPU)

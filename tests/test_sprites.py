@@ -22,8 +22,8 @@ from parklab.sprites.model import (
     build_tokenizer,
 )
 from parklab.sprites.recipe import TrainConfig, train_scenes
+from parklab.sprites.reconstruction import WholeClips
 from parklab.sprites.train import Trainer
-from parklab.sprites.whole_clips import WholeClips
 
 TINY = SpriteModelConfig(heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8)
 SMALL = TrainConfig(
@@ -40,11 +40,6 @@ SMALL = TrainConfig(
     seconds=1e9,
 )
 shipped = pytest.mark.skipif(not (CHECKPOINT / "model_index.json").is_file(), reason="no checkpoint in this tree")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 # --- grammar

@@ -46,8 +46,7 @@ INTERPRET = tests(
     "test_kernels_attend",
     "test_kernels_retrieval",
     "test_kernels_gluon",
-    "test_kernels_gluon_int8",
-    "test_kernels_gluon_pama",
+    "test_kernels_gluon_kinds",
     only="interpreter or float64 or hopper",
 )
 # a GPU that is not here: with a Triton older than 3.6 the backend takes the plain kernels, and says why
@@ -150,7 +149,7 @@ ENVIRONMENTS = (
     Environment(
         "comfyui", "a host: ComfyUI's environment with torch 2.9.1", "parkattn",
         {"its packages keep their versions": BESIDE, "the node loads": f'python -c "{NODE}"',
-         "its tests": tests("test_hosts_comfyui", "test_hosts_comfyui_sound")},
+         "its tests": tests("test_hosts_comfyui")},
         ("torch==2.9.1", "numpy"), tools=TOOLS[:2],
     ),
     Environment(

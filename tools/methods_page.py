@@ -1,4 +1,5 @@
-"""Writes docs/profiles.md, docs/methods.md and, for every method, a page and a picture in docs/methods.
+"""Writes docs/profiles.md, docs/methods.md and, for every method, a page and a picture in docs/methods. PARK's
+ablations share a page.
 
 No figure is typed in: settings come from the configs, costs from benchmarks/results, masks from the methods.
 
@@ -117,6 +118,10 @@ ABOUT = {
     "missed at the full step, which is the residual of [Corrections](../corrections.md#relatives) before it had a low "
     "rank.",
 }
+DOTS = """Each dot is a group of query tokens (rows) by a group of key tokens (columns), in the order of the video: \
+the darker, the more of its pairs are computed.
+"""
+ABLATIONS = "ablations.md"
 # pictures at other settings or sizes than a method's defaults in the small model, where that would show every pair
 DRAWN_WITH: dict[str, dict[str, Any]] = {"sparge": {"topk": 0.5}}
 OF_THE_GRID, GRID = ("sta", "radial"), (30, 32, 32)
@@ -130,10 +135,14 @@ def pages() -> dict[str, str]:
     rows = ["| method | what it is | density set by | described in |", "|---|---|---|---|"]
     texts = {}
     for module in (dense, park, *baselines.MODULES):
+        first, *ablations = module.ENTRIES
+        texts[f"methods/{first.name}.md"] = _page(first, module, costs)
+        if ablations:
+            texts[f"methods/{ABLATIONS}"] = _ablations(first, ablations, costs)
         for entry in module.ENTRIES:
             budgets = ", ".join(f"`{budget}`" for budget in entry.budgets)
-            rows.append(f"| [{entry.name}](methods/{entry.name}.md) | {_line(entry)} | {budgets} | {_paper(entry)} |")
-            texts[f"methods/{entry.name}.md"] = _page(entry, module, costs)
+            page = f"{entry.name}.md" if entry is first else f"{ABLATIONS}#{entry.name}"
+            rows.append(f"| [{entry.name}](methods/{page}) | {_line(entry)} | {budgets} | {_paper(entry)} |")
     return {"profiles.md": _profiles(), "methods.md": "\n".join([INDEX, *rows]) + "\n", **texts}
 
 
@@ -185,24 +194,24 @@ def _tokens(row: dict[str, Any]) -> int:
 
 
 def _page(entry: MethodEntry, module: Any, costs: list[dict[str, Any]]) -> str:
-    first = module.ENTRIES[0]
-    paper = f" It is described in {_paper(entry)}." if entry.paper else ""
-    parts = [
-        f"# {entry.name}\n",
-        f"{ABOUT[entry.name]}{paper}\n",
-        f"![Mask of {entry.name} in one head]({entry.name}.svg)\n",
-        "Each dot is a group of query tokens (rows) by a group of key tokens (columns), in the order of the video:"
-        " the darker, the more of its pairs are computed.\n",
-        _run(entry),
-        "## What planning costs\n",
-        _cost(entry, costs),
-    ]
-    if entry is not first:
-        parts += ["## Settings\n", f"Those of [{first.name}]({first.name}.md), with {_changes(entry)}.\n"]
-    else:
-        parts += ["## Settings\n", _settings(entry), _presets(entry), "## Definition\n"]
-        parts.append(f"```text\n{inspect.getdoc(module) or ''}\n```\n")
+    parts = [f"# {entry.name}\n", *_shown(entry), DOTS, _run(entry), "## What planning costs\n", _cost(entry, costs)]
+    parts += ["## Settings\n", _settings(entry), _presets(entry), "## Definition\n"]
+    parts.append(f"```text\n{inspect.getdoc(module) or ''}\n```\n")
     return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def _ablations(first: MethodEntry, ablations: list[MethodEntry], costs: list[dict[str, Any]]) -> str:
+    """One page of all entries that change settings of the first."""
+    parts = [f"# Ablations of {first.name}\n", DOTS]
+    for entry in ablations:
+        settings = f"Settings are those of [{first.name}]({first.name}.md), with {_changes(entry)}.\n"
+        parts += [f"## {entry.name}\n", *_shown(entry), settings, _run(entry), _cost(entry, costs)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _shown(entry: MethodEntry) -> list[str]:
+    paper = f" It is described in {_paper(entry)}." if entry.paper else ""
+    return [f"{ABOUT[entry.name]}{paper}\n", f"![Mask of {entry.name} in one head]({entry.name}.svg)\n"]
 
 
 def _line(entry: MethodEntry) -> str:

@@ -1,6 +1,6 @@
 """Quality against the seconds of a whole run, out of records: docs/pictures/run.svg, and beside step caches caches.svg.
 
-python tools/run_picture.py
+`python tools/frontier_pictures.py` writes both.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
 from records import RESULTS, SIZES, Record, cells
@@ -18,7 +17,6 @@ from parklab.bench.frontier import Setting, read_records
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.run_frontier import CACHES, DENSE_FORECAST, FEWER, METHODS_ALONE, MODELS, TITLES, Run, runs_of
 
-PICTURES = Path(__file__).resolve().parents[1] / "docs/pictures"
 # a later line replaces an earlier one
 LINES, CAMPAIGN = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl"), "gpu_75600"
 LONG, SHORT = SIZES["gpu_75600"], SIZES["gpu_7168"]
@@ -201,8 +199,3 @@ def _around(point: Point, reach: float) -> Box:
 
 def _meet(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-if __name__ == "__main__":
-    draw().write(PICTURES / "run.svg")
-    draw_caches().write(PICTURES / "caches.svg")

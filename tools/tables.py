@@ -28,13 +28,11 @@ from parklab.research import ResearchConfig
 from parklab.studio.gain import measured_forwards
 
 sys.path.insert(0, str(Path(__file__).parent))
-import diary_tables  # noqa: F401 (its tables, as those of the next three, are published when it is read)
-import fleet_tables  # noqa: F401
+import diary_tables  # noqa: F401 (its tables, as those of the next four, are published when it is read)
 import forecast_lines  # noqa: F401
-import model_tables  # noqa: F401
+import page_tables  # noqa: F401
 import quality_tables  # noqa: F401
 import run_tables
-import solids_tables  # noqa: F401
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
 from records import TABLES, Record, lines, published
 

@@ -30,6 +30,16 @@ def check_rows(x: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: the last dimension must have stride 1, got {x.stride(-1)}; call .contiguous()")
 
 
+def expect_dense_rows(**tensors: torch.Tensor) -> None:
+    """The same of what users pass in."""
+    for name, x in tensors.items():
+        if x.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: expected a last dimension of stride 1 with backend='triton', got stride {x.stride(-1)}; "
+                f"call {name}.contiguous(), or use backend='reference'."
+            )
+
+
 def permute_tile(head_dim: int, dtype: torch.dtype, arch: int) -> dict:
     """Measured at (40, 75,600): 0.42 to 0.45."""
     return {"ROWS": 4096 // head_dim, "num_warps": 4, "num_stages": 1}

@@ -46,12 +46,12 @@ from parklab.studio.scores import (
     head_lines,
     method_row,
     over_cases,
+    timing_warning,
     to_csv,
     variant_label,
     variant_name,
     verdict,
 )
-from parklab.studio.steadiness import timing_warning
 from parklab.studio.video import Frames, side_by_side, still, video_library, write_mp4
 
 DEFAULT_PROMPT = EXAMPLE

@@ -23,9 +23,8 @@ from parklab.store import Cell, CellWriter, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.lora import add_lora
 from parklab.studio.observe import RECALL_ROWS, Observer, measured, synchronise
-from parklab.studio.picture import load_picture
 from parklab.studio.request import UNSAID, Request, config_for, fit_to_pipeline, named_files, prepare, repeat_command
-from parklab.studio.video import Frames, as_bytes, video_library, write_mp4
+from parklab.studio.video import Frames, as_bytes, load_picture, video_library, write_mp4
 
 FORMAT = "parkattn.generation.1"
 

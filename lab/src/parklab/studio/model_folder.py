@@ -25,11 +25,11 @@ from parklab.studio.model_files import (
     MIB,
     expect_plain_config,
     expect_widths,
+    fault_in_rules,
     read_header,
     read_json,
     refusal,
 )
-from parklab.studio.tokenizer_rules import fault_in_rules
 
 INDEX = "model_index.json"
 MOST_FILES, DEEPEST = 2000, 4

@@ -21,8 +21,8 @@ from parklab.research import studied_entry
 from parklab.sprites import grammar
 from parklab.studio import checkpoints
 from parklab.studio.lora import judge_lora
-from parklab.studio.picture import picture_hash
 from parklab.studio.placement import judge_quantise
+from parklab.studio.video import picture_hash
 
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
 SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1.0, "text_tokens": 32}

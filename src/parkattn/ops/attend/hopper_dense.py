@@ -100,7 +100,7 @@ def _produce(descs, work, shape, rings, bars, KEYS: gl.constexpr, STAGES: gl.con
     n, m, q_tiles, tiles = shape
     q_ring, k_ring, v_ring, _no_bias = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    # through the same tiles as a consumer: nobody hands them out
+    # through the same tiles as a consumer, in the same words: nobody hands them out, so each of the two counts them
     done = 0
     r = 0
     count = tiles

@@ -20,7 +20,7 @@ from parkattn.settings import Precision
 
 from ..permute import triton as permute
 from ..residual.triton import merge_parts
-from ..rows import expect_dense_rows
+from ..tiles import expect_dense_rows
 from .tiles import HOPPER_HEAD_DIMS, TRITON_HEAD_DIMS
 from .triton import attend_ragged
 

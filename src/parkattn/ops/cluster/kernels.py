@@ -8,7 +8,7 @@ from torch import Tensor
 from parkattn.plan import Blocks
 from parkattn.settings import KeyMetric
 
-from ..rows import expect_dense_rows
+from ..tiles import expect_dense_rows
 from . import borders_triton as borders
 from . import triton as cluster
 from .definition import Clustering, initial_tokens, metric_root, stabilise, uniform

@@ -1,4 +1,6 @@
-"""The tables of docs/fleet.md: videos of a day, how even ranks are, and what even ranks are worth."""
+"""Tables of single pages: docs/fleet.md (videos of a day, how even ranks are and what that is worth), newer models by
+the block and whole (`park bench models`), docs/solids.md.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import functools
 
 import head_balance
 from gain_tables import MODELS, RUNS, last_profiles, whole_models_recorded
-from records import Record, published
+from records import Record, lines, published
 
 from parklab.experiments.tables import page_table
+from parklab.solids.following import BARS
 from parklab.studio.gain import composed_run, measured_forwards
+
+# docs/fleet.md
 
 DAY, WANTED, GPUS = 24 * 60 * 60, 1000, 8
 
@@ -86,3 +91,87 @@ def worth_of_even_ranks() -> str:
     return page_table(
         "video, steps x forwards | GPUs | profile | one GPU | evenly split | model's order | by density | gain", rows
     )
+
+
+# docs/measured/models.md
+
+NEWER = {
+    "minimax-h3": "MiniMax-H3", "ltx-2.5": "LTX-2.5", "kandinsky-5-pro": "Kandinsky 5 Pro",
+    "cosmos-2.5-14b": "Cosmos 2.5 14B",
+}  # fmt: skip
+
+
+def gated() -> dict[str, Record]:
+    """The figures of each model, whose gate must have passed."""
+    cases = lines("gpu_models.jsonl", "models gate")
+    assert all(case["ok"] for case in cases)
+    return {found["model"]: found for found in lines("gpu_models.jsonl", "models")}
+
+
+@published
+def blocks_of_newer_models() -> str:
+    def row(found: Record) -> tuple[str, ...]:
+        paper, quality = found["paper"], found["quality"]
+        return (
+            NEWER[found["model"]], found["video"], f"{found['tokens']:,}", f"{found['block_dense_s']:.2f} s",
+            f"{found['block_own_dense_s']:.2f} s",
+            f"{paper['block_s']['reuse']:.2f} s, {paper['reuse_speedup']:.2f}x",
+            f"{quality['block_s']['reuse']:.2f} s, {quality['reuse_speedup']:.2f}x",
+            f"{paper['density']:.3f}, {quality['density']:.3f}",
+        )  # fmt: skip
+
+    return page_table(
+        "model | video | tokens | dense, stock | dense, our kernel | reuse, `paper` | reuse, `quality` | density",
+        [row(gated()[name]) for name in NEWER],
+    )
+
+
+@published
+def whole_minimax_h3() -> str:
+    (found,) = lines("gpu_models.jsonl", "models whole")
+    assert found["ok"]
+    kinds = {"dense": "dense, stock", "refresh": "first plan", "reuse": "reuse"}
+    return page_table(
+        "one forward of MiniMax-H3 | seconds | of dense | peak memory",
+        [
+            (
+                f"{told}, {found['blocks']} of {found['released_blocks']} blocks", f"{found['seconds'][kind]:.1f} s",
+                f"{found['seconds'][kind] / found['seconds']['dense']:.2f}", f"{found['peak_gb'][kind]:.1f} GB",
+            )
+            for kind, told in kinds.items()
+        ],
+    )  # fmt: skip
+
+
+# docs/solids.md
+
+SOLIDS = "solids.jsonl"
+
+
+def _size(size: list[int]) -> str:
+    return "{} x {} x {}".format(*size)
+
+
+@published
+def solids_speed() -> str:
+    rows = []
+    for record in lines(SOLIDS, "solids speed"):
+        where = record["environment"]
+        machine = where["gpu"] if record["device"] == "cuda" else f"CPU, threads: {where['threads']}"
+        rows.append((machine, *(f"{rate['clips_a_minute']:,.0f}" for rate in record["rates"])))
+    sizes = [_size(rate["size"]) for rate in lines(SOLIDS, "solids speed")[0]["rates"]]
+    return page_table(" | ".join(("machine", *sizes)), rows)
+
+
+def _followed(name: str, bar: float, record: Record | None) -> tuple[str, ...]:
+    if record is None:
+        return (name, f"{bar:.0%}", "not run", "not run", "not run")
+    judge = record["judge_on_renders"]
+    return (name, f"{bar:.0%}", f"{record[name]:.0%}", f"{judge[name]:.0%}", f"{judge['shuffled_' + name]:.0%}")
+
+
+@published
+def solids_following() -> str:
+    last = next(reversed(lines(SOLIDS, "solids following")), None)
+    rows = [_followed(name, bar, last) for name, bar in BARS.items()]
+    return page_table("of the first object | bar | videos | true renders | renders, other sentences", rows)

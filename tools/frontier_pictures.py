@@ -1,6 +1,7 @@
-"""Quality against cost on an H200, out of records: docs/pictures/frontier.svg.
+"""Quality against cost on an H200, out of records: docs/pictures/frontier.svg; with it run.svg and caches.svg, of
+seconds (`run_picture`).
 
-python tools/frontier_picture.py
+python tools/frontier_pictures.py
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+import run_picture
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
 from quality_tables import PROFILES, TOKENS, method_rows, profile_curves, profiles_beside_methods
 from records import Record
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs/pictures/frontier.svg"
-LINES = {"svg2": GREEN, "svg-ear": RED, "sparsepr": PURPLE, "sol": ORANGE}
+PICTURES = Path(__file__).resolve().parents[1] / "docs/pictures"
+WIDTH, HEIGHT = 300, 250  # of a panel
+
+COLOURS = {"svg2": GREEN, "svg-ear": RED, "sparsepr": PURPLE, "sol": ORANGE}
 NAMES = {
     "svg2": "SVG2",
     "svg-ear": "SVG-EAR",
@@ -24,10 +28,10 @@ NAMES = {
     "sta": "STA",
 }
 NAMES |= {"xattention": "XAttention", "radial": "Radial"}
-WIDTH, HEIGHT, LARGEST = 300, 250, 70  # of a panel; percent of all-dense
+LARGEST = 70  # percent of all-dense
 
 
-def draw() -> Picture:
+def over_costs() -> Picture:
     said = (
         "Mean PSNR against the dense video over the attention that is computed in the whole run, two lengths of video."
         " PARK's profile quality lies above SVG2, SVG-EAR, SparsePR and Sol-Attn at equal cost. "
@@ -35,14 +39,14 @@ def draw() -> Picture:
     )
     picture = Picture(760, 385, "Quality against cost on an H200", said)
     for place, folder in enumerate(TOKENS):
-        _panel(picture, 55 + place * (WIDTH + 75), folder)
+        _panel_of_costs(picture, 55 + place * (WIDTH + 75), folder)
     picture.legend(
-        55, 355, [("PARK", BLUE), *((NAMES[name], colour) for name, colour in LINES.items()), ("other methods", GREY)]
+        55, 355, [("PARK", BLUE), *((NAMES[name], colour) for name, colour in COLOURS.items()), ("other methods", GREY)]
     )
     return picture
 
 
-def _panel(picture: Picture, left: float, folder: str) -> None:
+def _panel_of_costs(picture: Picture, left: float, folder: str) -> None:
     budgets, prompts = profile_curves(folder)
     groups, profiles, videos = method_rows(folder, prompts), profiles_beside_methods(folder, prompts), len(prompts)
     points = {
@@ -62,10 +66,10 @@ def _panel(picture: Picture, left: float, folder: str) -> None:
     axes.ticks(range(20, LARGEST + 1, 10), [low + 10 * i for i in range(int((high - low) // 10) + 1)])
     for name in dict.fromkeys(name for name, _ in points):
         runs = sorted(point for (which, _), point in points.items() if which == name and point[0] <= LARGEST)
-        if name in LINES:
-            axes.curve(runs, LINES[name])
+        if name in COLOURS:
+            axes.curve(runs, COLOURS[name])
             for run in runs:
-                picture.dot(*axes.at(*run), 3, LINES[name])
+                picture.dot(*axes.at(*run), 3, COLOURS[name])
         elif name in NAMES and (name, 0.0) in points:
             x, y = axes.at(*points[name, 0.0])
             picture.dot(x, y, 3, GREY)
@@ -87,5 +91,8 @@ def _mean(rows: list[Record]) -> tuple[float, float]:
     return 100 * statistics.fmean(row["cost"] for row in rows), statistics.fmean(row["psnr"] for row in rows)
 
 
+DRAWINGS = {"frontier": over_costs, "run": run_picture.draw, "caches": run_picture.draw_caches}
+
 if __name__ == "__main__":
-    draw().write(PICTURE)
+    for name, drawn in DRAWINGS.items():
+        drawn().write(PICTURES / f"{name}.svg")
