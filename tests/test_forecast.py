@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from parkattn import ParkConfig
+from parkattn import ParkConfig, make_method
 from parkattn.anchors import anchor_count, anchor_steps, log_signal_to_noise
 from parkattn.dense import Dense
 from parkattn.engine import Engine
@@ -191,6 +191,35 @@ def test_dense_steps_and_anchors_are_computed(profile):
     left_out = skipped(drive(engine(method=Park(config)), line)[1])
     kept = range(10) if profile == "paper" else anchor_steps(anchor_count(config, STEPS), STEPS, LEVELS)
     assert left_out and not left_out & {*kept, *range(STEPS - 3, STEPS)}
+
+
+SHORT_CALLS = {"top_k": 0.5, "multiple": 1, "least_tokens": 1, "dense_layers": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dense"),
+    [
+        ("chipmunk", {**SHORT_CALLS, "voxel": (1, 2, 2)}, {0, 1, 10, 20, 30, 40}),
+        ("chipmunk", {**SHORT_CALLS, "voxel": (1, 2, 2), "refresh_steps": (10, 40)}, {0, 1, 10, 40}),
+        ("mc-sparse", {**SHORT_CALLS, "group": 4, "refresh_interval": 15}, {*range(10), 24, 39}),
+        # its first plan is due where the first row of forecasts ends
+        ("park", {"residual_rank": 2, "query_clusters": 2, "key_clusters": 4}, {*range(10), *range(14, STEPS, 10)}),
+    ],
+)
+def test_full_steps_that_no_anchor_rule_names_are_computed(name, changes, dense):
+    """A layer whose plan is due is dense then; layer 0 is dense by its number and asks for nothing."""
+    made, phases = engine(method=make_method(name, tolerance=1.0, **changes)), {}
+    made.clock.grid = (2, 4, 4)
+    q, k, v = torch.randn(3, 1, 1, 32, 8, generator=torch.Generator().manual_seed(3)).unbind(0)
+    for step in range(STEPS):
+        made.clock.step = step
+        if made.forecast(form=FORM) is None:
+            for layer in (0, 1):
+                made.attend(q, k, v, layer=layer, dense=lambda: torch.zeros_like(q))
+            phases[step] = made.log.calls[-1].stats.phase
+            made.learn(line(step), form=FORM)
+    assert len(phases) < STEPS
+    assert dense == {step for step, phase in phases.items() if phase in ("dense", "anchor")}
 
 
 def test_branches_follow_one_decision_and_the_worst_of_them_makes_it():
