@@ -296,6 +296,38 @@ def test_outputs_that_are_not_finite_are_computed():
     assert skipped(computed) & set(range(25, STEPS))
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("steps", [12, 30, 49, 50])
+@pytest.mark.parametrize("at", [2, 4, 5, 6])
+def test_no_forecast_continues_an_output_that_is_not_finite(steps, at, wrong):
+    """Whichever of the last comparisons it is in, and in a branch that begins with it."""
+    u = log_signal_to_noise(steps, levels(steps))
+    for branches, spoilt in ((("cond", "uncond"), "uncond"), (("cond",), "cond")):
+        made = Engine(Dense(1.0))
+        made.begin_run(steps, levels(steps))
+        spoils = [at]
+
+        def output(step, branch, made=made, spoilt=spoilt, spoils=spoils):
+            found = BASE + u[step] * TILT
+            if branch == spoilt and step >= spoils[0]:
+                spoils[0] = steps
+                return found * wrong
+            return found
+
+        for step in range(steps):
+            got, computed = drive(made, output, [step], branches if step >= min(at, 4) else ("cond",))
+            assert all(out.isfinite().all() for where, out in got.items() if where not in computed)
+        assert made.log.forwards.steps
+
+
+def test_a_branch_is_compared_before_it_is_forecast():
+    made = engine(1.0)
+    drive(made, line, steps=range(10))
+    _, computed = drive(made, line, steps=range(10, STEPS), branches=("cond", "uncond"))
+    first = sorted(step for step, branch in computed if branch == "uncond")[:3]
+    assert first == list(range(first[0], first[0] + 3))
+
+
 def test_an_output_that_is_written_into_afterwards_changes_nothing():
     def written(step, branch):
         return line(step)
