@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parkattn import CallSite, Park, ParkConfig
-from parkattn.anchors import anchor_count, anchor_steps, log_signal_to_noise, passed_since_first
+from parkattn.anchors import anchor_count, anchor_steps, levels_of, log_signal_to_noise, passed_since_first
 from parkattn.reuse import History, Schedule, dense_prefix
 from parklab.research import AdaptivePark, AdaptiveSchedule, ResearchConfig
 
@@ -38,6 +38,20 @@ def test_six_anchors_of_thirty_linear_steps_are_dense_early():
 def test_a_shifted_flow_keeps_its_anchors(total, shift):
     """A shift adds the same number to the log signal-to-noise of every step: log (1 - s) / s - log shift."""
     assert anchor_steps(6, total, flow_levels(total, shift)) == anchor_steps(6, total)
+
+
+@pytest.mark.parametrize("total", [4, 16, 30, 50])
+def test_a_flow_whose_first_level_is_rounded_past_one_is_a_flow(total):
+    """Schedulers shift in float32, where 0.2 / (1 - 0.8) is more than 1."""
+    one = torch.tensor(0.2) / (1 + (torch.tensor(0.2) - 1) * torch.tensor(1.0))
+    assert one > 1
+    exact = flow_levels(total, 0.2)
+    for first in (one.item(), 1 - 6e-7):
+        levels = (first, *exact[1:])
+        assert log_signal_to_noise(total, levels)[1:] == log_signal_to_noise(total, exact)[1:]
+        assert anchor_steps(6, total, levels) == anchor_steps(6, total, exact)
+    towards_signal = tuple(1 - level for level in (one.item(), *exact[1:]))  # inverted, as Mochi's are
+    assert levels_of(CallSite(step=0, total_steps=total, noise_levels=towards_signal))[1] == towards_signal
 
 
 def test_anchors_follow_the_levels_and_not_the_steps():

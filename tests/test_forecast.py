@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from parkattn import ParkConfig
+from parkattn import ParkConfig, make_method
 from parkattn.anchors import anchor_count, anchor_steps, log_signal_to_noise
 from parkattn.dense import Dense
 from parkattn.engine import Engine
@@ -193,6 +193,35 @@ def test_dense_steps_and_anchors_are_computed(profile):
     assert left_out and not left_out & {*kept, *range(STEPS - 3, STEPS)}
 
 
+SHORT_CALLS = {"top_k": 0.5, "multiple": 1, "least_tokens": 1, "dense_layers": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dense"),
+    [
+        ("chipmunk", {**SHORT_CALLS, "voxel": (1, 2, 2)}, {0, 1, 10, 20, 30, 40}),
+        ("chipmunk", {**SHORT_CALLS, "voxel": (1, 2, 2), "refresh_steps": (10, 40)}, {0, 1, 10, 40}),
+        ("mc-sparse", {**SHORT_CALLS, "group": 4, "refresh_interval": 15}, {*range(10), 24, 39}),
+        # its first plan is due where the first row of forecasts ends
+        ("park", {"residual_rank": 2, "query_clusters": 2, "key_clusters": 4}, {*range(10), *range(14, STEPS, 10)}),
+    ],
+)
+def test_full_steps_that_no_anchor_rule_names_are_computed(name, changes, dense):
+    """A layer whose plan is due is dense then; layer 0 is dense by its number and asks for nothing."""
+    made, phases = engine(method=make_method(name, tolerance=1.0, **changes)), {}
+    made.clock.grid = (2, 4, 4)
+    q, k, v = torch.randn(3, 1, 1, 32, 8, generator=torch.Generator().manual_seed(3)).unbind(0)
+    for step in range(STEPS):
+        made.clock.step = step
+        if made.forecast(form=FORM) is None:
+            for layer in (0, 1):
+                made.attend(q, k, v, layer=layer, dense=lambda: torch.zeros_like(q))
+            phases[step] = made.log.calls[-1].stats.phase
+            made.learn(line(step), form=FORM)
+    assert len(phases) < STEPS
+    assert dense == {step for step, phase in phases.items() if phase in ("dense", "anchor")}
+
+
 def test_branches_follow_one_decision_and_the_worst_of_them_makes_it():
     def one_bends(step, branch):
         return line(step) if branch == "cond" else parabola(step, bend=0.5)
@@ -265,6 +294,38 @@ def test_outputs_that_are_not_finite_are_computed():
     _, computed = drive(engine(1.0), lambda step, _: line(step) * (math.nan if 10 <= step < 20 else 1))
     assert set(range(10, 20)) - {10, 11, 12, 13, 14} <= {step for step, _ in computed}
     assert skipped(computed) & set(range(25, STEPS))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("steps", [12, 30, 49, 50])
+@pytest.mark.parametrize("at", [2, 4, 5, 6])
+def test_no_forecast_continues_an_output_that_is_not_finite(steps, at, wrong):
+    """Whichever of the last comparisons it is in, and in a branch that begins with it."""
+    u = log_signal_to_noise(steps, levels(steps))
+    for branches, spoilt in ((("cond", "uncond"), "uncond"), (("cond",), "cond")):
+        made = Engine(Dense(1.0))
+        made.begin_run(steps, levels(steps))
+        spoils = [at]
+
+        def output(step, branch, made=made, spoilt=spoilt, spoils=spoils):
+            found = BASE + u[step] * TILT
+            if branch == spoilt and step >= spoils[0]:
+                spoils[0] = steps
+                return found * wrong
+            return found
+
+        for step in range(steps):
+            got, computed = drive(made, output, [step], branches if step >= min(at, 4) else ("cond",))
+            assert all(out.isfinite().all() for where, out in got.items() if where not in computed)
+        assert made.log.forwards.steps
+
+
+def test_a_branch_is_compared_before_it_is_forecast():
+    made = engine(1.0)
+    drive(made, line, steps=range(10))
+    _, computed = drive(made, line, steps=range(10, STEPS), branches=("cond", "uncond"))
+    first = sorted(step for step, branch in computed if branch == "uncond")[:3]
+    assert first == list(range(first[0], first[0] + 3))
 
 
 def test_an_output_that_is_written_into_afterwards_changes_nothing():

@@ -185,6 +185,22 @@ def test_two_experts_share_a_decision_and_no_line():
     assert left_out and not left_out & {switch, switch + 1, switch + 2} and max(left_out) > switch
 
 
+def test_a_step_cache_on_the_second_expert_alone_keeps_its_forwards():
+    pipe = tiny.wan(experts=2)
+    enable(pipe, FORECAST)
+    tiny.run_wan(pipe, steps=24)
+    switch = next(step for step, level in enumerate(pipe.scheduler.sigmas.tolist()) if level < 0.875)
+    assert max(summary(pipe).steps["forecast"]) > switch
+    pipe.transformer_2.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.0))
+    tiny.run_wan(pipe, steps=24)
+    assert max(summary(pipe).steps["forecast"]) < switch
+    (reason,) = summary(pipe).forwards["off"]
+    assert "step cache" in reason
+    pipe.transformer_2.disable_cache()
+    tiny.run_wan(pipe, steps=24)
+    assert max(summary(pipe).steps["forecast"]) > switch and not summary(pipe).forwards["off"]
+
+
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_a_bare_transformer_returns_what_its_forward_would(return_dict):
     transformer = tiny.wan_transformer()

@@ -121,6 +121,32 @@ def test_a_pair_is_for_a_long_and_for_a_short_video():
             ParkConfig(residual_rank=wrong)
 
 
+@pytest.mark.parametrize("rank", [0, 8, (8, 16), (0, 0), (4, 0)])
+@pytest.mark.parametrize("config", [ParkConfig, ResearchConfig])
+def test_a_rank_set_on_a_profile_holds_in_short_videos_too(config, rank):
+    long, short = rank if isinstance(rank, tuple) else (rank, rank)
+    for made in (config.profile("fast", residual_rank=rank), config.profile("fast").replace(residual_rank=rank)):
+        assert (made.rank_for(16_384), made.rank_for(16_383)) == (long, short)
+
+
+@pytest.mark.parametrize("pair", [(None, None), (1_024, None), (None, 8), (20, 8)])
+def test_the_laboratory_means_the_same_by_every_pair_of_blocks(pair):
+    asked = ParkConfig(query_clusters=pair, key_clusters=pair)
+    for tokens in (16_383, 16_384):
+        assert ResearchConfig.of(asked).counts(tokens, tokens) == asked.counts(tokens, tokens)
+
+
+def test_one_number_under_two_names_is_refused():
+    for twice in (
+        {"residual_rank": (8, 16), "short_residual_rank": 4},
+        {"top_p": (0.3, 0.7), "refresh_top_p": 0.5, "anchors": 7},
+    ):
+        with pytest.raises(ValueError, match=rf"^{list(twice)[1]}: expected None beside {next(iter(twice))}=\(.*got"):
+            ResearchConfig(**twice)
+    with pytest.raises(ValueError, match="noise_tau: expected top_p"):
+        ResearchConfig(top_p=(0.3, 0.7, 0.3), anchors=7, noise_tau=0.9)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", list(ParkConfig.PROFILES))
 def test_the_laboratory_writes_every_number_of_a_profile_out_and_means_the_same(name, model):

@@ -88,6 +88,10 @@ def _anchored_until(reached: list[float]) -> float:
     return reached[math.floor(last)] * (1 - last % 1) + reached[math.ceil(last)] * (last % 1)
 
 
+# by how much a level may lie outside 0 to 1: schedulers shift levels in float32
+ROUNDED = 1e-5
+
+
 def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None = None) -> list[float]:
     """Of each step, from its noise level s: log (1 - s) / s where levels end at 1 (flow), -log s where they go beyond.
 
@@ -95,7 +99,7 @@ def log_signal_to_noise(total_steps: int, noise_levels: tuple[float, ...] | None
     one more stride of the length of the next. Noise below a hundredth counts as a hundredth: it hides nothing.
     """
     levels = noise_levels or tuple(1 - step / total_steps for step in range(total_steps))
-    signal = (lambda level: 1 - level) if max(levels) <= 1 else (lambda level: 1.0)
+    signal = (lambda level: 1 - level) if max(levels) <= 1 + ROUNDED else (lambda level: 1.0)
     reached = [math.log(max(signal(level), 1e-9) / max(level, 0.01)) for level in levels]
     if len(reached) > 2:
         reached[0] = max(reached[0], 2 * reached[1] - reached[2])
@@ -111,7 +115,7 @@ def levels_of(site: CallSite) -> tuple[int, tuple[float, ...] | None]:
 @functools.lru_cache(maxsize=64)
 def _are_levels(levels: tuple[float, ...]) -> bool:
     """Finite, not below 0, and in one direction: a schedule that goes back, or stays, says nothing about distances."""
-    if not all(math.isfinite(level) and level >= 0 for level in levels):
+    if not all(math.isfinite(level) and level >= -ROUNDED for level in levels):
         return False
     return list(levels) in (sorted(levels), sorted(levels, reverse=True)) and (
         len(levels) < 2 or levels[0] != levels[-1]

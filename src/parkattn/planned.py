@@ -79,7 +79,17 @@ class PlannedMethod:
 
     def computes(self, site: CallSite) -> bool:
         """Dense steps and anchors, which a schedule has at fixed steps, are never forecast."""
-        return always_runs(self.config, site)
+        return always_runs(self.config, site) or any(
+            self._dense_by_plan(dataclasses.replace(site, layer=layer), step, with_residual)
+            for layer, step, with_residual in self.plans.made(site.transformer)
+        )
+
+    def _dense_by_plan(self, site: CallSite, made_at: int, with_residual: bool) -> bool:
+        """Whether a layer whose plan is of this step has a dense pass now."""
+        if not isinstance(self.schedule, Schedule):  # another rule may count how often it is asked
+            return False
+        phase = self.schedule.phase(site, History(made_at)).name
+        return phase == "anchor" or (phase == "refresh" and with_residual and self.config.anchors is None)
 
     def reset(self) -> None:
         """Forget plans and residuals."""

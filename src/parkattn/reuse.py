@@ -212,6 +212,11 @@ class PlanStore:
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
 
+    def made(self, transformer: str) -> set[tuple[int, int, bool]]:
+        """Layer and step of each plan, and whether it has a residual."""
+        held = ((key, entry) for key, entry in self._held.items() if key.transformer == transformer)
+        return {(key.layer, entry.step, entry.residual is not None) for key, entry in held}
+
     def sibling(self, key: SiteKey, step: int) -> SiteKey | None:
         """Another branch of the same video in the same layer whose plan is of this step."""
         same = (other for other in self._held if other != key and other._replace(branch=key.branch) == key)

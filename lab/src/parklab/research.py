@@ -36,7 +36,7 @@ def _written_out(fields: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"top_p": share[0], "refresh_top_p": share[1]} | ({"refresh_falls": True} if share[2:] else {})
     if isinstance(rank, (tuple, list)):
         found["residual_rank"], found["short_residual_rank"] = rank
-    if isinstance(keys, (tuple, list)) and keys[1] is None:
+    if isinstance(keys, (tuple, list)) and keys[1] is None and keys[0] is not None:
         found |= {"key_clusters": None, "long_video_blocks": (QUERY_BLOCKS, keys[0])}
     return found
 
@@ -81,6 +81,9 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
             if self.top_p is None:
                 got = f"got {self.refresh_top_p}; leave out one of them."
                 raise ValueError(f"refresh_top_p: expected None beside top_k={self.top_k}, {got}")
+            if isinstance(self.top_p, tuple):
+                got = f"got {self.refresh_top_p}; leave out one of them."
+                raise ValueError(f"refresh_top_p: expected None beside top_p={self.top_p}, which names it, {got}")
             if self.anchors is None:
                 got = f"got {self.refresh_top_p}; set top_p, or anchors too."
                 raise ValueError(f"refresh_top_p: expected None without anchors, between which it holds, {got}")
@@ -93,7 +96,7 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
             expect_fraction("noise_tau", self.noise_tau, zero=False)
             if not 0.5 < self.noise_tau < 1:
                 raise ValueError(f"noise_tau: expected a number between 0.5 and 1, got {self.noise_tau}; take 0.99.")
-            if self.top_p is None or self.refresh_falls:
+            if self.top_p is None or self.shares.last is not None:
                 raise ValueError("noise_tau: expected top_p, which falls to it, and no refresh_falls; leave one out.")
         if self.top_k is not None and self.floor:
             raise ValueError(f"floor: expected 0 beside top_k={self.top_k}, got {self.floor}; leave out one of them.")
@@ -123,7 +126,7 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
 
     @classmethod
     def settled(cls, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Whoever sets top_p or top_k means it for every plan."""
+        """Whoever sets top_p or top_k means it for every plan, and a residual_rank for videos of every length."""
         changes = super().settled(settings, changes)
         implied: dict[str, Any] = {}
         given = {**settings, **changes}
@@ -131,6 +134,8 @@ class ResearchConfig(KMeans, KeyMetric, FlooredSelection, StudiedConfig, ParkCon
             implied["refresh_top_p"] = None
         if {**given, **implied}.get("refresh_top_p") is None:
             implied["refresh_falls"] = False
+        if "residual_rank" in changes:
+            implied["short_residual_rank"] = None
         return {**implied, **changes}
 
     @property

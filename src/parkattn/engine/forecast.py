@@ -62,6 +62,7 @@ class _ComputedForward(NamedTuple):
     step: int
     form: Any  # size and type of what went in and came out; no line joins outputs of two forms
     output: Tensor
+    compared: bool  # with the line through the two before it
 
 
 class Forecast:
@@ -117,15 +118,15 @@ class Forecast:
     def learn(self, site: CallSite, form: Any, output: Tensor, log: ForwardLog) -> None:
         """Keep what was computed, after comparing the line with it."""
         log.computed += 1
-        line, held = self._line(site, form), self._held.get(site.branch, [])
-        if line is not None and not self._skips:
+        line, held = None if self._skips else self._line(site, form), self._held.get(site.branch, [])
+        if line is not None:
             # the largest of a batch, whose elements are videos or branches
             missed, size = (x.flatten(1).norm(dim=1) for x in (line - output.float(), output.float()))
             self._errors.append((missed / size.clamp(min=torch.finfo(torch.float32).tiny)).max())
             self._stretch = self._gaps(site, held)[2]
         kept = [each for each in held[-1:] if each.form == form and each.step < site.step]
-        # a copy, because a pipeline may write into its output
-        self._held[site.branch] = [*kept, _ComputedForward(site.step, form, output.detach().clone())]
+        copy = output.detach().clone()  # because a pipeline may write into its output
+        self._held[site.branch] = [*kept, _ComputedForward(site.step, form, copy, line is not None)]
 
     def _line(self, site: CallSite, form: Any) -> Tensor | None:
         held = self._held.get(site.branch, [])
@@ -148,11 +149,12 @@ class Forecast:
             return False
         # a branch that the last computed step did not have is over
         self._held = {branch: held for branch, held in self._held.items() if held[-1].step >= self._computed_at}
-        if not self._held or any(len(held) < 2 for held in self._held.values()):
+        if not self._held or not all(held[-1].compared for held in self._held.values()):
             return False
         wanted = 1 if (site.total_steps or 0) >= CLOSE else 2
         if self._growth is None and len(self._compared) >= wanted:
-            self._growth = max(each.growth() for each in self._compared[-wanted:])  # once after each computed step
+            growths = [each.growth() for each in self._compared[-wanted:]]  # once after each computed step
+            self._growth = max(growths) if all(map(math.isfinite, growths)) else math.nan  # max may pass NaN over
         stretches, u = [self._gaps(site, held)[2] for held in self._held.values()], _positions(site)
         if self._growth is None or min(stretches) <= 0:
             return False

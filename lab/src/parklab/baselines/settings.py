@@ -74,6 +74,11 @@ class StudiedConfig(PlannedConfig):
         expect_flag("own_dense", self.own_dense)
         if self.short_residual_rank is not None:
             expect_count("short_residual_rank", self.short_residual_rank, least=0)
+            if isinstance(self.residual_rank, tuple):
+                got = f"got {self.short_residual_rank}; leave out one of them."
+                raise ValueError(
+                    f"short_residual_rank: expected None beside residual_rank={self.residual_rank}, which names it, {got}"
+                )
         expect_count("reference_steps", self.reference_steps)
         expect_count("dense_last_steps", self.dense_last_steps, least=0)
         if self.refresh_steps is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parkattn import compat
 from parkattn.engine import Engine
+from parkattn.engine.forecast import ForwardLog
 
 COMPILED = "the transformer is compiled whole, so its forwards are not seen; use compile_repeated_blocks()"
 _HARMLESS = ("diffusers.hooks", "accelerate")  # whose hooks may stand between a call and the forward of the class
@@ -38,6 +39,7 @@ class Forwards:
 
     def __init__(self, engine: Engine, name: str, hearing: ForwardListener) -> None:
         self._engine, self._name, self._hearing = engine, name, hearing
+        self._run: ForwardLog | None = None  # the log of the run that the transformer was looked at for
         self._cache: str | None = None  # of somebody else, on the transformer
         self._wraps: dict[Any, Callable[[Tensor], Any]] = {}  # form -> what a forward returns around its tensor
 
@@ -57,8 +59,8 @@ class Forwards:
         engine, hearing = self._engine, self._hearing
         hearing.before(transformer, args, kwargs)
         log, given = engine.log.forwards, {**dict(zip(hearing.names, args, strict=False)), **kwargs}
-        if not log.computed:  # once a run: it looks at every module
-            self._cache = other_cache(transformer)
+        if log is not self._run:  # once a run: it looks at every module
+            self._run, self._cache = log, other_cache(transformer)
             self._wraps.clear()
         off = self._cache or ("gradients are on" if torch.is_grad_enabled() else None)
         latents = given.get("hidden_states")
