@@ -137,6 +137,34 @@ def test_doctor_says_what_fits():
     assert "bfloat16" in found["fits"]["80"]
 
 
+SOLD = {"RTX 3090": [24], "RTX 4090": [24], "RTX 5090": [32], "L40S": [48], "A100": [40, 80], "H100": [80], "H200": [141], "B200": [180]}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", SOLD)
+@pytest.mark.parametrize("name", SIZES)
+def test_doctor_says_what_fits_the_gpu_that_is_named(gpu, name):
+    found = examine(model=name, **dict(zip(("frames", "height", "width"), SIZES[name].video, strict=True)), gpu=gpu)
+    own = found["memory"]["on_gpu"]
+    assert list(own["fits"]) == [str(size) for size in SOLD[gpu]]
+    for size, ways in own["fits"].items():
+        peaks = found["memory"]["peaks_gb"]
+        fitting = [way for way, peak in peaks.items() if peak <= int(size)]
+        assert ways == [way for way in fitting if own["float8"] or not way.startswith("float8")]
+        assert size not in found["memory"]["fits"] or set(ways) <= set(found["memory"]["fits"][size])
+    assert own["float8"] is (gpu not in ("RTX 3090", "A100"))
+    text = shown(found)
+    ways = "; ".join(own["fits"][str(SOLD[gpu][0])]) or "none of the ways below"
+    assert f"fits {SOLD[gpu][0]} GB {gpu}: {ways}" in text and ("it multiplies no float8" in text) is not own["float8"]
+    assert ("every part but decoding" in text) is (name == "hunyuanvideo")
+
+
+def shown(found):
+    console = Console(width=400, file=io.StringIO())
+    for part in shown_examination(found, "wan2.1-14b"):
+        console.print(part)
+    return " ".join(console.file.getvalue().split())
+
+
 def test_doctor_says_which_parts_a_forward_and_which_a_whole_video_takes():
     found = examine(model="wan2.1-14b", **AT_720P, gpu="H200")
     parts = found["memory"]
@@ -154,10 +182,7 @@ def test_doctor_says_which_parts_a_forward_and_which_a_whole_video_takes():
     )
     decoding = parts["decode_gb"] - parts["activations_gb"]["stock"] - parts["plans_gb"]["quality"]
     assert parts["peaks_gb"]["bfloat16"] == pytest.approx(alone + max(0, decoding))
-    console = Console(width=200, file=io.StringIO())
-    for part in shown_examination(found, "wan2.1-14b"):
-        console.print(part)
-    text = " ".join(console.file.getvalue().split())
+    text = shown(found)
     assert "37.4 are a dense forward of the transformer alone" in text
     assert all(word in text for word in ("text encoders 11.4", "VAE 0.3", "decoding 11.6", "with the state of quality"))
 

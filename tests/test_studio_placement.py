@@ -108,6 +108,18 @@ def test_another_scheme_is_refused_in_one_line(wan, monkeypatch, scheme, message
         placement.judge_quantise(scheme, "cpu", wan)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_float8_is_refused_on_a_gpu_that_does_not_multiply_it(wan, monkeypatch, capability):
+    monkeypatch.setattr(placement, "package", lambda *names: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    if capability >= (8, 9):
+        assert placement.judge_quantise("float8", "cuda", wan) is None
+    else:
+        with pytest.raises(ValueError, match=r"expected int8 or a \.gguf file on NVIDIA A100, got float8; .* sm_89"):
+            placement.judge_quantise("float8", "cuda", wan)
+
+
 def test_one_file_is_refused_for_two_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "package", lambda *names: None)
     tiny.wan(2).save_pretrained(tmp_path / "model")
