@@ -53,6 +53,19 @@ def test_group_offload_changes_no_number(wan):
     assert torch.equal(latents(pipe), stock)
 
 
+@pytest.mark.parametrize("kind", ["group", "sequential"])
+def test_offload_of_rounded_weights_changes_no_number(wan, kind):
+    needs("torchao")
+    import accelerate
+
+    made = [checkpoints.load_pipeline(wan, dtype="bfloat16", quantise=("int8", None)) for _ in range(2)]
+    if kind == "group":
+        placement.offload_groups(made[0], torch.device("cpu"))
+    else:
+        accelerate.cpu_offload(made[0].transformer, torch.device("cpu"))
+    assert torch.equal(*map(latents, made))
+
+
 def test_rounded_weights_make_a_video_and_its_record_repeats_them(wan, tmp_path):
     needs("torchao")
     request = Request(**SMALL, model=str(wan), changes=SPARSE, dtype="bfloat16", quantise="int8")
@@ -126,6 +139,21 @@ def test_one_file_is_refused_for_two_transformers(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="two transformers"):
         placement.judge_quantise(str(tmp_path / "a.gguf"), "cpu", tmp_path / "model")
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "float8", "a.gguf"])
+@pytest.mark.parametrize("offload", placement.OFFLOADS)
+def test_offload_and_quantise_work_together_or_are_refused_before_anything_is_loaded(wan, monkeypatch, scheme, offload):
+    """GGUF under sequential offload fails inside accelerate."""
+    monkeypatch.setattr("parklab.studio.request.judge_quantise", lambda *given: None)
+    request = Request(**SMALL, model=str(wan), quantise=scheme, offload=offload)
+    if scheme == "a.gguf" and offload == "sequential":
+        with pytest.raises(
+            ValueError, match=r"offload: expected none, model or group .* got 'sequential'.*; pass group"
+        ):
+            prepare(request)
+    else:
+        assert prepare(request)[0].offload == offload
 
 
 def test_a_missing_package_is_named_with_its_install_line(wan, monkeypatch):

@@ -26,6 +26,14 @@ def expect_offload(offload: str, device: str) -> None:
         )
 
 
+def expect_together(offload: str, quantise: str | None) -> None:
+    if offload == "sequential" and (quantise or "").endswith(GGUF):
+        raise ValueError(
+            f"offload: expected none, model or group with a {GGUF} file, got 'sequential', by which accelerate cannot "
+            "move its weights; pass group."
+        )
+
+
 def place(pipe: Any, device: str, offload: str) -> Any:
     if offload == "none":
         return pipe.to(device)
