@@ -60,6 +60,16 @@ def test_where_the_video_of_a_packed_sequence_begins_is_the_same_on_every_rank(c
     assert row["calls"] == row["calls of one process"] and row["calls"]["reuse"] > 0
 
 
+@pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "Flux2Transformer2DModel"])
+def test_text_stays_exact_where_every_rank_has_a_share_of_it_and_of_its_mask(cases, name):
+    """Qwen-Image splits its text mask over ranks; FLUX.2's single blocks see shares of text and image in one sequence."""
+    if name not in cases:
+        pytest.skip("this release cannot spread the class over ranks")
+    row = cases[name]
+    assert row["difference"] <= row["tolerance"] < row["sparse - dense"]
+    assert row["text"] == [8] and row["calls"] == row["calls of one process"]
+
+
 def test_ulysses_anything_gives_the_latents_of_one_process(cases):
     """With an even number of tokens: gloo cannot gather the shares of an odd one, NCCL can."""
     if "wan, anything" not in cases:
@@ -150,6 +160,50 @@ def ring_by_gathering(stock):
     return dispatch
 
 
+def report_images() -> None:
+    """The transformers alone, three steps each."""
+    from diffusers import ContextParallelConfig
+
+    import tiny_models
+    from parkattn.hosts.diffusers import disable, enable, summary
+    from test_hosts_diffusers import trace
+    from test_models import run, tolerance
+    from test_models_layouts import IMAGES, of_image
+
+    def steps(transformer, inputs):
+        return torch.cat([run(transformer, {**inputs, "timestep": torch.tensor([at])}) for at in (0.9, 0.6, 0.3)])
+
+    for name in IMAGES:
+        if not hasattr(tiny_models.diffusers, name):
+            continue
+        transformer, inputs = of_image(name, num_attention_heads=HEADS)
+        settings = {"total_steps": 3, "image": True}
+        dense = steps(transformer, inputs)
+        enable(transformer, SPARSE, **settings)
+        alone, report = steps(transformer, inputs), summary(transformer)
+        disable(transformer)
+        try:
+            transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+            steps(transformer, inputs)
+        except (RuntimeError, ValueError, AttributeError):  # stock: older releases have no plan, or another one
+            continue
+        enable(transformer, SPARSE, **settings)
+        seen = trace(transformer)
+        spread, made = steps(transformer, inputs), summary(transformer)
+        row = {
+            "case": name,
+            "difference": (spread - alone).abs().max().item(),
+            "sparse - dense": (alone - dense).abs().max().item(),
+            "tolerance": tolerance(dense),
+            "calls": made.calls,
+            "calls of one process": report.calls,
+            "text": sorted({site.text.stop for site, _ in seen}),
+        }
+        if torch.distributed.get_rank() == 0:
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+
+
 def work() -> None:
     from diffusers import ContextParallelConfig
     from diffusers.models import attention_dispatch
@@ -225,6 +279,7 @@ def work() -> None:
             }
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
+    report_images()
     loose, latents, left_out = SPARSE.replace(tolerance=0.3), [], []  # weights are random, and forwards change much
     pipe = tiny.wan(num_attention_heads=HEADS)
     for split in (False, True):

@@ -173,6 +173,14 @@ IMAGES = {
 }  # fmt: skip
 
 
+def of_image(cls: str, **changes):
+    """(transformer, arguments of a forward)."""
+    sizes, inputs = IMAGES[cls]
+    words = {"encoder_hidden_states": tiny.noise(1, 8, 16, seed=1), "timestep": torch.tensor([0.5])}
+    transformer = tiny_models.made(cls, {**tiny_models.HEADS, **sizes, **changes})
+    return transformer, {"hidden_states": tiny.noise(1, 48, 16), **words, **inputs}
+
+
 def test_every_row_of_images_is_tried_here():
     here = {name for name, row in MODELS.items() if row.image and hasattr(diffusers, name)}
     assert {name for name in IMAGES if hasattr(diffusers, name)} == here
@@ -182,10 +190,7 @@ def test_every_row_of_images_is_tried_here():
 def test_images_are_sparse_where_that_is_asked_for_and_keep_text_apart(cls):
     if not hasattr(diffusers, cls):
         pytest.skip("this diffusers lacks the class")
-    sizes, inputs = IMAGES[cls]
-    transformer = tiny_models.made(cls, {**tiny_models.HEADS, **sizes})
-    words = {"encoder_hidden_states": tiny.noise(1, 8, 16, seed=1), "timestep": torch.tensor([0.5])}
-    inputs = {"hidden_states": tiny.noise(1, 48, 16), **words, **inputs}
+    transformer, inputs = of_image(cls)
     dense = run(transformer, inputs)
     with pytest.raises(ValueError, match=r"image: expected True for .* which makes images, got False"):
         enable(transformer, SPARSE, total_steps=1)

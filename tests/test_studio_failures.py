@@ -323,10 +323,28 @@ def test_doctor_shows_the_profile_that_was_asked_for_alone(park):
 
 
 @pytest.mark.parametrize(
-    ("given", "known"), [("4090", "RTX 4090"), ("h200", "H200"), ("NVIDIA GeForce RTX 5090", "RTX 5090"), ("200", None)]
+    ("given", "known"),
+    [
+        ("4090", "RTX 4090"),
+        ("rtx 4090", "RTX 4090"),
+        ("RTX4090", "RTX 4090"),
+        ("h200", "H200"),
+        ("b200", "B200"),
+        ("l40s", "L40S"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+    ],
 )
 def test_a_gpu_is_known_by_a_part_of_its_name_that_no_other_has(given, known):
     assert gain.known_gpu(given) == known
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["200", "rtx", "H20", "A10", "L4", "L40", "3", "s", "", "NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU"],
+)
+def test_another_gpu_is_not_taken_for_one_whose_name_begins_like_its_own(given):
+    assert gain.known_gpu(given) is None
 
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones(park):

@@ -152,6 +152,34 @@ def test_doctor_says_what_fits():
     assert "bfloat16" in found["fits"]["80"]
 
 
+SOLD = {"RTX 3090": [24], "RTX 4090": [24], "RTX 5090": [32], "L40S": [48], "A100": [40, 80], "H100": [80], "H200": [141], "B200": [180]}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", SOLD)
+@pytest.mark.parametrize("name", SIZES)
+def test_doctor_says_what_fits_the_gpu_that_is_named(gpu, name):
+    found = examine(model=name, **dict(zip(("frames", "height", "width"), SIZES[name].video, strict=True)), gpu=gpu)
+    own = found["memory"]["on_gpu"]
+    assert list(own["fits"]) == [str(size) for size in SOLD[gpu]]
+    for size, ways in own["fits"].items():
+        peaks = found["memory"]["peaks_gb"]
+        fitting = [way for way, peak in peaks.items() if peak <= int(size)]
+        assert ways == [way for way in fitting if own["float8"] or not way.startswith("float8")]
+        assert size not in found["memory"]["fits"] or set(ways) <= set(found["memory"]["fits"][size])
+    assert own["float8"] is (gpu not in ("RTX 3090", "A100"))
+    text = shown(found)
+    ways = "; ".join(own["fits"][str(SOLD[gpu][0])]) or "none of the ways below"
+    assert f"fits {SOLD[gpu][0]} GB {gpu}: {ways}" in text and ("it multiplies no float8" in text) is not own["float8"]
+    assert ("every part but decoding" in text) is (name == "hunyuanvideo")
+
+
+def shown(found):
+    console = Console(width=400, file=io.StringIO())
+    for part in shown_examination(found, "wan2.1-14b"):
+        console.print(part)
+    return " ".join(console.file.getvalue().split())
+
+
 def test_doctor_says_which_parts_a_forward_and_which_a_whole_video_takes():
     found = examine(model="wan2.1-14b", **AT_720P, gpu="H200")
     parts = found["memory"]
@@ -169,10 +197,7 @@ def test_doctor_says_which_parts_a_forward_and_which_a_whole_video_takes():
     )
     decoding = parts["decode_gb"] - parts["activations_gb"]["stock"] - parts["plans_gb"]["quality"]
     assert parts["peaks_gb"]["bfloat16"] == pytest.approx(alone + max(0, decoding))
-    console = Console(width=200, file=io.StringIO())
-    for part in shown_examination(found, "wan2.1-14b"):
-        console.print(part)
-    text = " ".join(console.file.getvalue().split())
+    text = shown(found)
     assert "37.4 are a dense forward of the transformer alone" in text
     assert all(word in text for word in ("text encoders 11.4", "VAE 0.3", "decoding 11.6", "with the state of quality"))
 
@@ -223,6 +248,19 @@ def test_group_offload_changes_no_number(wan):
     for part in (pipe.transformer, pipe.text_encoder):
         assert any(hasattr(module, "_diffusers_hook") for module in part.modules())
     assert torch.equal(latents(pipe), stock)
+
+
+@pytest.mark.parametrize("kind", ["group", "sequential"])
+def test_offload_of_rounded_weights_changes_no_number(wan, kind):
+    needs("torchao")
+    import accelerate
+
+    made = [checkpoints.load_pipeline(wan, dtype="bfloat16", quantise=("int8", None)) for _ in range(2)]
+    if kind == "group":
+        placement.offload_groups(made[0], torch.device("cpu"))
+    else:
+        accelerate.cpu_offload(made[0].transformer, torch.device("cpu"))
+    assert torch.equal(*map(latents, made))
 
 
 def test_rounded_weights_make_a_video_and_its_record_repeats_them(wan, tmp_path):
@@ -280,12 +318,39 @@ def test_another_scheme_is_refused_in_one_line(wan, monkeypatch, scheme, message
         placement.judge_quantise(scheme, "cpu", wan)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_float8_is_refused_on_a_gpu_that_does_not_multiply_it(wan, monkeypatch, capability):
+    monkeypatch.setattr(placement, "package", lambda *names: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    if capability >= (8, 9):
+        assert placement.judge_quantise("float8", "cuda", wan) is None
+    else:
+        with pytest.raises(ValueError, match=r"expected int8 or a \.gguf file on NVIDIA A100, got float8; .* sm_89"):
+            placement.judge_quantise("float8", "cuda", wan)
+
+
 def test_one_file_is_refused_for_two_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "package", lambda *names: None)
     tiny.wan(2).save_pretrained(tmp_path / "model")
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="two transformers"):
         placement.judge_quantise(str(tmp_path / "a.gguf"), "cpu", tmp_path / "model")
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "float8", "a.gguf"])
+@pytest.mark.parametrize("offload", placement.OFFLOADS)
+def test_offload_and_quantise_work_together_or_are_refused_before_anything_is_loaded(wan, monkeypatch, scheme, offload):
+    """GGUF under sequential offload fails inside accelerate."""
+    monkeypatch.setattr("parklab.studio.request.judge_quantise", lambda *given: None)
+    request = Request(**SMALL, model=str(wan), quantise=scheme, offload=offload)
+    if scheme == "a.gguf" and offload == "sequential":
+        with pytest.raises(
+            ValueError, match=r"offload: expected none, model or group .* got 'sequential'.*; pass group"
+        ):
+            prepare(request)
+    else:
+        assert prepare(request)[0].offload == offload
 
 
 def test_a_missing_package_is_named_with_its_install_line(wan, monkeypatch):

@@ -169,6 +169,8 @@ class ModelRow:
         built.
     sequence_parallel: the host has to bring a plan for splitting the sequence, because the model brings none.
     two_streams: in some layers the place of text holds a second stream of the same video, as long as the first.
+    text_apart: where ranks hold a part of the sequence each, a rank has a share of what is before the video and one of
+        the video.
     """
 
     blocks: tuple[tuple[str, str], ...]
@@ -184,6 +186,7 @@ class ModelRow:
     pair_mask: bool = False
     sequence_parallel: bool = False
     two_streams: bool = False
+    text_apart: bool = False
 
     def attentions(self, transformer: Any) -> list[Any]:
         """The attention modules; their place in this list is their layer number."""
@@ -278,6 +281,7 @@ MODELS: dict[str, ModelRow] = {
         grid=grid_of_image_places,
         read_once="img_ids",
         image=True,
+        text_apart=True,
     ),
 }
 

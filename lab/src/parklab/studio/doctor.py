@@ -22,8 +22,17 @@ from parklab.record import environment, installed
 from parklab.scene import clustered_scene
 from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints
-from parklab.studio.gain import UTILISATION, estimate, expect_gpu, forwards_per_step, measured_forwards, model_size
-from parklab.studio.memory import memory
+from parklab.studio.gain import (
+    FORECAST,
+    UTILISATION,
+    estimate,
+    expect_gpu,
+    forwards_per_step,
+    known_gpu,
+    measured_forwards,
+    model_size,
+)
+from parklab.studio.memory import memory, on_gpu
 from parklab.studio.video import CODEC
 
 STAGES = {
@@ -96,11 +105,14 @@ def examine(
             ),
             profile,
         ),
-        "memory": memory(
-            model,
-            replace(size, passes=forwards_per_step(size, guidance)),
-            **video,
-            profile=profile or ParkConfig.DEFAULT_PROFILE,
+        "memory": on_gpu(
+            memory(
+                model,
+                replace(size, passes=forwards_per_step(size, guidance)),
+                **video,
+                profile=profile or ParkConfig.DEFAULT_PROFILE,
+            ),
+            known_gpu(gpu or here),
         ),
     }
 
@@ -240,6 +252,7 @@ def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
         rough = " (estimated)" if park["estimated"] and source != "arithmetic" else ""
         phases = ", ".join(f"{count:.3g} {phase}" for phase, count in park["phases"].items())
         lacking = f"; {park['no_forecasts']}" if park["no_forecasts"] else ""
+        lacking += "; as many forecasts as the small model's" if FORECAST in park["phases"] else ""
         yield name, f"{', '.join(seconds + gains)}{rough}; steps: {phases}{lacking}"
 
 
@@ -260,12 +273,18 @@ def _memory_rows(memory: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         f"state of PARK {plans['quality']:.2f} ({plans['fast']:.2f} with fast, {plans['paper']:.2f} with paper), "
         f"text encoders {memory['text_encoders_gb']:.1f}, VAE {memory['autoencoder_gb']:.1f}, decoding {decode}",
     )
+    parts = (
+        "every part but decoding" if memory["decode_gb"] is None else "every part (activations and decoding take turns)"
+    )
     yield (
         "of these",
         f"{memory['transformer_forward_gb']:.1f} are a dense forward of the transformer alone; "
-        "the table below has whole videos: every part (activations and decoding take turns), with the state of "
-        f"{memory['profile']}",
+        f"the table below has whole videos: {parts}, with the state of {memory['profile']}",
     )
+    here = memory.get("on_gpu", {"fits": {}})
+    for size, ways in here["fits"].items():
+        lacking = "" if here["float8"] else "; it multiplies no float8"
+        yield f"fits {size} GB", f"{here['gpu']}: {'; '.join(ways) or 'none of the ways below'}{lacking}"
 
 
 def _cards(memory: dict[str, Any]) -> Table:

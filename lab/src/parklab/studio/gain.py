@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parkattn.checks import expect_choice, shown
 from parkattn.models import SIZES, ModelSize
@@ -22,17 +23,27 @@ from parkattn.park import ParkConfig
 from parkattn.reuse import Schedule, count_phases
 from parklab.sprites import CHECKPOINT
 
-# dense bf16 tensor peak in TFLOP/s from the vendors' data sheets; a name is matched inside torch's device name
+
+class Gpu(NamedTuple):
+    """By the vendors' data sheets. peak: dense bf16 in TFLOP/s; memory: as it is sold, in GB; float8: it multiplies
+    them.
+    """
+
+    peak: float
+    memory: tuple[int, ...]
+    float8: bool = True
+
+
 GPUS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "RTX 5090": 209.0,
-    "RTX 4090": 165.0,
-    "RTX 3090": 71.0,
+    "B200": Gpu(2250.0, (180,)),
+    "H200": Gpu(989.0, (141,)),
+    "H100": Gpu(989.0, (80,)),
+    "A100": Gpu(312.0, (40, 80), float8=False),
+    "A800": Gpu(312.0, (40, 80), float8=False),
+    "L40S": Gpu(362.0, (48,)),
+    "RTX 5090": Gpu(209.0, (32,)),
+    "RTX 4090": Gpu(165.0, (24,)),
+    "RTX 3090": Gpu(71.0, (24,), float8=False),
 }
 UTILISATION = 0.5  # of the peak, for a rough time per step
 FORECAST = "forecast"  # steps whose forwards are not run
@@ -163,13 +174,13 @@ def estimate(
     card = known_gpu(gpu)
     if same and density is None:
         card = card or known["gpu"]
-        factor = GPUS[known["gpu"]] / GPUS[card]
+        factor = GPUS[known["gpu"]].peak / GPUS[card].peak
         run = composed_run(same[0], model, steps=steps, forwards_per_step=each, factor=factor, tolerance=tolerance)
         source = "measured" if card == known["gpu"] else "scaled"
     else:
         run, source = _run_by_arithmetic(model, share, steps, each, density, tolerance), "arithmetic"
         if card:
-            whole = steps * each * (attention + rest) / (GPUS[card] * 1e12 * UTILISATION)
+            whole = steps * each * (attention + rest) / (GPUS[card].peak * 1e12 * UTILISATION)
             run["dense_s"] = {"dense": whole}
             for park in run["profiles"].values():
                 park["seconds"] = whole / park["speedup"]["dense"]
@@ -221,14 +232,19 @@ def _run_by_arithmetic(
 
 
 def known_gpu(name: str | None) -> str | None:
-    """A key of GPUS: what torch calls the GPU contains it, or a part of it was given that no other has,
-    such as 4090.
+    """A key of GPUS: its words are in what torch calls the GPU, or all words that were given are in it and in no other,
+    such as 4090. Laptops have other GPUs of the same names.
     """
-    if not name:
+    given = _words(name or "")
+    if not given or "laptop" in given:
         return None
-    inside = [known for known in GPUS if known.lower() in name.lower()]
-    parts = [known for known in GPUS if name.lower() in known.lower()]
+    inside = [known for known in GPUS if set(_words(known)) <= set(given)]
+    parts = [known for known in GPUS if set(given) <= set(_words(known))]
     return inside[0] if inside else parts[0] if len(parts) == 1 else None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", name.lower()))
 
 
 def expect_gpu(name: str) -> None:

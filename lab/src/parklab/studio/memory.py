@@ -10,6 +10,7 @@ from typing import Any
 
 from parkattn.models import ModelSize
 from parkattn.park import ParkConfig
+from parklab.studio.gain import GPUS
 
 CARDS = (
     12,
@@ -65,6 +66,16 @@ def memory(
     found["peaks_gb"] = peaks_gb(size, found)
     found["fits"] = {str(card): [way for way, peak in found["peaks_gb"].items() if peak <= card] for card in CARDS}
     return found
+
+
+def on_gpu(found: dict[str, Any] | None, gpu: str | None) -> dict[str, Any] | None:
+    """What `memory` found, with the ways that fit this GPU, for each size in which it is sold."""
+    if found is None or gpu is None:
+        return found
+    card = GPUS[gpu]
+    ways = [way for way in found["peaks_gb"] if card.float8 or not way.startswith("float8")]
+    fits = {str(size): [way for way in ways if found["peaks_gb"][way] <= size] for size in card.memory}
+    return found | {"on_gpu": {"gpu": gpu, "float8": card.float8, "fits": fits}}
 
 
 def activations_gb(size: ModelSize, tokens: int, copies: dict[str, float]) -> float:

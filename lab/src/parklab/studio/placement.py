@@ -15,6 +15,7 @@ from parklab.studio.model_folder import judge_index
 OFFLOADS = ("none", "model", "group", "sequential")
 ROUNDED = ("float8", "int8")  # by torchao: weights and activations, a scale per row; weights alone
 GGUF = ".gguf"
+MULTIPLIES_FLOAT8 = (8, 9)  # compute capability: Ada, Hopper and later
 
 
 def expect_offload(offload: str, device: str) -> None:
@@ -22,6 +23,14 @@ def expect_offload(offload: str, device: str) -> None:
     if offload != "none" and not device.startswith("cuda"):
         raise ValueError(
             f"offload: expected none on {device}, got {offload!r}; offloading moves weights between CPU and GPU."
+        )
+
+
+def expect_together(offload: str, quantise: str | None) -> None:
+    if offload == "sequential" and (quantise or "").endswith(GGUF):
+        raise ValueError(
+            f"offload: expected none, model or group with a {GGUF} file, got 'sequential', by which accelerate cannot "
+            "move its weights; pass group."
         )
 
 
@@ -73,6 +82,11 @@ def judge_quantise(scheme: str, device: str, folder: Path) -> str | None:
     package("torchao", f"{scheme} weights", "quant")
     if scheme == "float8" and not device.startswith("cuda"):
         raise ValueError(f"quantise: expected int8 or a {GGUF} file on {device}, got float8; float8 needs a GPU.")
+    if scheme == "float8" and torch.cuda.get_device_capability(device) < MULTIPLIES_FLOAT8:
+        raise ValueError(
+            f"quantise: expected int8 or a {GGUF} file on {torch.cuda.get_device_name(device)}, got float8; "
+            "float8 products need sm_89 or newer."
+        )
     return None
 
 

@@ -21,7 +21,7 @@ from parklab.research import studied_entry
 from parklab.sprites import grammar
 from parklab.studio import checkpoints
 from parklab.studio.lora import judge_lora
-from parklab.studio.placement import judge_quantise
+from parklab.studio.placement import expect_together, judge_quantise
 from parklab.studio.video import picture_hash
 
 # what the shipped model was trained for, in the size of the demo; other models bring their own defaults
@@ -96,6 +96,7 @@ def prepare(request: Request) -> tuple[Request, Path]:
     if request.lora is not None:
         package("peft", "LoRA files", "lora")
         filled["lora_hash"] = judge_lora(request.lora)
+    expect_together(request.offload, request.quantise)
     if request.quantise is not None:
         filled["quantise_hash"] = judge_quantise(request.quantise, device, folder)
     if checkpoints.is_shipped(folder):

@@ -23,6 +23,7 @@ from parkattn.hosts.diffusers.instances import itself
 from parkattn.hosts.diffusers.sequence_parallel import (
     UlyssesRanks,
     mask_in_one_piece,
+    mask_of_all_ranks,
     run_in_ulysses,
     why_not_balanced,
     why_not_ulysses,
@@ -166,14 +167,17 @@ class MethodProcessor:
         return torch.cat([out[:, text + others :], out[:, text : text + others]], 1)
 
     def _route_ulysses(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
-        if self._cp_config is not None:
-            # cache-dit has put the mask into the order of the ranks already
-            tokens = tokens._replace(mask=mask_in_one_piece(tokens.mask, parallel, tokens.text_tokens, self.row.text))
+        tokens = self._with_text_before_video(tokens, parallel)
         refusal = why_not_ulysses(parallel, tokens.text_tokens)
         if refusal is not None:
             spread = functools.partial(self._stock_attention, tokens, options, parallel)
             return self._ask_engine(tokens, options, refusal, spread)
 
+        mask, in_order_of_ranks = mask_of_all_ranks(tokens.mask, parallel, tokens.k.shape[1])
+        if in_order_of_ranks or self._cp_config is not None:
+            # cache-dit has put the mask into the order of the ranks already
+            mask = mask_in_one_piece(mask, parallel, tokens.text_tokens, self.row.text)
+        tokens = tokens._replace(mask=mask)
         fixed = why_not_balanced(parallel, tokens.q.shape[2], tokens.k.shape[2])
         order = None
         if fixed is None:
@@ -198,6 +202,14 @@ class MethodProcessor:
             tokens = tokens._replace(q=q, k=k, v=v)
         out = run_in_ulysses(with_all_tokens, *tokens, self.row.text, parallel, options.scale)
         return out if order is None else out.index_select(2, order.argsort())
+
+    def _with_text_before_video(self, tokens: Tokens, parallel: Any) -> Tokens:
+        """Where the sequence is packed, only the grid says how much of a rank's share is text."""
+        degrees, grid = getattr(parallel, "context_parallel_config", None), self.engine.clock.grid
+        if not self.row.text_apart or grid is None or degrees is None:
+            return tokens
+        before = tokens.q.shape[1] - math.prod(grid) // (degrees.ulysses_degree or 1)
+        return tokens._replace(text_tokens=max(before, 0))
 
     def _route_usp(self, tokens: Tokens, options: CallOptions, exchange: xdit.Exchange) -> Tensor:
         q, k, v, _, _ = tokens

@@ -103,9 +103,19 @@ def run_in_ulysses(
     )
 
 
+def mask_of_all_ranks(mask: Any, parallel: Any, keys: int) -> tuple[Any, bool]:
+    """A mask over this rank's keys alone -> over those of all ranks, in their order, and whether it was one, as stock
+    code tells them apart.
+    """
+    degrees = parallel.context_parallel_config
+    if not isinstance(mask, Tensor) or mask.shape[-1] != keys or compat.ulysses_mesh(degrees) is None:
+        return mask, False
+    return torch.cat(list(UlyssesRanks(parallel).gather(mask)), -1), True
+
+
 def mask_in_one_piece(mask: Tensor | None, parallel: Any, text_tokens: int, text: str) -> Tensor | None:
     """[b 1 1 n] in the order of the ranks -> in the order of one process."""
-    if mask is None or not text_tokens:
+    if mask is None or not text_tokens or mask.ndim != 4:
         return mask
     ranks = parallel.context_parallel_config.ulysses_degree or 1
     return in_one_piece(mask.permute(0, 3, 1, 2), ranks, text_tokens, text).permute(0, 2, 3, 1)
@@ -114,13 +124,13 @@ def mask_in_one_piece(mask: Tensor | None, parallel: Any, text_tokens: int, text
 def in_one_piece(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor:
     """[video_0 text_0 video_1 text_1 ..] -> [video text], or the same with text first: [b n h d]."""
     pieces = x.unflatten(1, (ranks, -1))
-    cut = text_tokens if text == "first" else pieces.shape[2] - text_tokens
+    cut = pieces.shape[2] - text_tokens if text == "last" else text_tokens
     return torch.cat([pieces[:, :, :cut].flatten(1, 2), pieces[:, :, cut:].flatten(1, 2)], 1)
 
 
 def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor:
     """The inverse of in_one_piece."""
-    cut = text_tokens * ranks if text == "first" else x.shape[1] - text_tokens * ranks
+    cut = x.shape[1] - text_tokens * ranks if text == "last" else text_tokens * ranks
     return torch.cat([x[:, :cut].unflatten(1, (ranks, -1)), x[:, cut:].unflatten(1, (ranks, -1))], 2).flatten(1, 2)
 
 
