@@ -16,6 +16,7 @@ from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture,
 from parklab.experiments.calibration import cost_at, dense_share, layers_in, named_profile
 from parklab.experiments.campaign import CampaignStore, is_campaign
 from parklab.experiments.evaluation import ALL_DENSE, FLOOR, OWN_FLOOR, Evaluation, file_hash, named_cell
+from parklab.experiments.mismatches import TOP_P
 from parklab.experiments.quality import named_measures
 from parklab.research import studied_entry
 from parklab.store import FINISHED, Cell, Record, Say
@@ -88,6 +89,10 @@ class Cells:
             return [named_cell("retrieval", path.stem, each) for path, each in asked.items()]
         own = {"config": settings_of_plans(blocks_for(preset_in(self.folder), e.changes))}
         return [named_cell("retrieval", "captured", self._asked(request) | own) for request in self.requests()]
+
+    def forwards_cell(self, request: Request) -> Cell:
+        config = blocks_for(preset_in(self.folder), self.evaluation.changes).replace(top_p=TOP_P, top_k=None)
+        return named_cell("forwards", "dense", self._asked(request) | {"config": settings_of_plans(config)})
 
     def requests(self) -> list[Request]:
         """Every prompt, guidance and seed."""
