@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.methods import METHODS
-from parklab.bench.frontier import read_records
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.costs import compare_at_costs
@@ -22,7 +21,8 @@ from parklab.experiments.tables import interval, page_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, time_columns
-from records import RESULTS, SIZES, Record, cells, lab, published
+from of_models import of_models
+from records import RESULTS, SIZES, Record, cells, frontier_lines, lab, published
 
 PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
@@ -41,6 +41,7 @@ TIMED_AS = {FLOOR: "dense"}  # rows of a table: the method that was timed
 
 
 @published
+@of_models(heads=2)
 def own_settings_on_h200() -> str:
     """Every method at its authors' settings, and PARK's profiles, on all prompts that each was run on."""
     found: dict[tuple[float, str], list[Record]] = {}
@@ -50,7 +51,7 @@ def own_settings_on_h200() -> str:
             found.setdefault((asked["guidance"], asked["method"]), []).append(cell["row"])
     for scale in (1.0, 5.0):
         for name, runs in profile_rows("gpu_75600", scale).items():
-            if name != "paper":  # that is park at its own settings
+            if name != "paper" and runs:  # paper is park at its own settings
                 found[scale, f"PARK, {name}"] = list(runs.values())
     cost = {place: statistics.fmean(row["cost"] for row in rows) for place, rows in found.items()}
     return page_table(
@@ -68,6 +69,7 @@ def own_settings_on_h200() -> str:
 
 
 @published
+@of_models(heads=3)
 def matched_on_h200() -> str:
     """Every method at a density that is asked for, at each guidance; which it cannot have are left out."""
     found = _by_density("gpu_75600")
@@ -101,7 +103,7 @@ def _by_density(folder: str) -> dict[tuple[float, float, str], list[Record]]:
     found: dict[tuple[float, float, str], list[Record]] = {}
     for cell in _all_cells(folder):
         asked = cell["request"]
-        if asked["density"] in H200_DENSITIES[asked["guidance"]] and "profile" not in asked:
+        if asked["density"] in H200_DENSITIES.get(asked["guidance"], ()) and "profile" not in asked:
             found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
     order = list(METHODS)
     return dict(sorted(found.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]))))
@@ -138,11 +140,13 @@ def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
 
 
 @published
+@of_models(heads=2)
 def blocks_on_h200() -> str:
     return _changed("query blocks | key blocks", ("query_clusters", "key_clusters"))
 
 
 @published
+@of_models(heads=1)
 def schedules_on_h200() -> str:
     return _changed("plans are rebuilt at steps", ("refresh_steps",))
 
@@ -172,15 +176,17 @@ def _changed(heads: str, settings: tuple[str, ...]) -> str:
 
 def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
     psnr = [row["psnr"] for row in rows]
+    half, mean = interval(psnr), f"{statistics.fmean(psnr):.1f}"
     more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "error", "recall")}
     return (
-        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}", f"{statistics.fmean(psnr):.1f} ± "
-                                                                                f"{interval(psnr):.1f} dB",
-        f"{min(psnr):.1f} dB", *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
+        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}",
+        f"{mean} dB" if half is None else f"{mean} ± {half:.1f} dB", f"{min(psnr):.1f} dB",
+        *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
     )  # fmt: skip
 
 
 @published
+@of_models(heads=2)
 def profiles_above_methods() -> str:
     """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's
     runs.
@@ -192,7 +198,7 @@ def profiles_above_methods() -> str:
             place = cell["request"]["method"], cell["request"]["prompt"]
             curves.setdefault(place, []).append((cell["row"]["cost"], cell["row"]["psnr"]))
         for setting, runs in profiles_beside_methods(folder, {prompt for _, prompt in curves}).items():
-            if setting != "paper":
+            if setting != "paper" and runs:
                 cost = statistics.fmean(row["cost"] for row in runs.values())
                 run_on = (all((name, prompt) in curves for prompt in runs) for name in names)
                 margins = [_margin(runs, curves, name) if was else "" for name, was in zip(names, run_on, strict=True)]
@@ -202,14 +208,15 @@ def profiles_above_methods() -> str:
 
 
 @published
+@of_models(heads=3)
 def short_runs_at_equal_cost() -> str:
     """Profiles in runs of few steps beside the paper's settings with a top_p that costs about as much."""
     equal = [
-        row for row in tabulate(read_records(RESULTS / "frontier_equal_cost.jsonl")) if row["size"] == "81x400x576"
+        row for row in tabulate(frontier_lines(RESULTS / "frontier_equal_cost.jsonl")) if row["size"] == "81x400x576"
     ]
     own = [
         row
-        for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
+        for row in tabulate(frontier_lines(RESULTS / "frontier.jsonl"))
         if row["size"] == "81x400x576" and row["steps"] < 50
     ]
     rows = sorted([*equal, *own], key=lambda row: (-row["steps"], row["guidance"], row["cost"]))
@@ -224,6 +231,7 @@ def short_runs_at_equal_cost() -> str:
 
 
 @published
+@of_models(heads=1, ranked=())
 def matched_2k() -> str:
     """PSNR at equal density of the sparse steps, means over the prompts;
     empty where a method cannot have the density.
@@ -370,7 +378,7 @@ def profile_rows(folder: str, guidance: float = 1.0) -> dict[str, dict[str, Reco
         "guidance": guidance,
     }
     found: dict[str, dict[str, Record]] = {name: {} for name in PROFILES}
-    for line in read_records(RESULTS / "frontier.jsonl"):
+    for line in frontier_lines(RESULTS / "frontier.jsonl"):
         if all(line[name] == value for name, value in asked.items()) and line["setting"] in PROFILES:
             found[line["setting"]][line["prompt"]] = line
     return found

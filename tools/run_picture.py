@@ -9,10 +9,9 @@ import statistics
 from pathlib import Path
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
-from records import RESULTS, SIZES, Record, cells
+from records import RESULTS, SIZES, Record, cells, frontier_lines
 
 from parkattn.park import ParkConfig
-from parklab.bench.frontier import read_records
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.run_frontier import CACHES, DENSE_FORECAST, DRAWN, FEWER, METHODS_ALONE, TITLES, Run, runs_of
 
@@ -31,7 +30,7 @@ def draw() -> Picture:
         "Further left is faster, higher is closer to dense attention. PARK's profiles are blue; "
         "a line leads from each to the same profile with forecasts."
     )
-    lines = [line for name in LINES if (RESULTS / name).exists() for line in read_records(RESULTS / name)]
+    lines = [line for name in LINES if (RESULTS / name).exists() for line in frontier_lines(RESULTS / name)]
     runs = list(runs_of(lines, _own_settings()))
     videos = sorted({run.video for run in runs}, reverse=True)
     picture = Picture(760, 72 + ROW * len(videos), "Quality against the seconds of a run on an H200", said)

@@ -22,7 +22,6 @@ from parkattn.models import MODELS as TRANSFORMERS
 from parkattn.models import SIZES, STAY_DENSE
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
-from parklab.bench.frontier import read_records
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
 from parklab.research import ResearchConfig
@@ -37,7 +36,8 @@ import quality_tables  # noqa: F401
 import run_tables  # noqa: F401
 import solids_tables  # noqa: F401
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
-from records import RESULTS, TABLES, Record, lines, published
+from of_models import of_models
+from records import RESULTS, TABLES, Record, frontier_lines, lines, published
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ROOT / "lab/src/parklab/studio/forwards.json"
@@ -95,10 +95,11 @@ def profiles_of_whole_models() -> str:
 
 
 @published
+@of_models(heads=2, name=0, ranked=("PSNR against dense",))
 def profiles() -> str:
     rows = [
         row
-        for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
+        for row in tabulate(frontier_lines(RESULTS / "frontier.jsonl"))
         if (row["size"], row["steps"]) == ("81x400x576", 50)
     ]
     order = ("paper", "quality", "fast")

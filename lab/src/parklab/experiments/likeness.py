@@ -1,7 +1,7 @@
 """How like the real models a model is: recall, densities, residuals from step to step, spread over heads.
 
-Beside them stand the paper's figures (`paper_numbers`) and MagCache's (`residual_curves`). A finding holds where a model
-is as near to two real models as those are to each other: it needs no tolerance of ours.
+Beside them stand the paper's figures (`paper_numbers`) and MagCache's (`residual_curves`). A finding holds where a
+model is as near to two real models as those are to each other: it needs no tolerance of ours.
 """
 
 from __future__ import annotations
