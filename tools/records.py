@@ -48,6 +48,11 @@ def cells(campaign: str, kind: str) -> dict[str, Record]:
     return {key: record for key, record in found.items() if is_read(record)}
 
 
+def every_cell(campaign: str) -> dict[str, Record]:
+    """By key, of all models."""
+    return _campaign(campaign)
+
+
 @functools.cache
 def _campaign(name: str) -> dict[str, Record]:
     """Every seal is checked."""

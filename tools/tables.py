@@ -28,9 +28,10 @@ from parklab.research import ResearchConfig
 from parklab.studio.gain import measured_forwards
 
 sys.path.insert(0, str(Path(__file__).parent))
-import diary_tables  # noqa: F401 (its tables, as those of the next three, are published when it is read)
+import diary_tables  # noqa: F401 (its tables, as those of the next lines, are published when it is read)
 import fleet_tables  # noqa: F401
 import forecast_lines  # noqa: F401
+import likeness_tables  # noqa: F401
 import model_tables  # noqa: F401
 import quality_tables  # noqa: F401
 import run_tables  # noqa: F401

@@ -7,7 +7,6 @@ model is as near to two real models as those are to each other: it needs no tole
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
@@ -33,7 +32,7 @@ RECALLS = {"top_k": "tab:query_key_compression_topk", "top_p": "tab:query_key_co
 NAMED = {"top_k": "recall of top-k 0.1", "top_p": "recall of top-p 0.9"}
 SHOWN = {"top_k": ("exact", "pama"), "top_p": ("pama",)}  # top-p of exact importance keeps 0.9 of it anywhere
 PARTS = {"first fifth": (0.0, 0.2), "middle": (0.2, 0.8), "last fifth": (0.8, 1.0)}  # of a run
-LAST = (math.nextafter(1.0, 0.0), 1.0)
+LAST = "last step"
 MEASURES = {
     "ratio": "ratio of residuals", "ratio_std": "its spread over tokens",
     "cosine_distance": "cosine distance of residuals", "output_change": "relative change of outputs",
@@ -162,24 +161,17 @@ def _residuals(runs: Sequence[Record]) -> tuple[list[Row], list[Finding]]:
         for measure, title in MEASURES.items():
             curves = [_curve(run, branch, measure) for run in runs]
             real = _published(name, curves) if measure == "ratio" else {}
-            for place, inside in _places(measure).items():
-                values = [found for curve in curves if (found := _mean(curve, inside)) is not None]
-                if values:
-                    means = [None if found is None else _mean(found, inside) for found in map(real.get, REAL)]
-                    rows.append((title, name, place, statistics.fmean(values), interval(values), *means))
-                if values and real and place in ("middle", "last fifth"):
-                    statement = f"ratio of residuals, {name}, {place}"
-                    findings.append(_nearness_of_curves(statement, curves, inside, real))
+            for place in (*PARTS, *((LAST,) if measure == "ratio" else ())):
+                values = [statistics.fmean(part.values()) for curve in curves if (part := _part(curve, place))]
+                if not values:
+                    continue
+                means = [
+                    statistics.fmean(_part(real[model], place).values()) if model in real else None for model in REAL
+                ]
+                rows.append((title, name, place, statistics.fmean(values), interval(values), *means))
+                if real and place in PARTS:
+                    findings.append(_nearness_of_curves(f"ratio of residuals, {name}, {place}", curves, place, real))
     return rows, findings
-
-
-def _places(measure: str) -> Mapping[str, Callable[[float], bool]]:
-    found = {place: functools.partial(_within, *ends) for place, ends in PARTS.items()}
-    return found | ({"last step": functools.partial(_within, *LAST)} if measure == "ratio" else {})
-
-
-def _within(low: float, high: float, at: float) -> bool:
-    return low < at <= high
 
 
 def _branches(runs: Iterable[Record]) -> list[str]:
@@ -187,13 +179,15 @@ def _branches(runs: Iterable[Record]) -> list[str]:
 
 
 def _curve(run: Record, branch: str, measure: str) -> Curve:
-    last = max(row["step"] for row in run["forwards"])
-    return {row["step"] / last: row[measure] for row in run["forwards"] if row["branch"] == branch and measure in row}
+    steps = 1 + max(row["step"] for row in run["forwards"])
+    return {row["step"] / steps: row[measure] for row in run["forwards"] if row["branch"] == branch and measure in row}
 
 
-def _mean(curve: Curve, inside: Callable[[float], bool]) -> float | None:
-    values = [value for at, value in curve.items() if inside(at)]
-    return statistics.fmean(values) if values else None
+def _part(curve: Curve, place: str) -> Curve:
+    if place == LAST:
+        return {at: value for at, value in curve.items() if at == max(curve)}
+    low, high = PARTS[place]
+    return {at: value for at, value in curve.items() if low < at <= high}
 
 
 def _published(branch: str, curves: Sequence[Curve]) -> dict[str, Curve]:
@@ -210,20 +204,18 @@ def _over(ratios: Sequence[float], at: float, stretch: float) -> float:
     logs = [0.0, *itertools.accumulate(math.log(ratio) for ratio in ratios)]
 
     def passed(share: float) -> float:
-        place = min(max(share, 0.0), 1.0) * (STEPS - 1)
-        before = min(int(place), STEPS - 2)
+        place = max(share, 0.0) * STEPS
+        before = min(int(place), STEPS - 2)  # a run of more steps ends later than theirs, which goes on as it ended
         return logs[before] + (place - before) * (logs[before + 1] - logs[before])
 
     return math.exp(passed(at) - passed(at - stretch))
 
 
-def _nearness_of_curves(
-    statement: str, curves: Sequence[Curve], inside: Callable[[float], bool], real: Mapping[str, Curve]
-) -> Finding:
+def _nearness_of_curves(statement: str, curves: Sequence[Curve], place: str, real: Mapping[str, Curve]) -> Finding:
     """Distance: mean over the steps there of the difference of two ratios."""
 
     def apart(one: Curve, other: Curve) -> float:
-        return statistics.fmean(abs(value - other[at]) for at, value in one.items() if inside(at))
+        return statistics.fmean(abs(value - other[at]) for at, value in _part(one, place).items())
 
     def margin(curve: Curve) -> float:
         return apart(*(real[name] for name in WANS)) - min(apart(curve, real[name]) for name in WANS)
