@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("diffusers")
 
+import tiny_families
 from parkattn.dense import Dense
+from parkattn.hosts.diffusers import Session
 from parkattn.settings import MethodConfig
 from parklab.bench import step_caches
 from parklab.experiments import reproduce
@@ -100,9 +102,9 @@ def test_intervals_are_over_videos_and_quantiles_over_heads():
 
 
 def test_a_branch_that_nobody_published_is_measured_and_compared_with_nothing():
-    result = _result(_run([0.9, 0.8], branch="forward 1"))
-    assert _rows(result, "forward 1") and not result.findings
-    assert "measured, forward 1" in {series.name for panel in result.figure.rows[0] for series in panel.series}
+    result = _result(_run([0.9, 0.8], branch="uncond_stg"))
+    assert _rows(result, "uncond_stg") and not result.findings
+    assert "measured, uncond_stg" in {series.name for panel in result.figure.rows[0] for series in panel.series}
 
 
 def test_cells_that_are_missing_are_named_in_the_note():
@@ -144,6 +146,28 @@ def test_ratios_are_those_that_diffusers_calibrates_its_own_cache_with():
     count = len(watched.rows)
     run()
     assert len(watched.rows) == count, "nothing stays on the pipeline"
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "branches"),
+    [
+        ("wan vace", 3, {"conditional", "unconditional"}),
+        ("hunyuan i2v, latent concat", 3, {"conditional", "unconditional"}),
+        ("hunyuan 1.5", 2, {"conditional", "unconditional"}),
+        ("cogvideox", 2, {"cond_uncond"}),
+        ("ltx", 2, {"cond_uncond"}),
+    ],
+)
+def test_other_families_are_measured_by_the_branches_that_they_have(name, layers, branches):
+    family = tiny_families.FAMILIES[name]
+    pipe, watched = family.build(), WatchedForwards(ResearchConfig(query_clusters=2, key_clusters=4), (1,))
+    with watched.on(pipe), Session(pipe, watched, fuse=False):
+        family.run(pipe)
+    assert [len(found) for found in watched.densities.values()] == [layers]
+    assert len(watched.rows) == family.forwards * tiny_families.STEPS
+    record = watched.record() | {"request": {"guidance": None}}
+    rows = _rows(_result((Cell(name="a", format="f", request={}), record)), "ratio of residuals", "last step")
+    assert {row["of"] for row in rows} == branches
 
 
 def test_published_curves_have_a_ratio_for_each_step_after_the_first():

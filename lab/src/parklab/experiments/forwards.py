@@ -97,8 +97,10 @@ class WatchedForwards(Dense):
                 f"model: expected blocks that return tokens as they take them, got {list(ended.shape)} for "
                 f"{list(begun.shape)}; likeness has no residual of {type(transformer).__name__}."
             )
-        branch, residual, output = (site.transformer, site.branch), ended - begun, found[0].detach()
+        branch, residual = (site.transformer, site.branch), ended - begun
+        output = found[0][0] if isinstance(found[0], list) else found[0]
         row: dict[str, Any] = {"transformer": site.transformer, "branch": site.branch, "step": site.step}
+        row |= {"batch": len(begun)} if len(begun) > 1 else {}
         if branch in self._before:
             row |= compared(residual, self._before[branch][0])
             row["output_change"] = _change(output, self._before[branch][1])

@@ -24,7 +24,9 @@ from parklab.experiments.tables import Column, Finding, Table, interval, without
 from parklab.store import Cell, Record
 
 GUIDED = 5.0  # where the model's own is none: the branch without the prompt is measured too
-BRANCHES = {"cond": CONDITIONAL, "uncond": UNCONDITIONAL}  # as diffusers calls them
+# as diffusers calls them; pipelines that say nothing run the branch with the prompt first, or both in one batch
+BRANCHES = {"cond": CONDITIONAL, "pred_cond": CONDITIONAL, "uncond": UNCONDITIONAL, "pred_uncond": UNCONDITIONAL}
+ALONE = {"forward 0": CONDITIONAL, "forward 1": UNCONDITIONAL}
 REAL = ("Wan2.1-1.3B", "Wan2.1-14B", "HunyuanVideo")
 WANS = REAL[:2]
 PRINTED = {"Wan2.1-14B": "Wan 2.1-14B", "HunyuanVideo": "HunyuanVideo"}  # as the paper's tables call them
@@ -157,7 +159,7 @@ def _residuals(runs: Sequence[Record]) -> tuple[list[Row], list[Finding]]:
     rows: list[Row] = []
     findings = []
     for branch in _branches(runs):
-        name = BRANCHES.get(branch, branch)
+        name = _shown(branch, runs)
         for measure, title in MEASURES.items():
             curves = [_curve(run, branch, measure) for run in runs]
             real = _published(name, curves) if measure == "ratio" else {}
@@ -176,6 +178,11 @@ def _residuals(runs: Sequence[Record]) -> tuple[list[Row], list[Finding]]:
 
 def _branches(runs: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(row["branch"] for run in runs for row in run["forwards"]))
+
+
+def _shown(branch: str, runs: Iterable[Record]) -> str:
+    batched = any("batch" in row for run in runs for row in run["forwards"] if row["branch"] == branch)
+    return branch if batched else (BRANCHES | ALONE).get(branch, branch)
 
 
 def _curve(run: Record, branch: str, measure: str) -> Curve:
@@ -232,7 +239,7 @@ def _figure(runs: Sequence[Record]) -> Plot | None:
         series = []
         for branch in _branches(runs):
             curves = [_curve(run, branch, measure) for run in runs]
-            name = BRANCHES.get(branch, branch)
+            name = _shown(branch, runs)
             places = sorted({at for curve in curves for at in curve})
             mean = {at: statistics.fmean(curve[at] for curve in curves if at in curve) for at in places}
             series.append(_series(f"measured, {name}", mean))
