@@ -16,6 +16,7 @@ DECORATED = {
     "profiles": {"frontier.jsonl"}, "short_runs_at_equal_cost": {"frontier_equal_cost.jsonl"},
     "few_steps": {"few_steps.jsonl"}, "forecast_profiles": {"run_75600.jsonl"}, "int8_videos": {"run_75600.jsonl"},
     "forecast_caches": {"run_7168.jsonl"}, "matched_2k": {"matched_2k"}, "matched_on_h200": {"gpu_75600"},
+    "same_schedule_on_h200": {"gpu_75600_same_schedule"},
     "own_settings_on_h200": {"gpu_75600"}, "profiles_above_methods": {"gpu_7168", "frontier.jsonl"},
     "blocks_on_h200": {"gpu_75600"}, "schedules_on_h200": {"gpu_75600"},
 }  # fmt: skip

@@ -18,6 +18,7 @@ from parklab.experiments.evaluation import FLOOR
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.results import CellRecords, on_curve, psnr_findings_at_density
 from parklab.experiments.tables import interval, page_table
+from parklab.store import Cell
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, time_columns
@@ -83,12 +84,11 @@ def matched_on_h200() -> str:
 
 
 @published
+@of_models(heads=2)
 def same_schedule_on_h200() -> str:
     """As above, with one schedule for every method, and how far PARK is above it on the same prompts."""
     found = _by_density("gpu_75600_same_schedule")
-    margins = _park_above(
-        "gpu_75600_same_schedule", guidances=(1.0,), densities=H200_DENSITIES[1.0], changes=SAME_SCHEDULE
-    )
+    margins = _park_above("gpu_75600_same_schedule", SAME_SCHEDULE)
     return page_table(
         f"{MATCHED_HEADS} | PARK above it",
         (
@@ -118,15 +118,14 @@ def _made_at(name: str, density: float, request: Record) -> bool:
     return (request["method"], request["density"]) == (name, density)
 
 
-def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
-    """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same
-    prompts.
+def _park_above(folder: str, changes: Record) -> dict[tuple[float, str], str]:
+    """What `park reproduce matched_densities --draw` finds at guidance 1: PARK at the density that the other really
+    has, on the same prompts.
     """
-    pairs = [(density, name) for _, density, name in _by_density(folder) if name != "park"]
-    drawn = lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
-    wanted = EXPERIMENTS["matched_densities"].cells(drawn)
-    gathered, found = CellRecords(wanted, drawn.finished(wanted), {}), {}
-    for density, name in pairs:
+    records = {key: cell for key, cell in cells(folder, "quality").items() if _matches(cell["request"], changes)}
+    ours = [Cell(name=key, format=cell["format"], request=cell["request"]) for key, cell in records.items()]
+    gathered, found = CellRecords(ours, records, {}), {}
+    for density, name in [(density, name) for _, density, name in _by_density(folder) if name != "park"]:
         (finding,) = psnr_findings_at_density(
             gathered,
             name,
@@ -137,6 +136,11 @@ def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
         if finding.margin is not None and finding.spread is not None:
             found[density, name] = f"{finding.margin:+.1f} ± {finding.spread:.1f} dB"
     return found
+
+
+def _matches(request: Record, changes: Record) -> bool:
+    asked = request["guidance"], request["changes"], "profile" in request
+    return asked == (1.0, changes, False) and request["density"] in H200_DENSITIES[1.0]
 
 
 @published
