@@ -188,6 +188,13 @@ def test_the_frontier_of_earlier_lines_pairs_prompts_and_names_the_strongest_riv
     assert findings["fast has a higher PSNR than paper"].verdict == "not run"
 
 
+def test_lines_of_another_model_are_left_out(tmp_path):
+    lines = [{**_line("paper", "a", 30.0, 0.5), "model": model} for model in ("", "+lora:ac", "0123456789abcdef")]
+    path = tmp_path / "frontier.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert [line["model"] for line in runner.Lab(quick(records=(path,)), tmp_path).lines] == ["", "+lora:ac"]
+
+
 def test_kernel_tables_are_drawn_from_the_last_line_of_each_kernel_and_need_a_gpu_without_lines(tmp_path):
     shape = {"name": "wan", "heads": 2, "tokens": 900}
     lines = [

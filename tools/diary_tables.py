@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parklab.bench.frontier import read_records
 from parklab.experiments.tables import interval, page_table
 from parklab.studio.gain import model_size
 from parklab.studio.memory import PARAMETERS, memory
@@ -19,7 +18,7 @@ from parklab.studio.memory import PARAMETERS, memory
 sys.path.insert(0, str(Path(__file__).parent))
 import budgets
 import residual_age
-from records import RESULTS, Record, cells, lines, published
+from records import RESULTS, Record, cells, frontier_lines, lines, published
 
 # what the diary calls a rule: its name in the record, and the size of query tiles
 RULES = {
@@ -102,7 +101,7 @@ def budget_sweep() -> str:
     size = {"frames": 81, "height": 400, "width": 576, "steps": 50, "guidance": 1.0}
     swept = [
         line
-        for line in read_records(RESULTS / "frontier_sweep.jsonl")
+        for line in frontier_lines(RESULTS / "frontier_sweep.jsonl")
         if all(line[name] == value for name, value in size.items())
     ]
     prompts = {

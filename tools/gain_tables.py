@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 
-from records import RESULTS, Record, lines, published
+from records import RESULTS, Record, frontier_lines, lines, published
 
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import BASELINES
-from parklab.bench.frontier import Setting, read_records
+from parklab.bench.frontier import Setting
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
 from parklab.research import ResearchConfig
@@ -131,7 +131,7 @@ def forwards() -> Record:
 def forecasts() -> dict[str, list[Record]]:
     """By profile: steps of each phase that the small model had at 75,600 tokens, the mean over videos."""
     found: dict[tuple[str, int, float, float], list[Record]] = {}
-    for row in read_records(RESULTS / "run_75600.jsonl") if (RESULTS / "run_75600.jsonl").exists() else ():
+    for row in frontier_lines(RESULTS / "run_75600.jsonl") if (RESULTS / "run_75600.jsonl").exists() else ():
         asked = Setting.parse(row["setting"])
         if asked.method == "park" and asked.config and list(asked.changes) == ["tolerance"] and asked.steps is None:
             place = asked.config, row["steps"], row["guidance"], asked.changes["tolerance"]
@@ -180,7 +180,7 @@ def scaled_video(model: Record, bits: Record) -> Record:
 def density_of_refreshes(profile: str) -> float:
     """Of the small model's 4-step runs at 75,600 tokens without guidance: an anchor, then refreshes alone."""
     (found,) = (
-        row["cost"] for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
+        row["cost"] for row in tabulate(frontier_lines(RESULTS / "frontier.jsonl"))
         if (row["size"], row["steps"], row["guidance"], row["setting"]) == ("81x400x576", 4, 1, profile)
     )  # fmt: skip
     phases = phases_of_run(ParkConfig.profile(profile, model="wan2.1-14b"), 4)

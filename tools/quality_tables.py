@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.methods import METHODS
-from parklab.bench.frontier import read_records
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.costs import compare_at_costs
@@ -19,10 +18,12 @@ from parklab.experiments.evaluation import FLOOR
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.results import CellRecords, on_curve, psnr_findings_at_density
 from parklab.experiments.tables import interval, page_table
+from parklab.store import Cell
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, time_columns
-from records import RESULTS, SIZES, Record, cells, lab, published
+from of_models import of_models
+from records import RESULTS, SIZES, Record, cells, frontier_lines, lab, published
 
 PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
@@ -41,6 +42,7 @@ TIMED_AS = {FLOOR: "dense"}  # rows of a table: the method that was timed
 
 
 @published
+@of_models(heads=2)
 def own_settings_on_h200() -> str:
     """Every method at its authors' settings, and PARK's profiles, on all prompts that each was run on."""
     found: dict[tuple[float, str], list[Record]] = {}
@@ -50,7 +52,7 @@ def own_settings_on_h200() -> str:
             found.setdefault((asked["guidance"], asked["method"]), []).append(cell["row"])
     for scale in (1.0, 5.0):
         for name, runs in profile_rows("gpu_75600", scale).items():
-            if name != "paper":  # that is park at its own settings
+            if name != "paper" and runs:  # paper is park at its own settings
                 found[scale, f"PARK, {name}"] = list(runs.values())
     cost = {place: statistics.fmean(row["cost"] for row in rows) for place, rows in found.items()}
     return page_table(
@@ -68,6 +70,7 @@ def own_settings_on_h200() -> str:
 
 
 @published
+@of_models(heads=3)
 def matched_on_h200() -> str:
     """Every method at a density that is asked for, at each guidance; which it cannot have are left out."""
     found = _by_density("gpu_75600")
@@ -81,12 +84,11 @@ def matched_on_h200() -> str:
 
 
 @published
+@of_models(heads=2)
 def same_schedule_on_h200() -> str:
     """As above, with one schedule for every method, and how far PARK is above it on the same prompts."""
     found = _by_density("gpu_75600_same_schedule")
-    margins = _park_above(
-        "gpu_75600_same_schedule", guidances=(1.0,), densities=H200_DENSITIES[1.0], changes=SAME_SCHEDULE
-    )
+    margins = _park_above("gpu_75600_same_schedule", SAME_SCHEDULE)
     return page_table(
         f"{MATCHED_HEADS} | PARK above it",
         (
@@ -101,7 +103,7 @@ def _by_density(folder: str) -> dict[tuple[float, float, str], list[Record]]:
     found: dict[tuple[float, float, str], list[Record]] = {}
     for cell in _all_cells(folder):
         asked = cell["request"]
-        if asked["density"] in H200_DENSITIES[asked["guidance"]] and "profile" not in asked:
+        if asked["density"] in H200_DENSITIES.get(asked["guidance"], ()) and "profile" not in asked:
             found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
     order = list(METHODS)
     return dict(sorted(found.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]))))
@@ -116,15 +118,14 @@ def _made_at(name: str, density: float, request: Record) -> bool:
     return (request["method"], request["density"]) == (name, density)
 
 
-def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
-    """What `park reproduce matched_densities --draw` finds: PARK at the density that the other really has, on the same
-    prompts.
+def _park_above(folder: str, changes: Record) -> dict[tuple[float, str], str]:
+    """What `park reproduce matched_densities --draw` finds at guidance 1: PARK at the density that the other really
+    has, on the same prompts.
     """
-    pairs = [(density, name) for _, density, name in _by_density(folder) if name != "park"]
-    drawn = lab(folder, methods=("park", *dict.fromkeys(name for _, name in pairs)), **asked)
-    wanted = EXPERIMENTS["matched_densities"].cells(drawn)
-    gathered, found = CellRecords(wanted, drawn.finished(wanted), {}), {}
-    for density, name in pairs:
+    records = {key: cell for key, cell in cells(folder, "quality").items() if _matches(cell["request"], changes)}
+    ours = [Cell(name=key, format=cell["format"], request=cell["request"]) for key, cell in records.items()]
+    gathered, found = CellRecords(ours, records, {}), {}
+    for density, name in [(density, name) for _, density, name in _by_density(folder) if name != "park"]:
         (finding,) = psnr_findings_at_density(
             gathered,
             name,
@@ -137,12 +138,19 @@ def _park_above(folder: str, **asked: Any) -> dict[tuple[float, str], str]:
     return found
 
 
+def _matches(request: Record, changes: Record) -> bool:
+    asked = request["guidance"], request["changes"], "profile" in request
+    return asked == (1.0, changes, False) and request["density"] in H200_DENSITIES[1.0]
+
+
 @published
+@of_models(heads=2)
 def blocks_on_h200() -> str:
     return _changed("query blocks | key blocks", ("query_clusters", "key_clusters"))
 
 
 @published
+@of_models(heads=1)
 def schedules_on_h200() -> str:
     return _changed("plans are rebuilt at steps", ("refresh_steps",))
 
@@ -172,15 +180,17 @@ def _changed(heads: str, settings: tuple[str, ...]) -> str:
 
 def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
     psnr = [row["psnr"] for row in rows]
+    half, mean = interval(psnr), f"{statistics.fmean(psnr):.1f}"
     more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "error", "recall")}
     return (
-        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}", f"{statistics.fmean(psnr):.1f} ± "
-                                                                                f"{interval(psnr):.1f} dB",
-        f"{min(psnr):.1f} dB", *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
+        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}",
+        f"{mean} dB" if half is None else f"{mean} ± {half:.1f} dB", f"{min(psnr):.1f} dB",
+        *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
     )  # fmt: skip
 
 
 @published
+@of_models(heads=2)
 def profiles_above_methods() -> str:
     """PSNR of a profile less that of a method at the same cost on the same prompts, on lines between the method's
     runs.
@@ -192,7 +202,7 @@ def profiles_above_methods() -> str:
             place = cell["request"]["method"], cell["request"]["prompt"]
             curves.setdefault(place, []).append((cell["row"]["cost"], cell["row"]["psnr"]))
         for setting, runs in profiles_beside_methods(folder, {prompt for _, prompt in curves}).items():
-            if setting != "paper":
+            if setting != "paper" and runs:
                 cost = statistics.fmean(row["cost"] for row in runs.values())
                 run_on = (all((name, prompt) in curves for prompt in runs) for name in names)
                 margins = [_margin(runs, curves, name) if was else "" for name, was in zip(names, run_on, strict=True)]
@@ -202,14 +212,15 @@ def profiles_above_methods() -> str:
 
 
 @published
+@of_models(heads=3)
 def short_runs_at_equal_cost() -> str:
     """Profiles in runs of few steps beside the paper's settings with a top_p that costs about as much."""
     equal = [
-        row for row in tabulate(read_records(RESULTS / "frontier_equal_cost.jsonl")) if row["size"] == "81x400x576"
+        row for row in tabulate(frontier_lines(RESULTS / "frontier_equal_cost.jsonl")) if row["size"] == "81x400x576"
     ]
     own = [
         row
-        for row in tabulate(read_records(RESULTS / "frontier.jsonl"))
+        for row in tabulate(frontier_lines(RESULTS / "frontier.jsonl"))
         if row["size"] == "81x400x576" and row["steps"] < 50
     ]
     rows = sorted([*equal, *own], key=lambda row: (-row["steps"], row["guidance"], row["cost"]))
@@ -224,6 +235,7 @@ def short_runs_at_equal_cost() -> str:
 
 
 @published
+@of_models(heads=1, ranked=())
 def matched_2k() -> str:
     """PSNR at equal density of the sparse steps, means over the prompts;
     empty where a method cannot have the density.
@@ -370,7 +382,7 @@ def profile_rows(folder: str, guidance: float = 1.0) -> dict[str, dict[str, Reco
         "guidance": guidance,
     }
     found: dict[str, dict[str, Record]] = {name: {} for name in PROFILES}
-    for line in read_records(RESULTS / "frontier.jsonl"):
+    for line in frontier_lines(RESULTS / "frontier.jsonl"):
         if all(line[name] == value for name, value in asked.items()) and line["setting"] in PROFILES:
             found[line["setting"]][line["prompt"]] = line
     return found

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from of_models import is_read
+
+from parklab.bench.frontier import read_records
 from parklab.experiments.campaign import read_campaign
 from parklab.experiments.evaluation import FORMATS
 from parklab.experiments.reproduce import evaluation_for
@@ -28,14 +31,26 @@ def published(table: Callable[[], str]) -> Callable[[], str]:
 
 
 def lines(name: str, benchmark: str | None = None) -> list[Record]:
-    """Of a file of JSON lines, those of a benchmark."""
+    """Of a file of JSON lines, those of a benchmark, and of the model that is read."""
     found = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-    return [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
+    chosen = [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
+    return [record for record in chosen if is_read(record)]
+
+
+def frontier_lines(path: Path) -> list[Record]:
+    """Lines of the frontier, of the model that is read."""
+    return [record for record in read_records(path) if is_read(record)]
 
 
 def cells(campaign: str, kind: str) -> dict[str, Record]:
-    """By key."""
-    return {key: record for key, record in _campaign(campaign).items() if record["format"] == FORMATS[kind]}
+    """By key, of the model that is read."""
+    found = {key: record for key, record in _campaign(campaign).items() if record["format"] == FORMATS[kind]}
+    return {key: record for key, record in found.items() if is_read(record)}
+
+
+def every_cell(campaign: str) -> dict[str, Record]:
+    """By key, of all models."""
+    return _campaign(campaign)
 
 
 @functools.cache

@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
-from records import RESULTS, SIZES, Record, cells
+from records import RESULTS, SIZES, Record, cells, frontier_lines
 
 from parkattn.park import ParkConfig
-from parklab.bench.frontier import Setting, read_records
+from parklab.bench.frontier import Setting
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.run_frontier import CACHES, DENSE_FORECAST, FEWER, METHODS_ALONE, MODELS, TITLES, Run, runs_of
 
@@ -69,7 +69,7 @@ def draw_caches() -> Picture:
 
 
 def recorded_runs() -> list[Run]:
-    lines = [line for name in LINES if (RESULTS / name).exists() for line in read_records(RESULTS / name)]
+    lines = [line for name in LINES if (RESULTS / name).exists() for line in frontier_lines(RESULTS / name)]
     return list(runs_of(lines, _own_settings()))
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import records
-from records import RESULTS, Record, published
+from of_models import of_models
+from records import RESULTS, Record, frontier_lines, published
 
 from parkattn.park import ParkConfig
-from parklab.bench.frontier import DENSE, Setting, read_records
+from parklab.bench.frontier import DENSE, Setting
 from parklab.experiments.run_frontier import DRAWN, FLOAT8, TITLES, Run, runs_of
 from parklab.experiments.tables import interval, page_table
 
@@ -29,7 +30,7 @@ Videos = dict[tuple[str, int], Record]  # by prompt and seed
 
 def recorded() -> dict[str, list[Record]]:
     """Lines by tokens, of the files that are there."""
-    return {tokens: read_records(RESULTS / name) for name, tokens in FILES.items() if (RESULTS / name).exists()}
+    return {tokens: frontier_lines(RESULTS / name) for name, tokens in FILES.items() if (RESULTS / name).exists()}
 
 
 def by_setting(lines: list[Record]) -> dict[tuple[int, float, str], Videos]:
@@ -60,6 +61,7 @@ def profile_rows() -> Iterator[tuple[str, ...]]:
 
 
 @published
+@of_models(heads=4)
 def forecast_profiles() -> str:
     """What forecasts lose against the same profile with every forward, on the same videos."""
     heads = (
@@ -102,6 +104,7 @@ def _computed(videos: Videos) -> float:
 
 
 @published
+@of_models(heads=3, ranked=("PSNR in INT8",))
 def int8_videos() -> str:
     """Profiles whose attention is computed in INT8 beside the same ones in the model's dtype, on the same videos."""
     rows = []
@@ -123,9 +126,10 @@ def int8_videos() -> str:
 
 
 @published
+@of_models(heads=2)
 def few_steps() -> str:
     """Profiles in 4 and 8 steps with the few-step LoRA of the small model, and how far they are above `paper`."""
-    found = by_setting(read_records(RESULTS / FEW)) if (RESULTS / FEW).exists() else {}
+    found = by_setting(frontier_lines(RESULTS / FEW)) if (RESULTS / FEW).exists() else {}
     rows = []
     for steps, guidance in sorted({place[:2] for place in found}):
         here = {name: videos for (*place, name), videos in found.items() if tuple(place) == (steps, guidance)}
@@ -145,7 +149,7 @@ def few_steps() -> str:
 def newest_lines(tokens: str) -> list[Record]:
     """Of videos of that length."""
     names = [name for name in LENGTHS[tokens] if (RESULTS / name).exists()]
-    lines = [line for name in names for line in read_records(RESULTS / name)]
+    lines = [line for name in names for line in frontier_lines(RESULTS / name)]
     return [line for line in lines if (line["frames"], line["height"], line["width"]) == FRAMES[tokens]]
 
 
@@ -210,6 +214,7 @@ def _cost(videos: Videos) -> float:
 
 
 @published
+@of_models(heads=3)
 def forecast_caches() -> str:
     """Dense attention with forecasts, with step caches of others and in fewer steps, by the forwards computed."""
     rows = []

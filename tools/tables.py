@@ -28,12 +28,14 @@ from parklab.research import ResearchConfig
 from parklab.studio.gain import measured_forwards
 
 sys.path.insert(0, str(Path(__file__).parent))
-import diary_tables  # noqa: F401 (its tables, as those of the next four, are published when it is read)
+import diary_tables  # noqa: F401 (its tables, as those of the next five, are published when it is read)
 import forecast_lines  # noqa: F401
+import likeness_tables  # noqa: F401
 import page_tables  # noqa: F401
 import quality_tables  # noqa: F401
 import run_tables
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
+from of_models import of_models
 from records import TABLES, Record, lines, published
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +94,7 @@ def profiles_of_whole_models() -> str:
 
 
 @published
+@of_models(heads=2, name=0, ranked=("PSNR against dense",))
 def profiles() -> str:
     order = ("paper", "quality", "fast")
     rows = [

@@ -285,6 +285,9 @@ def main(
     seed: Annotated[list[int] | None, typer.Option()] = None,
     timed: Annotated[bool, typer.Option(help="--no-timed: others run beside it, so no seconds are kept.")] = True,
     device: Annotated[str, typer.Option()] = "cuda" if torch.cuda.is_available() else "cpu",
+    name: Annotated[
+        str | None, typer.Option(help="Of --model in the lines: the weights that its park reproduce report prints.")
+    ] = None,
     lora: Annotated[str | None, typer.Option(help="A LoRA of that model, a safetensors file, or few-steps.")] = None,
 ) -> None:
     """Measure and keep every run."""
@@ -299,7 +302,7 @@ def main(
         str(folder), torch_dtype=parts, use_safetensors=True, local_files_only=True
     )
     pipe.set_progress_bar_config(disable=True)
-    weights = "" if model is None else str(folder)
+    weights = "" if model is None else name or str(folder)
     if lora is not None:
         file = Path(LORAS.get(lora, lora))
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)

@@ -14,6 +14,7 @@ from parklab.experiments import results, retrieval_tables
 from parklab.experiments.costs import cost_cells, cost_result
 from parklab.experiments.frontier import frontier_cells, frontier_result
 from parklab.experiments.kernel_tables import bench_cells, pama_result, qrkc_result, scaling_result
+from parklab.experiments.likeness import likeness_cells, likeness_result
 from parklab.experiments.methods_compared import (
     ablation_cells,
     ablation_result,
@@ -145,6 +146,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         Experiment("ablation", "PARK's halves at equal density (not in the paper)", halves_cells, halves_result),
         Experiment("budgets", "Rules for spending one density (not in the paper)", budget_cells, budget_result),
+        Experiment(
+            "likeness", "How like the real models a model is (not in the paper)", likeness_cells, likeness_result
+        ),
         Experiment(
             "tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU
         ),

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from parkattn.methods import configured_method
-from parklab.experiments.bench_lines import read_lines
+from parklab.experiments.bench_lines import FRONTIER, Line, read_lines
 from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture, settings_of_plans
 from parklab.experiments.calibration import cost_at, dense_share, layers_in, named_profile
 from parklab.experiments.campaign import CampaignStore, is_campaign
 from parklab.experiments.evaluation import ALL_DENSE, FLOOR, OWN_FLOOR, Evaluation, file_hash, named_cell
+from parklab.experiments.mismatches import TOP_P
 from parklab.experiments.quality import named_measures
 from parklab.research import studied_entry
 from parklab.store import FINISHED, Cell, Record, Say
@@ -43,7 +44,14 @@ class Cells:
             self.base = dataclasses.replace(
                 self.base, device=base.device, dtype=checkpoints.choose_dtype(base.dtype, base.device)
             )
-        self.lines = read_lines(path for path in evaluation.records if not is_campaign(path))
+        lines = read_lines(path for path in evaluation.records if not is_campaign(path))
+        self.lines = [line for line in lines if self._is_own(line)]
+
+    def _is_own(self, line: Line) -> bool:
+        """Videos of another model are left out; kernels are of none."""
+        model = str(line.get("model", "")).partition("+lora:")[0]
+        names = {self.base.weights, self.evaluation.model} | ({""} if checkpoints.is_shipped(self.folder) else set())
+        return line.get("format") != FRONTIER or model in names
 
     def quality_cell(
         self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
@@ -88,6 +96,10 @@ class Cells:
             return [named_cell("retrieval", path.stem, each) for path, each in asked.items()]
         own = {"config": settings_of_plans(blocks_for(preset_in(self.folder), e.changes))}
         return [named_cell("retrieval", "captured", self._asked(request) | own) for request in self.requests()]
+
+    def forwards_cell(self, request: Request) -> Cell:
+        config = blocks_for(preset_in(self.folder), self.evaluation.changes).replace(top_p=TOP_P, top_k=None)
+        return named_cell("forwards", "dense", self._asked(request) | {"config": settings_of_plans(config)})
 
     def requests(self) -> list[Request]:
         """Every prompt, guidance and seed."""

@@ -20,6 +20,7 @@ VERSIONS = {
     "reference": 1,
     "capture": 2,
     "retrieval": 1,
+    "forwards": 1,
     "quality": 2,
     "frames": 1,
     "budget": 1,

@@ -3,6 +3,7 @@
 reference  a prompt and a seed with dense attention: raw frames, the video that every other one is compared with
 capture    queries and keys of a dense run
 retrieval  what compressing queries and keys costs, on a capture
+forwards   a dense run: how each forward differs from the one before, densities of plans
 quality    a prompt, a seed and a method: how far it is from the reference, density, recall, cost, seconds
 frames     a few frames of one video, for people
 times      a method and a density: what a plan and a call of attention take, on a capture
@@ -56,6 +57,7 @@ from parklab.experiments.evaluation import (
     file_hash,
     named_cell,
 )  # fmt: skip
+from parklab.experiments.forwards import WatchedForwards, plan_steps
 from parklab.experiments.mismatches import measure_call
 from parklab.experiments.opening import Openings
 from parklab.experiments.quality import measure_frames, takeable_measures, video_row
@@ -157,7 +159,7 @@ class Lab(Cells):
         makers = {
             "reference": self._make_reference, "capture": self._make_capture, "retrieval": self._make_retrieval,
             "quality": self._make_quality, "frames": self._make_frames, "budget": self._make_budget,
-            "times": self._make_times,
+            "times": self._make_times, "forwards": self._make_forwards,
             "bench": lambda making: {"lines": measure_benchmark(making.cell.request["benchmark"])},
         }  # fmt: skip
         kinds = {FORMATS[kind]: maker for kind, maker in makers.items()}
@@ -252,6 +254,14 @@ class Lab(Cells):
         config = ResearchConfig.from_dict(making.cell.request["config"])
         calls = self._captured(making.cell)
         return {"calls": [measure_call(call, config, self.base.device) for call in calls]}
+
+    def _make_forwards(self, making: CellWriter) -> Record:
+        request = self._fitted(making.cell)
+        watched = WatchedForwards(ResearchConfig.from_dict(making.cell.request["config"]), plan_steps(request.steps))
+        with watched.on(self.pipe):
+            run: dict[str, Any] = {"method": watched, "recall_rows": 0, "decode": False, "fuse": False}
+            generate_frames(self.pipe, request, MethodConfig(), **run)
+        return watched.record()
 
     def _make_budget(self, making: CellWriter) -> Record:
         name, density = making.cell.request["method"], making.cell.request["density"]

@@ -1,0 +1,274 @@
+"""How like the real models a model is: recall, densities, residuals from step to step, spread over heads.
+
+Beside them stand the paper's figures (`paper_numbers`) and MagCache's (`residual_curves`). A finding holds where a
+model is as near to two real models as those are to each other: it needs no tolerance of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parklab.experiments.mismatches import REPRESENTATIONS
+from parklab.experiments.paper_numbers import PAPER
+from parklab.experiments.residual_curves import CONDITIONAL, PUBLISHED, STEPS, UNCONDITIONAL
+from parklab.experiments.results import CellRecords, Panel, Plot, Result, Series, nothing_run
+from parklab.experiments.runner import Lab
+from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
+from parklab.store import Cell, Record
+
+GUIDED = 5.0  # where the model's own is none: the branch without the prompt is measured too
+# as diffusers calls them; pipelines that say nothing run the branch with the prompt first, or both in one batch
+BRANCHES = {"cond": CONDITIONAL, "pred_cond": CONDITIONAL, "uncond": UNCONDITIONAL, "pred_uncond": UNCONDITIONAL}
+ALONE = {"forward 0": CONDITIONAL, "forward 1": UNCONDITIONAL}
+REAL = ("Wan2.1-1.3B", "Wan2.1-14B", "HunyuanVideo")
+WANS = REAL[:2]
+PRINTED = {"Wan2.1-14B": "Wan 2.1-14B", "HunyuanVideo": "HunyuanVideo"}  # as the paper's tables call them
+RECALLS = {"top_k": "tab:query_key_compression_topk", "top_p": "tab:query_key_compression"}
+NAMED = {"top_k": "recall of top-k 0.1", "top_p": "recall of top-p 0.9"}
+SHOWN = {"top_k": ("exact", "pama"), "top_p": ("pama",)}  # top-p of exact importance keeps 0.9 of it anywhere
+PARTS = {"first fifth": (0.0, 0.2), "middle": (0.2, 0.8), "last fifth": (0.8, 1.0)}  # of a run
+LAST = "last step"
+MEASURES = {
+    "ratio": "ratio of residuals", "ratio_std": "its spread over tokens",
+    "cosine_distance": "cosine distance of residuals", "output_change": "relative change of outputs",
+}  # fmt: skip
+COLUMNS = (
+    *map(Column, ("measure", "of", "at")), Column("measured", 4), Column("±", 4), *(Column(name, 4) for name in REAL),
+)  # fmt: skip
+NEAR = "as near to {} as those are to each other"
+
+Row = tuple[Any, ...]
+Curve = Mapping[float, float]  # share of the run that lies behind: value of the step there
+QUANTILES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": torch.mean, "P05": lambda x: x.quantile(0.05), "median": lambda x: x.quantile(0.5),
+    "P95": lambda x: x.quantile(0.95),
+}  # fmt: skip
+
+
+def likeness_cells(lab: Lab) -> list[Cell]:
+    """Retrieval as in the paper's tables, and dense runs; captures that are given have no runs."""
+    e = lab.evaluation
+    if e.captures:
+        return lab.retrieval_cells()
+    asked = lab.requests()
+    if e.guidances == (None,) and lab.base.guidance is not None and lab.base.guidance <= 1:
+        asked = [dataclasses.replace(request, guidance=GUIDED) for request in asked]
+    runs = [lab.forwards_cell(request) for request in asked]
+    return [*lab.retrieval_cells(), *runs]
+
+
+def likeness_result(gathered: CellRecords) -> Result:
+    found = gathered.of(gathered.cells)
+    calls = [record["calls"] for record in found if "calls" in record]
+    runs = [record for record in found if "forwards" in record]
+    if not found:
+        return nothing_run(gathered)
+    rows, findings = [], []
+    for part in (_recalls(calls), _densities(runs), _residuals(runs)):
+        rows += part[0]
+        findings += part[1]
+    missing = len(gathered.cells) - len(found)
+    left = f" {missing} of {len(gathered.cells)} cells not run: {gathered.why_not(gathered.cells)}." if missing else ""
+    table = without_empty(Table(COLUMNS, tuple(rows)), 3)
+    return Result(table, tuple(findings), _figure(runs), _what_was_measured(calls, runs) + left)
+
+
+# recall and densities, by head
+
+
+def _recalls(videos: Sequence[Sequence[Record]]) -> tuple[list[Row], list[Finding]]:
+    rows: list[Row] = []
+    findings = []
+    for kind, order in itertools.product(SHOWN, ("Clustered", "Original")) if videos else ():
+        for estimator in SHOWN[kind]:
+            pair = " x ".join(REPRESENTATIONS[estimator])
+            by_video = [[v for call in calls for v in call["recall"][order][kind][estimator]] for calls in videos]
+            for quantile in QUANTILES:
+                real = _printed(kind, order, estimator, quantile)
+                rows.append(
+                    _row(NAMED[kind], f"{order.lower()}, {pair}", f"heads: {quantile}", by_video, quantile, real)
+                )
+                if estimator == "exact" and real:
+                    statement = f"{NAMED[kind]}, {order.lower()}, {quantile}"
+                    findings.append(_nearness(statement, by_video, quantile, real))
+    return rows, findings
+
+
+def _printed(kind: str, order: str, estimator: str, quantile: str) -> dict[str, float]:
+    """By model, as a share; empty where the paper prints none."""
+    table = PAPER[RECALLS[kind]]
+    wanted = {name: f"{printed} {quantile.capitalize()}" for name, printed in PRINTED.items()}
+    (row,) = (row for row in table.rows if row[:3] == (order, *REPRESENTATIONS[estimator]))
+    values = dict(zip(table.columns, row, strict=True))
+    return {name: float(values[column]) / 100 for name, column in wanted.items() if column in values}
+
+
+def _densities(runs: Sequence[Record]) -> tuple[list[Row], list[Finding]]:
+    """At the first sparse step over heads; at the later ones the mean."""
+    rows: list[Row] = []
+    steps = sorted({int(step) for run in runs for step in run["densities"]})
+    for step in steps:
+        by_video = [
+            [value for layer in run["densities"][str(step)] for value in layer]
+            for run in runs if str(step) in run["densities"]
+        ]  # fmt: skip
+        rows += [
+            _row("density at p = 0.9", f"step {step}", f"heads: {quantile}", by_video, quantile, {})
+            for quantile in (QUANTILES if step == steps[0] else ("mean",))
+        ]
+    return rows, []
+
+
+def _row(
+    measure: str, of: str, at: str, by_video: Sequence[Sequence[float]], quantile: str, real: Mapping[str, float]
+) -> Row:
+    take = QUANTILES[quantile]
+    whole = _quantile([value for values in by_video for value in values], take)
+    spread = interval([_quantile(values, take) for values in by_video])
+    return (measure, of, at, whole, spread, *(real.get(name) for name in REAL))
+
+
+def _quantile(values: Sequence[float], take: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    return float(take(torch.tensor(values, dtype=torch.float64)))
+
+
+def _nearness(statement: str, by_video: Sequence[Sequence[float]], quantile: str, real: Mapping[str, float]) -> Finding:
+    """How much closer the measured value is to the nearest of two than they are to each other."""
+    low, high = sorted(real.values())
+
+    def margin(values: Sequence[float]) -> float:
+        got = _quantile(values, QUANTILES[quantile])
+        return (high - low) - max(low - got, got - high, 0.0)
+
+    every = margin([value for values in by_video for value in values])
+    told = f"{statement}: {NEAR.format(' and '.join(real))}"
+    return Finding(told, every, spread=interval([margin(values) for values in by_video]))
+
+
+# from step to step
+
+
+def _residuals(runs: Sequence[Record]) -> tuple[list[Row], list[Finding]]:
+    rows: list[Row] = []
+    findings = []
+    for branch in _branches(runs):
+        name = _shown(branch, runs)
+        for measure, title in MEASURES.items():
+            curves = [_curve(run, branch, measure) for run in runs]
+            real = _published(name, curves) if measure == "ratio" else {}
+            for place in (*PARTS, *((LAST,) if measure == "ratio" else ())):
+                values = [statistics.fmean(part.values()) for curve in curves if (part := _part(curve, place))]
+                if not values:
+                    continue
+                means = [
+                    statistics.fmean(_part(real[model], place).values()) if model in real else None for model in REAL
+                ]
+                rows.append((title, name, place, statistics.fmean(values), interval(values), *means))
+                if real and place in PARTS:
+                    findings.append(_nearness_of_curves(f"ratio of residuals, {name}, {place}", curves, place, real))
+    return rows, findings
+
+
+def _branches(runs: Iterable[Record]) -> list[str]:
+    return list(dict.fromkeys(row["branch"] for run in runs for row in run["forwards"]))
+
+
+def _shown(branch: str, runs: Iterable[Record]) -> str:
+    batched = any("batch" in row for run in runs for row in run["forwards"] if row["branch"] == branch)
+    return branch if batched else (BRANCHES | ALONE).get(branch, branch)
+
+
+def _curve(run: Record, branch: str, measure: str) -> Curve:
+    steps = 1 + max(row["step"] for row in run["forwards"])
+    return {row["step"] / steps: row[measure] for row in run["forwards"] if row["branch"] == branch and measure in row}
+
+
+def _part(curve: Curve, place: str) -> Curve:
+    if place == LAST:
+        return {at: value for at, value in curve.items() if at == max(curve)}
+    low, high = PARTS[place]
+    return {at: value for at, value in curve.items() if low < at <= high}
+
+
+def _published(branch: str, curves: Sequence[Curve]) -> dict[str, Curve]:
+    """By model; in other numbers of steps than theirs, over the same stretches of the run."""
+    places = sorted({at for curve in curves for at in curve})
+    return {
+        model: {at: _over(ratios[branch], at, places[0]) for at in places}  # a step is as long as the first
+        for model, ratios in PUBLISHED.items() if branch in ratios and places
+    }  # fmt: skip
+
+
+def _over(ratios: Sequence[float], at: float, stretch: float) -> float:
+    """The product of the ratios over a stretch of the run that ends at this share of it."""
+    logs = [0.0, *itertools.accumulate(math.log(ratio) for ratio in ratios)]
+
+    def passed(share: float) -> float:
+        place = max(share, 0.0) * STEPS
+        before = min(int(place), STEPS - 2)  # a run of more steps ends later than theirs, which goes on as it ended
+        return logs[before] + (place - before) * (logs[before + 1] - logs[before])
+
+    return math.exp(passed(at) - passed(at - stretch))
+
+
+def _nearness_of_curves(statement: str, curves: Sequence[Curve], place: str, real: Mapping[str, Curve]) -> Finding:
+    """Distance: mean over the steps there of the difference of two ratios."""
+
+    def apart(one: Curve, other: Curve) -> float:
+        return statistics.fmean(abs(value - other[at]) for at, value in _part(one, place).items())
+
+    def margin(curve: Curve) -> float:
+        return apart(*(real[name] for name in WANS)) - min(apart(curve, real[name]) for name in WANS)
+
+    places = {at for curve in curves for at in curve}
+    every = {at: statistics.fmean(curve[at] for curve in curves if at in curve) for at in places}
+    told = f"{statement}: {NEAR.format(' and '.join(WANS))}"
+    return Finding(told, margin(every), spread=interval([margin(curve) for curve in curves]))
+
+
+def _figure(runs: Sequence[Record]) -> Plot | None:
+    panels = []
+    for measure, title in MEASURES.items():
+        series = []
+        for branch in _branches(runs):
+            curves = [_curve(run, branch, measure) for run in runs]
+            name = _shown(branch, runs)
+            places = sorted({at for curve in curves for at in curve})
+            mean = {at: statistics.fmean(curve[at] for curve in curves if at in curve) for at in places}
+            series.append(_series(f"measured, {name}", mean))
+            if measure == "ratio" and name == CONDITIONAL:
+                series += [_series(model, curve) for model, curve in _published(name, curves).items()]
+        if any(each.points for each in series):
+            panels.append(Panel("share of the run", title, tuple(series)))
+    return Plot((tuple(panels),)) if panels else None
+
+
+def _series(name: str, curve: Curve) -> Series:
+    return Series(name, tuple((at, value, None, "") for at, value in sorted(curve.items())))
+
+
+def _what_was_measured(videos: Sequence[Sequence[Record]], runs: Sequence[Record]) -> str:
+    told = []
+    if videos:
+        call = videos[0][0]
+        told.append(
+            f"Recall: {len(videos)} videos, {call['tokens'][0]:,} tokens, {call['blocks'][0]} query and "
+            f"{call['blocks'][1]} key blocks"
+        )
+    if runs:
+        steps = 1 + max(row["step"] for row in runs[0]["forwards"])
+        scales = sorted({run["request"]["guidance"] for run in runs if run["request"]["guidance"] is not None})
+        guided = f", guidance {', '.join(f'{scale:g}' for scale in scales)}" if scales else ""
+        told.append(f"forwards: {len(runs)} runs of {steps} steps{guided}")
+    told.append(
+        "recall of real models is the paper's; their ratios are MagCache's, of 50 steps, here over the same stretches "
+        "of a run"
+    )
+    return "; ".join(told) + "."
