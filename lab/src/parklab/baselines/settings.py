@@ -75,10 +75,9 @@ class StudiedConfig(PlannedConfig):
         if self.short_residual_rank is not None:
             expect_count("short_residual_rank", self.short_residual_rank, least=0)
             if isinstance(self.residual_rank, tuple):
+                wanted = f"None beside residual_rank={self.residual_rank}, which names it"
                 got = f"got {self.short_residual_rank}; leave out one of them."
-                raise ValueError(
-                    f"short_residual_rank: expected None beside residual_rank={self.residual_rank}, which names it, {got}"
-                )
+                raise ValueError(f"short_residual_rank: expected {wanted}, {got}")
         expect_count("reference_steps", self.reference_steps)
         expect_count("dense_last_steps", self.dense_last_steps, least=0)
         if self.refresh_steps is not None:
