@@ -77,7 +77,8 @@ class StudiedConfig(PlannedConfig):
             if isinstance(self.residual_rank, tuple):
                 got = f"got {self.short_residual_rank}; leave out one of them."
                 raise ValueError(
-                    f"short_residual_rank: expected None beside residual_rank={self.residual_rank}, which names it, {got}"
+                    f"short_residual_rank: expected None beside residual_rank={self.residual_rank}, which names it, "
+                    f"{got}"
                 )
         expect_count("reference_steps", self.reference_steps)
         expect_count("dense_last_steps", self.dense_last_steps, least=0)
