@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class Library:
     ) -> None:
         self.config, self.device, self.mixture, self.folder = config, device, mixture, folder
         self.encode, self.version = encode, version
+        self.writer = ThreadPoolExecutor(1, "clips")  # a disk that is slow must not hold up training
+        self.writing: Future[None] | None = None
         self.shelves, self.sentences = list[Shelf](), list[str]()
         for index, (rendered, sizes) in enumerate(shelves):
             count = config.library // LONG_SHARE**index
@@ -107,8 +110,7 @@ class Library:
             began = time.monotonic()
             clips = render(shelf.clips[start:end], shelf.rendered, self.device)
             found = {names[size]: self._encoded(shrunk(clips, size)) for size in shelf.sizes}
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_state(path, found, self._kind(shelf, end))
+            self._keep(path, {name: part.cpu() for name, part in found.items()}, self._kind(shelf, end))
             self._report(shelf, end - start, time.monotonic() - began)
         for size, name in names.items():
             part = found[name]
@@ -118,6 +120,17 @@ class Library:
                 )
             shelf.latents[size][start:end] = part.to(self.device)
         shelf.made = end
+
+    def _keep(self, path: Path, latents: dict[str, Tensor], kind: dict[str, object]) -> None:
+        self.close()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.writing = self.writer.submit(save_state, path, latents, kind)
+
+    def close(self) -> None:
+        """Waits for the last file; whatever kept it from being written is raised here."""
+        if self.writing is not None:
+            self.writing.result()
+            self.writing = None
 
     def _report(self, shelf: Shelf, count: int, seconds: float) -> None:
         shelf.rendered_clips, shelf.seconds = shelf.rendered_clips + count, shelf.seconds + seconds
