@@ -71,7 +71,7 @@ def follow(
     guidance: float = GUIDANCE,
     seed: int = 0,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Videos of held-out sentences, and the record of what the judge saw in them. folder: where the pipeline is from."""
+    """Videos of held-out sentences, and the record of what the judge saw in them; folder: the pipeline's own."""
     scenes = held_out_scenes(count, seed)
     began = time.monotonic()
     clips = videos(pipeline, scenes, size, steps=steps, guidance=guidance, seed=seed)

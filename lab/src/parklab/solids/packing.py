@@ -3,9 +3,9 @@
     python -m parklab.solids.packing pack FOLDER PACKED
     python -m parklab.solids.packing unpack PACKED FOLDER
 
-Matrices and convolutions become whole numbers with one step for each 64 neighbours of a row, and the step is a bfloat16:
-6 bits in the transformer, 8 in the autoencoder. Everything else stays in half precision, and the text encoder in single
-precision. Unpacked weights are ordinary half-precision files.
+Matrices and convolutions become whole numbers, of 6 bits in the transformer and 8 in the autoencoder, with one step for
+each 64 neighbours of a row; the step is a bfloat16. Everything else stays in half precision, and the text encoder in
+single precision. Unpacked weights are ordinary half-precision files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """python -m parklab.solids.report --model runs/solids/packed --judge runs/judge.safetensors --out runs/report
 
-Everything that docs/solids.md needs of a trained model, in one call: the judge, trained for --judge-seconds where there
-is none; 100 videos of held-out sentences and what it saw in them (following.jsonl); sheets of them (held-out.png), of the
-contact sheet's sentences (samples.png), and of the longest clips (long.png); the first videos to play (*.webp); clips
-that the device renders in a minute, and seconds by purpose (times.json). What is made is written at once.
+Everything that docs/solids.md needs of a trained model, in one call: the judge, trained for --judge-seconds where
+there is none; 100 videos of held-out sentences and what it saw in them (following.jsonl); sheets of them
+(held-out.png), of the contact sheet's sentences (samples.png), and of the longest clips (long.png); the first videos to
+play (*.webp); clips that the device renders in a minute (speed.jsonl), and seconds by purpose (times.json). Each part
+is written as soon as it is made.
 """
 
 from __future__ import annotations
