@@ -49,6 +49,7 @@ QUICK = SolidsTrainConfig(
     autoencoder_batch=2,
     library=64,
     library_first=4,
+    library_step=2.0,
     autoencoder_seconds=1e9,
     decoder_seconds=1e9,
     seconds=1e9,

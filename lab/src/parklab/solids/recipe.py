@@ -40,7 +40,7 @@ class SolidsTrainConfig(TrainConfig):
     save_every: float = 300.0
     show_every: float = 420.0  # packed weights, samples, loss and times are written so often, and at the end
     library: int = 12_288  # clips rendered in all; of the longest a sixteenth
-    library_first: int = 2_048  # before the first step
+    library_first: int = 1_024  # before the first step
     library_step: float = 1.5  # and then a step
 
 

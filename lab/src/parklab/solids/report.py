@@ -32,6 +32,7 @@ from .sheet import SENTENCES, write_sheet
 
 FRAMES_A_SECOND = 12
 SHOWN = 20  # held-out videos on the sheet
+JUDGE_ABOVE = 0.05  # a judge that is nearer to a bar on true renders cannot tell whether it is met
 
 
 def write_video(path: Path, clip: Tensor, frames_a_second: int = FRAMES_A_SECOND) -> None:
@@ -80,6 +81,9 @@ def report(model: Path, judge_path: Path, out: Path, device: torch.device, asked
     options = {"count": asked.count, "steps": asked.steps, "guidance": asked.guidance}
     clips, result = following.follow(pipeline, model, load_judge(judge_path, device), size, **options)
     following.print_and_keep(result, out / "following.jsonl")
+    for name, bar in following.BARS.items():
+        if (seen := result["judge_on_renders"][name]) < bar + JUDGE_ABOVE:
+            say(f"{name}: the judge is right on {seen:.0%} of true renders, bar {bar:.0%}; train it for longer")
     shown = min(SHOWN, len(clips))
     sentences = [row["prompt"] for row in result["rows"]]
     write_sheet(out / "held-out.png", clips[:shown], sentences[:shown], frames=5)

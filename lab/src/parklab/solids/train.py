@@ -49,7 +49,7 @@ from .recipe import (
 )
 from .samples import load_pipeline, sample_sheet
 
-SHOW_SECONDS = 45.0  # kept free at the end of a call, until a first writing of everything was timed
+SHOW_SECONDS, TOY_SHOW_SECONDS = 45.0, 5.0  # kept free at the end of a call, until writing everything was timed
 START_SECONDS = 100.0  # a stage of less is not begun: compiling and the first clips of the library take about as long
 
 
@@ -77,7 +77,8 @@ class SolidsTrainer(Trainer):
         for stage in self.stages:
             stage.paused = lambda: self._left() <= 0
         self.began = self.shown_at = time.monotonic()
-        self.seconds = {"saving": 0.0, "showing": 0.0, "last_showing": SHOW_SECONDS}
+        self.least_showing = TOY_SHOW_SECONDS if config.small else SHOW_SECONDS
+        self.seconds = {"saving": 0.0, "showing": 0.0, "last_showing": self.least_showing}
 
     def _autoencoding(self) -> Autoencoding:
         small = self.config.small
@@ -155,7 +156,7 @@ class SolidsTrainer(Trainer):
         self.shown_at = time.monotonic()
         took = self.shown_at - began
         self.seconds["showing"] += took
-        self.seconds["last_showing"] = max(1.3 * took, 0.0 if self.config.small else 20.0)
+        self.seconds["last_showing"] = max(1.3 * took, self.least_showing / 2)
         self._times()
         return folder
 
