@@ -35,6 +35,7 @@ from parklab.solids.recipe import (
 )
 from parklab.solids.renderer import render
 from parklab.solids.train import SolidsTrainer
+from parklab.sprites import gradients
 from parklab.sprites.data import ClipSize
 from parklab.sprites.model import build_autoencoder, build_text_encoder, build_tokenizer, build_transformer
 from parklab.sprites.training_state import load_state
@@ -89,11 +90,20 @@ def test_the_library_grows_with_the_steps_and_a_resumed_one_is_the_same(tmp_path
         assert torch.equal(later.latents[i], encode(render([clip], TOY_RENDERED))[0])
         assert library.sentences[later.rows[i]] == clip.scene.sentence
     rendered = sum(encoded)
+    library.close()
     again = library_in(tmp_path, encode).pool(TOY_RENDERED, 2, 3)
     assert torch.equal(again.latents[:10], later.latents[:10]) and sum(encoded) == rendered  # read, not rendered
     library_in(tmp_path, encode, "v2").pool(TOY_RENDERED, 2, 3)
     assert sum(encoded) == rendered + 10  # another encoder, so they are made anew
     assert not any(grammar.parse(sentence).held_out for sentence in library.sentences)
+
+
+def test_a_library_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("no folder")
+    library = library_in(tmp_path / "file", lambda clips: clips[:, :, :1, ::16, ::16].bfloat16())
+    assert library.pool(TOY_RENDERED, 2, 3).made == 10
+    library.close()
+    assert "a resumed run will render its clips again" in capsys.readouterr().out
 
 
 def test_shrunk_clips_are_means_of_areas():
@@ -375,3 +385,17 @@ def test_scores_count_each_answer_by_kind():
     assert result["colour"] == pytest.approx(5 / 6) and result["motion"] == result["shape"] == result["material"] == 1
     assert result["by_kind"]["pair"]["colour"] == 0.5 and result["by_kind"]["sentence"]["colour"] == 1
     assert json.loads(json.dumps(result))["rows"][0]["prompt"] == scenes[0].sentence
+
+
+def test_a_step_whose_graph_does_not_fit_is_computed_without_it(monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(gradients, "GraphedGradients", full)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    descent = gradients.Descent({"weight": weight}, set())
+    for given in (3.0, 4.0):
+        report = descent.gradients(lambda x: ((weight * x).sum(), x), (torch.tensor([given]),), "size")
+        assert report == given and weight.grad == given
+    assert capsys.readouterr().out.count("no graph for size") == 1

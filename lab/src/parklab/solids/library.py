@@ -79,6 +79,7 @@ class Library:
         self.encode, self.version = encode, version
         self.writer = ThreadPoolExecutor(1, "clips")  # a disk that is slow must not hold up training
         self.writing: Future[None] | None = None
+        self.keeping = True
         self.shelves, self.sentences = list[Shelf](), list[str]()
         for index, (rendered, sizes) in enumerate(shelves):
             count = config.library // LONG_SHARE**index
@@ -123,14 +124,23 @@ class Library:
 
     def _keep(self, path: Path, latents: dict[str, Tensor], kind: dict[str, object]) -> None:
         self.close()
+        if self.keeping:
+            self.writing = self.writer.submit(self._write, path, latents, kind)
+
+    def _write(self, path: Path, latents: dict[str, Tensor], kind: dict[str, object]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.writing = self.writer.submit(save_state, path, latents, kind)
+        save_state(path, latents, kind)
 
     def close(self) -> None:
-        """Waits for the last file; whatever kept it from being written is raised here."""
-        if self.writing is not None:
+        """Waits for the last file. Without files, a full disk say, a resumed run renders again."""
+        if self.writing is None:
+            return
+        try:
             self.writing.result()
-            self.writing = None
+        except OSError as error:
+            self.keeping = False
+            say(f"library: {error}; a resumed run will render its clips again")
+        self.writing = None
 
     def _report(self, shelf: Shelf, count: int, seconds: float) -> None:
         shelf.rendered_clips, shelf.seconds = shelf.rendered_clips + count, shelf.seconds + seconds

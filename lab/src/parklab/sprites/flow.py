@@ -109,6 +109,7 @@ class Flow:
     def train(self, save_when_due: Callable[[], None]) -> None:
         config, stage = self.config, self.stage
         if config.compile and stage.running:
+            torch._dynamo.config.suppress_errors = True  # it warns and goes on uncompiled: slower, but a run
             self.transformer.compile_repeated_blocks(dynamic=True)
         stage.begin()
         while stage.running:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .training_state import say
+
 
 def autocast(device: torch.device, cache: bool = True) -> torch.autocast:
     """bfloat16 on a GPU; without the cache of cast weights where a CUDA graph is captured."""
@@ -86,7 +88,7 @@ class Descent:
         inside = [p for name, p in parameters.items() if name in matrices]
         rest = [p for name, p in parameters.items() if name not in matrices]
         self.parameters = parameters
-        self.graphs: dict[Hashable, GraphedGradients] = {}
+        self.graphs: dict[Hashable, GraphedGradients | None] = {}  # None: not captured, so that pass is computed anew
         self.pool: Any = None  # of memory, one for all graphs
         self.optimizers: list[torch.optim.Optimizer] = [Muon(inside)] if inside else []
         fused = next(iter(parameters.values())).is_cuda
@@ -106,13 +108,22 @@ class Descent:
         """
         if graph is not None:
             if graph not in self.graphs:
-                self.pool = self.pool or torch.cuda.graph_pool_handle()
-                self.graphs[graph] = GraphedGradients(compute, batch, self.parameters, self.pool)
-            return self.graphs[graph](*batch)
+                self.graphs[graph] = self._captured(compute, batch, graph)
+            if captured := self.graphs[graph]:
+                return captured(*batch)
         self.clear()
         loss, report = compute(*batch)
         loss.backward()
         return report
+
+    def _captured(self, compute: Compute, batch: tuple[Tensor, ...], graph: Hashable) -> GraphedGradients | None:
+        """A run goes on without a graph that does not fit in memory."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        try:
+            return GraphedGradients(compute, batch, self.parameters, self.pool)
+        except RuntimeError as error:
+            say(f"no graph for {graph}, its passes are launched one by one: {str(error).splitlines()[0]}")
+            return None
 
     def step(self, rate: float) -> None:
         nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)
