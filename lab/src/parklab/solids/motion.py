@@ -117,7 +117,7 @@ def _paths(words: Tensor, draw: dict[str, Tensor], size: Tensor, frames: int) ->
     slide_x = way * reach * (1 - 2 * (1 - time) ** 2)  # comes to rest: a matte sphere's rolling looks like sliding
     hops = 2 + (d["amount"] * 2).floor() + 0.4 * d["speed"]
     within = (hops * time + d["phase"]) % 1
-    hop = (0.65 + 0.35 * d["reach"]) * 4 * within * (1 - within)
+    hop = (0.6 + 0.3 * d["reach"]) * 4 * within * (1 - within)
     bounce_x = torch.where(paired, 1.15 * either, 1.2 * (d["place"] - 0.5)) + 0.5 * (d["speed"] - 0.5) * (2 * time - 1)
     ring = torch.where(paired, 1.4, 1.05) + 0.15 * d["reach"]
     phase = 2 * math.pi * (d["phase"] + either * (0.8 + 0.3 * d["amount"]) * time)
@@ -181,7 +181,7 @@ def _camera(words: Tensor, draw: dict[str, Tensor], frames: int) -> tuple[Tensor
     distance = 5.9 + 0.5 * d["camera_distance"]
     eye = torch.stack([yaw.sin() * pitch.cos(), pitch.sin(), yaw.cos() * pitch.cos()], -1) * distance[..., None]
     eye[..., 1] += 0.75
-    look, down = yaw + aside, pitch - 0.045  # a little above the objects, so that the horizon is in the picture
+    look, down = yaw + aside, pitch - 0.03  # a little above the objects, so that the horizon is in the picture
     forward = -torch.stack([look.sin() * down.cos(), down.sin(), look.cos() * down.cos()], -1)
     right = torch.stack([look.cos(), torch.zeros_like(look), -look.sin()], -1)
     up = torch.linalg.cross(right, forward)
