@@ -297,3 +297,19 @@ def test_more_frames_show_the_same_motion():
     few, many = (happening([training_clip(0, 1)], frames) for frames in (5, 17))
     torch.testing.assert_close(few.centre, many.centre[:, :, ::4], atol=1e-5, rtol=0)
     assert len(DRAWN) == len(training_clip(0, 1).draws)
+
+
+def test_a_metal_cube_has_highlights_that_a_matte_one_lacks():
+    """On a floor without a pattern to mirror: the brightest of its pixels against the middle one."""
+    contrast = {}
+    for material in ("metal", "matte"):
+        found = []
+        for index in range(6):
+            scene = Scene(Thing("red", material, "cube"), "rolls left", None, "stays")
+            clip = clip_of(scene, 7, index)
+            size = ClipSize(5, 64, 96)
+            hits = marched(clip, size)[4]
+            pixels = render([clip], size, samples=1)[0].flatten(1)[:, hits.ray].mean(0) / 2 + 0.5
+            found.append((pixels.quantile(0.98) - pixels.median()).item())
+        contrast[material] = sum(found) / len(found)
+    assert contrast["metal"] > 1.5 * contrast["matte"]

@@ -12,24 +12,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from parklab.record import append_records, environment
 from parklab.sprites.data import ClipSize
-from parklab.sprites.following import generate
-from parklab.sprites.gradients import autocast
+from parklab.sprites.training_state import say
 
 from .grammar import KINDS, Scene, held_out_scenes
-from .judge import WEIGHTS, Verdict, accuracy, load_judge, rates, verdicts
-from .packing import INDEX, unpack
-from .recipe import EVALUATION_SIZE
-from .sheet import write_sheet
+from .judge import WEIGHTS, Judge, Verdict, accuracy, load_judge, rates, verdicts
+from .packing import INDEX
+from .recipe import EVALUATION_SIZE, GUIDANCE, SAMPLING_STEPS
+from .samples import load_pipeline, videos
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
 
 BARS = {"colour": 0.9, "shape": 0.9, "material": 0.8, "motion": 0.7}
-TOKENS_AT_ONCE = 60_000
 
 
 def score(scenes: list[Scene], found: list[Verdict]) -> dict:
@@ -44,14 +48,47 @@ def score(scenes: list[Scene], found: list[Verdict]) -> dict:
 
 
 def trained(folder: Path) -> dict:
-    """How long a checkpoint was trained, by its training.json."""
-    record = json.loads((folder / "training.json").read_text())
+    """How long a checkpoint was trained, by its training.json; a packed one keeps it in its index."""
+    packed = (folder / INDEX).is_file()
+    text = json.loads((folder / INDEX).read_text())["files"]["training.json"] if packed else None
+    record = json.loads(text or (folder / "training.json").read_text())
     stages = {
         name: {"steps": stage["step"], "seconds": round(stage["elapsed"]), "loss": stage["history"][-1][1]}
         for name, stage in record["stages"].items()
         if stage["history"]
     }
     return {"parameters": record["parameters"], "vae_psnr_db": record["vae_psnr_db"], "stages": stages}
+
+
+def follow(
+    pipeline: WanPipeline,
+    folder: Path,
+    judge: Judge,
+    size: ClipSize,
+    *,
+    count: int = 100,
+    steps: int = SAMPLING_STEPS,
+    guidance: float = GUIDANCE,
+    seed: int = 0,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Videos of held-out sentences, and the record of what the judge saw in them; folder: the pipeline's own."""
+    scenes = held_out_scenes(count, seed)
+    began = time.monotonic()
+    clips = videos(pipeline, scenes, size, steps=steps, guidance=guidance, seed=seed)
+    say(f"{count} videos in {time.monotonic() - began:.0f} s")
+    result = {"benchmark": "solids following"} | score(scenes, verdicts(judge, torch.stack(clips))) | {
+        "size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": steps,
+        "guidance": guidance, "seed": seed, "bars": BARS,
+        "judge_on_renders": accuracy(judge, scenes, size, pipeline.device), "training": trained(folder),
+        "environment": environment(),
+    }  # fmt: skip
+    return clips, result
+
+
+def print_and_keep(result: dict[str, Any], out: Path | None) -> None:
+    sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "rows"}) + "\n")
+    if out:
+        append_records(out, [result])
 
 
 def main() -> None:
@@ -61,36 +98,17 @@ def main() -> None:
     reader.add_argument("--count", type=int, default=100)
     size = EVALUATION_SIZE
     reader.add_argument("--size", type=int, nargs=3, default=(size.frames, size.height, size.width))
-    reader.add_argument("--steps", type=int, default=20)
-    reader.add_argument("--guidance", type=float, default=3.0)
+    reader.add_argument("--steps", type=int, default=SAMPLING_STEPS)
+    reader.add_argument("--guidance", type=float, default=GUIDANCE)
     reader.add_argument("--seed", type=int, default=0)
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     reader.add_argument("--out", type=Path, help="file of JSON lines to append the result to")
-    reader.add_argument("--sheet", type=Path, help="PNG file for the first videos")
-    reader.add_argument("--shown", type=int, default=8, help="videos of the sheet")
     asked = reader.parse_args()
-    from diffusers import WanPipeline
-
-    device, size = torch.device(asked.device), ClipSize(*asked.size)
-    scenes, judge = held_out_scenes(asked.count, asked.seed), load_judge(asked.judge, device)
-    folder = unpack(asked.model, asked.model / "unpacked") if (asked.model / INDEX).is_file() else asked.model
-    pipeline = WanPipeline.from_pretrained(folder).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    batch = max(1, TOKENS_AT_ONCE // size.tokens) if device.type == "cuda" else 1
-    options = {"steps": asked.steps, "seed": asked.seed, "guidance": asked.guidance, "batch": batch}
-    with autocast(device):
-        clips = list(generate(pipeline, scenes, size, **options))
-    result = {"benchmark": "solids following"} | score(scenes, verdicts(judge, torch.stack(clips))) | {
-        "size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": asked.steps,
-        "guidance": asked.guidance, "seed": asked.seed, "bars": BARS,
-        "judge_on_renders": accuracy(judge, scenes, size, device), "training": trained(folder),
-        "environment": environment(),
-    }  # fmt: skip
-    sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "rows"}) + "\n")
-    if asked.out:
-        append_records(asked.out, [result])
-    if asked.sheet:
-        write_sheet(asked.sheet, clips[: asked.shown], [scene.sentence for scene in scenes[: asked.shown]])
+    device = torch.device(asked.device)
+    judge, pipeline = load_judge(asked.judge, device), load_pipeline(asked.model, device)
+    options = {name: getattr(asked, name) for name in ("count", "steps", "guidance", "seed")}
+    _, result = follow(pipeline, asked.model, judge, ClipSize(*asked.size), **options)
+    print_and_keep(result, asked.out)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ class Judge(nn.Module):
     def __init__(self, width: int = 128, layers: int = 3) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv3d(3, 32, (1, 3, 3), (1, 2, 2), (0, 1, 1)), nn.GELU(),
-            _Block(32, 64, (1, 2, 2)), _Block(64, width, (1, 2, 2)), _Block(width, width, (2, 1, 1)),
+            nn.Conv3d(3, width // 4, (1, 3, 3), (1, 2, 2), (0, 1, 1)), nn.GELU(),
+            _Block(width // 4, width // 2, (1, 2, 2)), _Block(width // 2, width, (1, 2, 2)),
+            _Block(width, width, (2, 1, 1)),
         )  # fmt: skip
         places = math.ceil(LOOK.frames / 2) * (LOOK.height // 8) * (LOOK.width // 8)
         self.places = nn.Parameter(0.02 * torch.randn(places, width))

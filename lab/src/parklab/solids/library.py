@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,9 @@ class Library:
     ) -> None:
         self.config, self.device, self.mixture, self.folder = config, device, mixture, folder
         self.encode, self.version = encode, version
+        self.writer = ThreadPoolExecutor(1, "clips")  # a disk that is slow must not hold up training
+        self.writing: Future[None] | None = None
+        self.keeping = True
         self.shelves, self.sentences = list[Shelf](), list[str]()
         for index, (rendered, sizes) in enumerate(shelves):
             count = config.library // LONG_SHARE**index
@@ -107,8 +111,7 @@ class Library:
             began = time.monotonic()
             clips = render(shelf.clips[start:end], shelf.rendered, self.device)
             found = {names[size]: self._encoded(shrunk(clips, size)) for size in shelf.sizes}
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_state(path, found, self._kind(shelf, end))
+            self._keep(path, {name: part.cpu() for name, part in found.items()}, self._kind(shelf, end))
             self._report(shelf, end - start, time.monotonic() - began)
         for size, name in names.items():
             part = found[name]
@@ -118,6 +121,26 @@ class Library:
                 )
             shelf.latents[size][start:end] = part.to(self.device)
         shelf.made = end
+
+    def _keep(self, path: Path, latents: dict[str, Tensor], kind: dict[str, object]) -> None:
+        self.close()
+        if self.keeping:
+            self.writing = self.writer.submit(self._write, path, latents, kind)
+
+    def _write(self, path: Path, latents: dict[str, Tensor], kind: dict[str, object]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_state(path, latents, kind)
+
+    def close(self) -> None:
+        """Waits for the last file. Without files, a full disk say, a resumed run renders again."""
+        if self.writing is None:
+            return
+        try:
+            self.writing.result()
+        except OSError as error:
+            self.keeping = False
+            say(f"library: {error}; a resumed run will render its clips again")
+        self.writing = None
 
     def _report(self, shelf: Shelf, count: int, seconds: float) -> None:
         shelf.rendered_clips, shelf.seconds = shelf.rendered_clips + count, shelf.seconds + seconds

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .grammar import MATERIALS
-from .shapes import dot, unit
+from .grammar import MATERIALS, SHAPES
+from .shapes import CUBE, dot, unit
 from .surroundings import Surroundings, floor_colour, fog, mirrored, sky_colour, wobble
 
 # as they are displayed, in the order of COLOURS
@@ -27,7 +27,7 @@ CHECK = 0.34  # side of a check, in sizes of the object
 
 @dataclass(frozen=True)
 class Seen:
-    """Points of objects that rays met, [3, n] each; frame and colour are indices [n]."""
+    """Points of objects that rays met, [3, n] each; frame, colour and shape are indices [n]."""
 
     point: Tensor
     normal: Tensor
@@ -35,6 +35,7 @@ class Seen:
     way: Tensor  # of the ray
     frame: Tensor
     colour: Tensor
+    shape: Tensor
 
 
 def _own_colour(seen: Seen, material: Tensor) -> Tensor:
@@ -63,8 +64,16 @@ def _reflected(seen: Seen, around: Surroundings) -> Tensor:
     below = seen.point + way * far
     floor = floor_colour(around, seen.frame, below, 0.05 + 0.02 * far) * 0.95
     floor = torch.lerp(floor, around.horizon.T[:, seen.frame], fog(4 * far))
-    strips = 0.85 + 0.35 * (9 * way[0] + 4 * way[1]).sin()  # bright and dark windows: flat faces look polished too
+    strips = 0.92 + 0.18 * (9 * way[0] + 4 * way[1]).sin()  # bright and dark windows, weak: wood has stronger rings
     return torch.where(down, floor, (sky + 0.9 * band) * strips)
+
+
+def _streak(seen: Seen) -> Tensor:
+    """Bright tubes around the scene, seen in flat faces alone: there a mirror of a plain floor would look matte."""
+    way = mirrored(seen.way, seen.normal)
+    tubes = (21 * way[0] + 12 * way[1] + 5 * way[2]).sin().clamp(min=0) ** 6
+    flat = (seen.local.abs() > CUBE).sum(0) == 1  # not on an edge, where they would be finer than a pixel
+    return tubes * (flat & (seen.shape == SHAPES.index("cube")))
 
 
 def paint(seen: Seen, material: Tensor, around: Surroundings, lights: list[Tensor]) -> Tensor:
@@ -90,4 +99,5 @@ def paint(seen: Seen, material: Tensor, around: Surroundings, lights: list[Tenso
     plain = own * diffuse + shine + 0.12 * rim * sky
     tint = torch.lerp(own, torch.ones_like(own), 0.55 * rim)
     polished = tint * (0.12 * diffuse + 1.0 * _reflected(seen, around)) + shine
+    polished = torch.lerp(polished, 0.3 * polished + 0.9, 0.6 * _streak(seen))
     return torch.where(metal, polished, plain)

@@ -112,12 +112,12 @@ def _paths(words: Tensor, draw: dict[str, Tensor], size: Tensor, frames: int) ->
     way = torch.where((index == 0) | (index == 2), -1.0, torch.where((index == 1) | (index == 3), 1.0, either))
     zero = torch.zeros_like(time) + 0 * way
 
-    reach = torch.where(paired, 1.6, 1.5) + 0.15 * d["reach"]
+    reach = torch.where(paired, 1.5, 1.35) + 0.15 * d["reach"]
     roll_x = way * reach * (2 * time - 1)
     slide_x = way * reach * (1 - 2 * (1 - time) ** 2)  # comes to rest: a matte sphere's rolling looks like sliding
     hops = 2 + (d["amount"] * 2).floor() + 0.4 * d["speed"]
     within = (hops * time + d["phase"]) % 1
-    hop = (0.75 + 0.45 * d["reach"]) * 4 * within * (1 - within)
+    hop = (0.6 + 0.3 * d["reach"]) * 4 * within * (1 - within)
     bounce_x = torch.where(paired, 1.15 * either, 1.2 * (d["place"] - 0.5)) + 0.5 * (d["speed"] - 0.5) * (2 * time - 1)
     ring = torch.where(paired, 1.4, 1.05) + 0.15 * d["reach"]
     phase = 2 * math.pi * (d["phase"] + either * (0.8 + 0.3 * d["amount"]) * time)
@@ -161,11 +161,11 @@ def _collision(
     right = way > 0
     gap = torch.where(right, ahead[:, 0] + behind[:, 1], behind[:, 0] + ahead[:, 1])[:, :1]
     touch = 0.38 + 0.12 * speed
-    rest, start = 0.35 * way, -1.75 * way
+    rest, start = 0.35 * way, -1.6 * way
     meet = rest - way * gap
     after = ((time - touch) / (1 - touch)).clamp(min=0)
     first = start + (meet - start) * (time / touch).clamp(max=1) + 0.12 * way * (1 - (1 - after) ** 2)
-    return first, rest + 1.2 * way * (1 - (1 - after) ** 2)
+    return first, rest + 1.05 * way * (1 - (1 - after) ** 2)
 
 
 def _camera(words: Tensor, draw: dict[str, Tensor], frames: int) -> tuple[Tensor, Tensor]:
@@ -178,10 +178,10 @@ def _camera(words: Tensor, draw: dict[str, Tensor], frames: int) -> tuple[Tensor
     aside = torch.where(kind == CAMERAS.index("pans"), (0.06 + 0.04 * d["camera_amount"]) * signed, 0.0)
     yaw = 0.24 * (d["camera_yaw"] - 0.5) + around
     pitch = (0.25 + 0.10 * d["camera_pitch"]).expand_as(yaw)
-    distance = 6.5 + 0.6 * d["camera_distance"]
+    distance = 5.9 + 0.5 * d["camera_distance"]
     eye = torch.stack([yaw.sin() * pitch.cos(), pitch.sin(), yaw.cos() * pitch.cos()], -1) * distance[..., None]
     eye[..., 1] += 0.75
-    look, down = yaw + aside, pitch - 0.05  # a little above the objects, so that the horizon is in the picture
+    look, down = yaw + aside, pitch - 0.03  # a little above the objects, so that the horizon is in the picture
     forward = -torch.stack([look.sin() * down.cos(), down.sin(), look.cos() * down.cos()], -1)
     right = torch.stack([look.cos(), torch.zeros_like(look), -look.sin()], -1)
     up = torch.linalg.cross(right, forward)

@@ -215,7 +215,8 @@ def _picture(bodies: Bodies, around: Surroundings, eye: Tensor, way: Tensor) -> 
         point = eye[:, frame] + flat[:, ray] * hit.distance[kept]
         normal = _to_world(bodies, slot, frame, hit.normal[:, kept])
         lights = _lights(bodies, around, frame, point + 0.01 * normal, slot)
-        seen = Seen(point, normal, hit.local[:, kept], flat[:, ray], frame, bodies.colour[slot][frame])
+        local, kinds = hit.local[:, kept], (bodies.colour[slot][frame], bodies.shape[slot][frame])
+        seen = Seen(point, normal, local, flat[:, ray], frame, *kinds)
         colour[:, ray] = paint(seen, bodies.material[slot][frame], around, lights)
     return colour.view_as(way)
 

@@ -49,21 +49,23 @@ def difference(device: torch.device, count: int = 4) -> dict[str, float]:
     return {"mean": apart.mean().item(), "share_of_different_values": (apart > DIFFERENT).float().mean().item()}
 
 
+def measured(device: torch.device, seconds: float) -> dict[str, Any]:
+    return {
+        "benchmark": "solids speed",
+        "device": device.type,
+        "rates": [clips_a_minute(size, device, seconds) for size in (*SHRUNK, LONG)],
+        "difference": difference(device),
+        "environment": environment(),
+    }
+
+
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__)
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     reader.add_argument("--seconds", type=float, default=3.0, help="of each size, at least")
     reader.add_argument("--out", type=Path, help="file of JSON lines to append the result to")
     asked = reader.parse_args()
-    device = torch.device(asked.device)
-    rates = [clips_a_minute(size, device, asked.seconds) for size in (*SHRUNK, LONG)]
-    result: dict[str, Any] = {
-        "benchmark": "solids speed",
-        "device": device.type,
-        "rates": rates,
-        "difference": difference(device),
-    }
-    result["environment"] = environment()
+    result = measured(torch.device(asked.device), asked.seconds)
     sys.stdout.write(json.dumps(result) + "\n")
     if asked.out:
         append_records(asked.out, [result])

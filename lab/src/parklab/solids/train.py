@@ -1,22 +1,27 @@
-"""python -m parklab.solids.train --out runs/solids --minutes 8 --graphs --compile   Trains the model on one GPU.
+"""python -m parklab.solids.train --out runs/solids --minutes 9 --graphs --compile   Trains the model on one GPU.
 
-Three stages: the autoencoder; its decoder alone; text encoder and transformer, small clips first. The command ends
-after about `--minutes`, whatever stage it is in. Run it again to go on: the state is one file, replaced atomically
-every minute, and each step's draws depend on the seed and the step alone. The learning rate falls until the end of a
-call. `--start FOLDER` begins with the weights of a checkpoint folder, or of a packed one, instead.
+Three stages: the autoencoder; its decoder alone; text encoder and transformer, small clips first. Learning rate and
+sizes follow the planned seconds of each stage, over as many calls as it takes: a call ends after about `--minutes`,
+whatever stage it is in, and the same command goes on from there. `--finish` lets the rate fall to its end within this
+call, planned or not. The state is one file, replaced atomically; each step's draws depend on the seed and the step
+alone. `--start FOLDER` begins with the weights of a checkpoint folder, or of a packed one, instead.
 
-Writes OUT/checkpoint (a diffusers folder), OUT/packed (the same in 8 bits, in files below 15 MiB) and OUT/loss.svg.
+At the end of a call, every `--show-every` seconds and on SIGTERM it writes, in OUT: checkpoint (a diffusers folder),
+packed (the same in 6 and 8 bits, in files below 15 MiB), samples.png, loss.svg and times.json.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import signal
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from parkattn.files import write_atomically
 from parklab.sprites.card import loss_plot
 from parklab.sprites.flow import Corpus
 from parklab.sprites.model import SpriteModelConfig
@@ -31,22 +36,28 @@ from .recipe import (
     BANKS,
     LONG,
     MIXTURE,
-    MODEL,
     RENDERED,
+    SAMPLING_STEPS,
     SHRUNK,
-    TOY,
     TOY_BANKS,
     TOY_LONG,
     TOY_MIXTURE,
     TOY_RENDERED,
     SolidsTrainConfig,
+    late_fall,
+    model_of,
 )
+from .samples import load_pipeline, sample_sheet
 
-EXPORT_SECONDS = 12.0  # to save the state and write the folder: kept free at the end of a call
+SHOW_SECONDS, TOY_SHOW_SECONDS = 45.0, 5.0  # kept free at the end of a call, until writing everything was timed
+START_SECONDS = 100.0  # a stage of less is not begun: compiling and the first clips of the library take about as long
 
 
 class SolidsTrainer(Trainer):
-    """The trainer of sprites with rendered solids. deadline: on the monotonic clock, None where steps decide."""
+    """The trainer of sprites with rendered solids.
+
+    deadline: on the monotonic clock, None where steps and seconds decide; finish: the rate falls until then.
+    """
 
     config: SolidsTrainConfig
 
@@ -57,10 +68,17 @@ class SolidsTrainer(Trainer):
         config: SolidsTrainConfig,
         device: torch.device,
         deadline: float | None = None,
+        finish: bool = False,
     ) -> None:
-        self.deadline = deadline
+        self.deadline, self.finish = deadline, finish
         self.bank = Bank(TOY_BANKS if config.small else BANKS, config.seed, device)
         super().__init__(out, model, config, device)
+        self.flow.stage.falling = late_fall
+        for stage in self.stages:
+            stage.paused = lambda: self._left() <= 0
+        self.began = self.shown_at = time.monotonic()
+        self.least_showing = TOY_SHOW_SECONDS if config.small else SHOW_SECONDS
+        self.seconds = {"saving": 0.0, "showing": 0.0, "last_showing": self.least_showing}
 
     def _autoencoding(self) -> Autoencoding:
         small = self.config.small
@@ -79,51 +97,109 @@ class SolidsTrainer(Trainer):
             else ((RENDERED, SHRUNK), (LONG, (LONG,)))
         )
         mixture = TOY_MIXTURE if small else MIXTURE
-        return Library(
+        self.library = Library(
             self.config, self.device, shelves, mixture, self.autoencoding.latents, self._encoder_version,
             self.out / "library",
         )  # fmt: skip
+        return self.library
 
     def _encoder_version(self) -> str:
         numbers = torch.cat([self.autoencoding.mean, self.autoencoding.std]).cpu()
         return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
 
+    # --- time
+    def _left(self) -> float:
+        """Seconds until this call must begin to write its results."""
+        if self.deadline is None:
+            return float("inf")
+        return self.deadline - time.monotonic() - self.seconds["last_showing"]
+
+    def stop(self, *_: object) -> None:
+        """Ends the call at the next step, in order."""
+        self.deadline = time.monotonic()
+
     def train(self) -> None:
-        if self.deadline is not None:
-            for stage in self.autoencoding.stages:
-                stage.seconds = min(stage.seconds, stage.elapsed + self._left())
         self.autoencoding.train(self.save_when_due)
         self.bank.clear()
-        if self.deadline is not None:
-            self.flow.stage.seconds = self.flow.stage.elapsed + self._left()
-        self.flow.train(self.save_when_due)
+        stage = self.flow.stage
+        begun = all(earlier.progress == 1 for earlier in self.autoencoding.stages)
+        if begun and self._left() > (0 if self.config.small else START_SECONDS):
+            if self.finish and self.deadline is not None:
+                stage.seconds = stage.elapsed + self._left()
+            self.flow.train(self.save_when_due)
+        self.library.close()
         self.save()
 
-    def _left(self) -> float:
-        assert self.deadline is not None
-        return max(0.0, self.deadline - EXPORT_SECONDS - time.monotonic())
+    # --- what a call leaves behind
+    def save(self) -> None:
+        began = time.monotonic()
+        super().save()
+        self.seconds["saving"] += time.monotonic() - began
+
+    def save_when_due(self) -> None:
+        super().save_when_due()
+        if time.monotonic() - self.shown_at > self.config.show_every:
+            self.save()
+            self.show()
+
+    def show(self) -> Path:
+        """Everything that a look at the run needs, in the order of its worth."""
+        began = time.monotonic()
+        loss_plot(self.out / "loss.svg", {s.name: s.whole()["history"] for s in self.stages if s.whole()["history"]})
+        folder = self.export()
+        pack(folder, self.out / "packed")
+        if self.flow.stage.whole()["step"]:
+            try:
+                self._samples(folder)
+            except (RuntimeError, ValueError) as error:  # a picture that fails, for want of memory say, ends no run
+                say(f"samples.png: {str(error).splitlines()[0]}")
+        self.shown_at = time.monotonic()
+        took = self.shown_at - began
+        self.seconds["showing"] += took
+        self.seconds["last_showing"] = max(1.3 * took, self.least_showing / 2)
+        self._times()
+        return folder
+
+    def _samples(self, folder: Path) -> None:
+        small = self.config.small
+        pipeline = load_pipeline(folder, self.device)
+        size, steps = (TOY_RENDERED, 2) if small else (RENDERED, SAMPLING_STEPS)
+        sample_sheet(pipeline, self.out / "samples.png", size, steps=steps, count=2 if small else 10)
+
+    def _times(self) -> None:
+        """Seconds of this call by purpose; rendering and encoding are within those of the stages."""
+        record = {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "stages": {s.name: {"steps": s.step, "seconds": round(s.elapsed, 1)} for s in self.stages},
+            **{name: round(value, 1) for name, value in self.seconds.items()},
+            "library": [
+                {"shelf": s.name, "made": s.made, "rendered": s.rendered_clips, "seconds": round(s.seconds, 1)}
+                for s in self.library.shelves
+            ],
+            "gigabytes": round(torch.cuda.max_memory_allocated() / 1e9, 1) if self.device.type == "cuda" else None,
+        }
+        write_atomically(self.out / "times.json", json.dumps(record).encode())
+        say("times " + json.dumps(record))
 
 
 def main() -> None:
     began = time.monotonic()
     reader = option_reader(__doc__, SolidsTrainConfig())
-    reader.add_argument(
-        "--minutes", type=float, help="of this call; without it the stages' own steps and seconds count"
-    )
+    reader.add_argument("--minutes", type=float, help="of this call; without it stages run to their end")
+    reader.add_argument("--finish", action="store_true", help="the rate falls to its end within this call's minutes")
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from, packed or not")
     asked = vars(reader.parse_args())
-    out, start, device, minutes = (asked.pop(name) for name in ("out", "start", "device", "minutes"))
+    out, start, device, minutes, finish = (asked.pop(name) for name in ("out", "start", "device", "minutes", "finish"))
     out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     config = SolidsTrainConfig(**asked)
     deadline = None if minutes is None else began + 60 * minutes
-    trainer = SolidsTrainer(out, TOY if config.small else MODEL, config, torch.device(device), deadline)
+    trainer = SolidsTrainer(out, model_of(config), config, torch.device(device), deadline, finish)
+    signal.signal(signal.SIGTERM, trainer.stop)
     if not trainer.resume() and start:
         trainer.start_from(unpack(start, out / "start") if (start / INDEX).is_file() else start)
     trainer.train()
-    folder = trainer.export()
-    pack(folder, out / "packed")
-    loss_plot(out / "loss.svg", {stage.name: stage.whole()["history"] for stage in trainer.stages})
+    folder = trainer.show()
     say(f"{folder}: {trainer.flow.stage.step} steps of the transformer, {time.monotonic() - began:.0f} s in this call")
 
 

@@ -108,10 +108,11 @@ class Flow:
 
     def train(self, save_when_due: Callable[[], None]) -> None:
         config, stage = self.config, self.stage
-        if config.compile and stage.progress < 1:
+        if config.compile and stage.running:
+            torch._dynamo.config.suppress_errors = True  # it warns and goes on uncompiled: slower, but a run
             self.transformer.compile_repeated_blocks(dynamic=True)
         stage.begin()
-        while stage.progress < 1:
+        while stage.running:
             drawn = random.Random(config.seed * 10**7 + stage.step)
             sizes = self.corpus.mixture
             weights = [early + (late - early) * stage.progress for _, early, late in sizes]

@@ -5,16 +5,30 @@ graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .training_state import say
+
 
 def autocast(device: torch.device, cache: bool = True) -> torch.autocast:
     """bfloat16 on a GPU; without the cache of cast weights where a CUDA graph is captured."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=cache)
+
+
+@contextmanager
+def untried_kernels() -> Iterator[None]:
+    """Convolutions of sizes that are met once: trying every kernel takes longer than the slowest of them."""
+    tried = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = tried
 
 
 def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
@@ -74,7 +88,8 @@ class Descent:
         inside = [p for name, p in parameters.items() if name in matrices]
         rest = [p for name, p in parameters.items() if name not in matrices]
         self.parameters = parameters
-        self.graphs: dict[Hashable, GraphedGradients] = {}
+        self.graphs: dict[Hashable, GraphedGradients | None] = {}  # None: not captured, so that pass is computed anew
+        self.pool: Any = None  # of memory, one for all graphs
         self.optimizers: list[torch.optim.Optimizer] = [Muon(inside)] if inside else []
         fused = next(iter(parameters.values())).is_cuda
         self.optimizers.append(torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=fused))
@@ -83,18 +98,32 @@ class Descent:
         for p in self.parameters.values():
             p.grad = None
 
+    def forget_graphs(self) -> None:
+        self.graphs.clear()
+        self.pool = None
+
     def gradients(self, compute: Compute, batch: tuple[Tensor, ...], graph: Hashable | None) -> Tensor:
         """Of compute's loss, left in the parameters; returns its report. graph: what passes are replayed under, None
         where they are not.
         """
         if graph is not None:
             if graph not in self.graphs:
-                self.graphs[graph] = GraphedGradients(compute, batch, self.parameters)
-            return self.graphs[graph](*batch)
+                self.graphs[graph] = self._captured(compute, batch, graph)
+            if captured := self.graphs[graph]:
+                return captured(*batch)
         self.clear()
         loss, report = compute(*batch)
         loss.backward()
         return report
+
+    def _captured(self, compute: Compute, batch: tuple[Tensor, ...], graph: Hashable) -> GraphedGradients | None:
+        """A run goes on without a graph that does not fit in memory."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        try:
+            return GraphedGradients(compute, batch, self.parameters, self.pool)
+        except RuntimeError as error:
+            say(f"no graph for {graph}, its passes are launched one by one: {str(error).splitlines()[0]}")
+            return None
 
     def step(self, rate: float) -> None:
         nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)
@@ -125,9 +154,15 @@ class Descent:
 
 
 class GraphedGradients:
-    """Replays `compute(*inputs) -> (loss, report)` and the backward pass; the gradients then lie in the parameters."""
+    """Replays `compute(*inputs) -> (loss, report)` and the backward pass; the gradients then lie in the parameters.
 
-    def __init__(self, compute: Compute, inputs: tuple[Tensor, ...], parameters: dict[str, nn.Parameter]) -> None:
+    Graphs of one pool hold their activations in the same memory: only one runs at a time, and its gradients are used
+    before the next one begins.
+    """
+
+    def __init__(
+        self, compute: Compute, inputs: tuple[Tensor, ...], parameters: dict[str, nn.Parameter], pool: Any
+    ) -> None:
         self.inputs, self.parameters, self.graph = (
             tuple(x.clone() for x in inputs),
             list(parameters.values()),
@@ -141,7 +176,7 @@ class GraphedGradients:
                 compute(*self.inputs)[0].backward()
         torch.cuda.current_stream().wait_stream(aside)
         self._clear()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             loss, self.report = compute(*self.inputs)
             loss.backward()
         self.gradients = [p.grad for p in self.parameters]

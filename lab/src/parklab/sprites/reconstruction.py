@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from .data import ClipSize
-from .gradients import Descent, autocast
+from .gradients import Descent, autocast, untried_kernels
 from .model import SpriteModelConfig, build_autoencoder
 from .recipe import TrainConfig
 from .training_state import Stage, say
@@ -92,11 +92,15 @@ class Autoencoding:
     def train(self, save_when_due: Callable[[], None]) -> None:
         """Both stages; one that is over, by steps or seconds, is passed by."""
         for index, compute in enumerate((self.loss, self.decoding_loss)):
-            if self.stages[index].progress < 1:
+            stage = self.stages[index]
+            if began := stage.running:
                 self._descend(index, compute, save_when_due)
-                # the statistics belong to the encoder, which the second stage leaves alone
+            if stage.progress < 1:
+                return  # paused
+            # the statistics belong to the encoder, which the second stage leaves alone
+            if began:
                 self.measure(statistics=index == 0)
-            elif self.psnr is None and self.stages[index].step:  # stopped between the last step and its measurement
+            elif self.psnr is None and stage.step:  # stopped between the last step and its measurement
                 self.measure(statistics=True)
 
     def _descend(
@@ -107,7 +111,7 @@ class Autoencoding:
         for p in parameters.values():
             p.requires_grad_(True)
         stage.begin()
-        while stage.progress < 1:
+        while stage.running:
             seed = config.seed * 10**7 + index * 10**6 + stage.step
             size, share = self.sizes[stage.step % len(self.sizes)]
             clips = self.clips(round(share * config.autoencoder_batch), size, seed)
@@ -118,7 +122,7 @@ class Autoencoding:
             save_when_due()
         stage.end()
         descent.clear()
-        descent.graphs.clear()
+        descent.forget_graphs()
         self.vae.requires_grad_(False)
 
     @torch.no_grad()
@@ -129,7 +133,7 @@ class Autoencoding:
         latents, psnr = [], []
         for size in self.measured:
             clips = self.fresh(4 if self.config.small else 24, size, 99_991 + size.tokens)
-            with autocast(self.device):
+            with autocast(self.device), untried_kernels():
                 posterior = self.whole.encode(clips)
                 decoded = self.whole.decode(posterior.mode()).float().clamp(-1, 1)
             # drawn, not modes: a channel the autoencoder leaves unused then keeps deviation 1 instead of being blown up

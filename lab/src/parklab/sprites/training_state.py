@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,28 @@ def option_reader(description: str | None, defaults: Any) -> argparse.ArgumentPa
     return reader
 
 
-class Stage:
-    """Steps, clock, learning rate and history of one stage; knows nothing of what is trained."""
+def cosine(progress: float) -> float:
+    """Learning rate as a share of its peak: falls all the time."""
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def __init__(self, name: str, steps: int, seconds: float, report_every: int) -> None:
+
+class Stage:
+    """Steps, clock, learning rate and history of one stage; knows nothing of what is trained.
+
+    falling: the learning rate by progress, as a share of its peak; paused: whether the call ends before the stage does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        seconds: float,
+        report_every: int,
+        falling: Callable[[float], float] = cosine,
+        paused: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.name, self.steps, self.seconds, self.report_every = name, steps, seconds, report_every
+        self.falling, self.paused = falling, paused
         self.step, self.before = 0, 0.0
         self.began: float | None = None
         self.history: list[list[float]] = []
@@ -65,8 +83,12 @@ class Stage:
             else 1.0
         )
 
+    @property
+    def running(self) -> bool:
+        return self.progress < 1 and not self.paused()
+
     def rate(self, peak: float, warmup: int) -> float:
-        return peak * min(1.0, (self.step + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress)))
+        return peak * min(1.0, (self.step + 1) / warmup) * self.falling(self.progress)
 
     def record(self, loss: Tensor) -> None:
         self.sum = loss.detach() if self.sum is None else self.sum + loss.detach()
