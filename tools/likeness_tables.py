@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 @functools.cache
 def _results() -> dict[Run, Result]:
-    """Shortest videos last, the first model first."""
+    """Short videos last, the first model first."""
     found: dict[tuple[Any, ...], list[Record]] = {}
     for campaign in CAMPAIGNS:
         for record in every_cell(campaign).values():
@@ -51,7 +51,7 @@ def _results() -> dict[Run, Result]:
         ]
         records = {cell.name: record for cell, record in zip(ours, group, strict=True)}
         made[Run(model, tokens, steps)] = likeness_result(CellRecords(ours, records, {}))
-    return dict(sorted(made.items(), key=lambda item: (-item[0].tokens, item[0].model != FIRST, item[0].model)))
+    return dict(sorted(made.items(), key=lambda item: (-item[0].tokens, -item[0].steps, item[0].model != FIRST)))
 
 
 @published
