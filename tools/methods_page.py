@@ -108,9 +108,9 @@ ABOUT = {
     " height and width. The mask depends on the grid alone.",
     "radial": "Radial Attention narrows the band between two frames as their distance grows. The mask"
     " depends on the grid alone.",
-    "mc-sparse": "MC-Sparse sorts similar queries into groups of equal size. At one dense step it computes the keys that"
-    " each group attends to most, and the contribution of the other keys. Later steps attend to those keys alone and"
-    " add this residual. PARK's residual does the same with blocks and a low rank;"
+    "mc-sparse": "MC-Sparse sorts similar queries into groups of equal size. At one dense step it computes the keys"
+    " that each group attends to most, and the contribution of the other keys. Later steps attend to those keys alone"
+    " and add this residual. PARK's residual does the same with blocks and a low rank;"
     " [Corrections](../corrections.md#relatives) compares them.",
     "chipmunk": "Chipmunk cuts the video into voxels of queries. At full steps each voxel chooses the keys with the"
     " largest sum of its attention, and some keys at random. Steps between attend to those keys and add the part "
