@@ -46,80 +46,79 @@ FEW_STEPS = ("few_steps.jsonl",)
 PLACE = ("frames", "height", "width", "steps", "guidance", "prompt", "seed", "setting")
 INDEX = """# Methods
 
-PARK and the methods that it is compared with. `park methods` lists them, `enable(pipe, method=name)` runs one, and
-`park compare --methods dense,NAME` shows it beside dense attention. All of them run at their authors' settings and attend through
-the same kernels, but for MC-Sparse and Chipmunk, whose single keys PyTorch gathers. [Corrections](corrections.md#relatives) says how these two,
-QuantSparse and iCATS are related to PARK's profiles. Every page has the mask that the method chooses, in the small model of the package where it
-looks at tokens. [Measured](measured.md) has all of them beside each other: at their authors' settings, at equal
-density, with one schedule, and at equal cost. [Kernels](kernels.md#the-authors-own-kernels) has the authors' own kernels beside ours. The pages are written by
-`tools/methods_page.py`.
+This page lists PARK and its baselines. `park methods` prints the list, `enable(pipe, method=name)` runs a method, and
+`park compare --methods dense,NAME` shows it beside dense attention. All methods run at their authors' settings and use
+the same attention kernels, except MC-Sparse and Chipmunk, whose single keys PyTorch gathers.
+[Corrections](corrections.md#relatives) compares these two, QuantSparse and iCATS with PARK's profiles. Every page has the
+mask of the method; methods that depend on tokens run on the small model of the package. [Measured](measured.md) compares
+all methods at their authors' settings, at equal density, with one schedule, and at equal cost.
+[Kernels](kernels.md#the-authors-own-kernels) compares the authors' own kernels with ours. `tools/methods_page.py` writes
+these pages.
 """
 PROFILES = """# Profiles
 
-A profile is the dial between speed and quality: `parkattn.enable(pipe, "fast")`, `park generate --profile fast`.
-[Tuning](tuning.md) says which one to take. This page is written by `tools/methods_page.py`.
+A profile sets the balance of speed and quality: `parkattn.enable(pipe, "fast")`, `park generate --profile fast`.
+[Tuning](tuning.md) helps to choose one. `tools/methods_page.py` writes this page.
 """
-MEASURED = """## What they give
+MEASURED = """## Cost and fidelity
 
-PSNR against the video of dense attention, in the small model (`python -m parklab.bench.frontier`,
-`frontier.jsonl`, `run_75600.jsonl` and `run_7168.jsonl` in `benchmarks/results`). A video of 720p has 75,600 tokens. "Attention computed" is that of the whole
-run, dense steps included; "gain" is the PSNR above `paper` on the same prompts. "Other settings" are those of the
-record where the profile has changed since.
+PSNR is against the video of dense attention, in the small model (`python -m parklab.bench.frontier`,
+`frontier.jsonl`, `run_75600.jsonl` and `run_7168.jsonl` in `benchmarks/results`). A video of 720p has 75,600 tokens.
+"Attention computed" is that of the whole run, dense steps included; "gain" is the PSNR above `paper` on the same
+prompts. "Other settings" are those of the record if the profile has changed since.
 """
-MEASURED_FEW_STEPS = """## What they give in few steps
+MEASURED_FEW_STEPS = """## Cost and fidelity in few steps
 
-The same with the small model's LoRA for few steps (`--lora few-steps`, its card: `parklab/sprites/few_steps`), which
-needs no guidance (`benchmarks/results/few_steps.jsonl`).
+These runs use the small model's LoRA for few steps (`--lora few-steps`, model card in `parklab/sprites/few_steps`),
+which needs no guidance (`benchmarks/results/few_steps.jsonl`).
 """
 HEADING = """| tokens | steps | guidance | profile | videos | attention computed | PSNR | gain | worst video | other settings |
 |---|---|---|---|---|---|---|---|---|---|"""
 ABOUT = {
-    "dense": "Dense attention computes every pair of tokens. Nothing is planned and nothing is left out. The"
-    " other methods are measured against it.",
-    "park": "PARK clusters queries and keys into blocks. Keys that the current queries score alike share a"
-    " block (QRKC). Each query spreads its attention over the key blocks, and the mean over a query block says"
-    " which key blocks matter (PAMA). Top-p keeps the important ones. The plan is reused for several steps.",
-    "park-no-pama": "This is an ablation of PARK. One softmax of the mean query stands for the whole query"
-    " block, so queries that disagree are averaged before the softmax instead of after it.",
+    "dense": "Dense attention computes every pair of tokens. It has no plan and is the reference of the other methods.",
+    "park": "PARK clusters queries and keys into blocks. Keys with similar scores under the current queries share a"
+    " block (QRKC). Each query distributes its attention over the key blocks, and the mean over a query block is"
+    " the importance of each key block (PAMA). Top-p keeps the important blocks. The plan is reused for several steps.",
+    "park-no-pama": "This is an ablation of PARK. One softmax of the mean query represents the whole query"
+    " block, so different queries are averaged before the softmax instead of after it.",
     "park-no-qrkc": "This is an ablation of PARK. Keys are clustered by plain Euclidean distance, so a block"
     " may hold keys that queries score differently.",
     "centroid": "This is an ablation of PARK without QRKC and without PAMA: Euclidean clusters of keys, ranked"
     " by the mean query.",
-    "sparge": "SpargeAttn cuts the sequence into tiles and pools each of them to its mean. Products of the"
-    " means rank the pairs. A tile whose tokens point in different directions has no fair mean, so it stays"
-    " dense.",
+    "sparge": "SpargeAttn cuts the sequence into tiles and pools each tile to its mean. Products of the"
+    " means rank the pairs. The mean does not represent a tile with tokens in different directions, so such a"
+    " tile stays dense.",
     "xattention": "XAttention scores a tile of the attention matrix by the sum along its antidiagonals, which"
     " touches every row and every column. It keeps tiles up to a share of the estimated attention.",
-    "svg": "Sparse VideoGen holds that a head looks either inside a frame or along one place through time. It"
-    " decides on a few sampled rows which of the two a head is, and gives it a band in that order of the"
-    " tokens. The authors' formula pays for text out of the density that is asked for (`sparsity`, as they call it),"
-    " so with text even `sparsity=1` leaves some pairs of video tokens out; without text it is dense.",
+    "svg": "Sparse VideoGen assumes that a head attends either within a frame or to one position across time. It"
+    " classifies each head on a few sampled rows, and applies a band in the corresponding order of the"
+    " tokens. The authors' formula counts text as a part of the requested density (`sparsity` in their code),"
+    " so with text even `sparsity=1` skips some pairs of video tokens; without text it is dense.",
     "svg2": "Sparse VideoGen2 clusters queries and keys by k-means and ranks pairs of clusters by their"
     " centroids, weighted by the size of the key cluster. It clusters again at every step, from the centroids"
     " of the step before.",
-    "svoo": "SVOO clusters queries by how keys respond to them and keys by how queries do, in turns. An"
-    " offline profile may say how many blocks each head needs at least.",
-    "svg-ear": "SVG-EAR takes the clusters and the budget of Sparse VideoGen2. It spends the budget where a"
-    " block's mean would be the worst replacement, and lets means stand in for what it skips.",
+    "svoo": "SVOO alternately clusters queries by the responses of keys and keys by the responses of queries. An"
+    " optional offline profile sets the minimum number of blocks of each head.",
+    "svg-ear": "SVG-EAR uses the clusters and the budget of Sparse VideoGen2. It keeps the blocks that their mean"
+    " would approximate worst, and replaces skipped blocks by their means.",
     "sparsepr": "SparsePR clusters each side in the metric of the other; its key metric is the same matrix as"
     " QRKC's. It keeps a fixed share of the keys. A few exact rows then correct the output of all the others.",
-    "sol": "Sol-Attn computes a block exactly where its pooled score stands out from the others of its row,"
-    " and next to the diagonal. All other blocks enter through their means.",
+    "sol": "Sol-Attn computes a block exactly if its pooled score is an outlier of its row or the block is next to"
+    " the diagonal. All other blocks enter as their means.",
     "sta": "Sliding tile attention shows each tile of the video a fixed window of neighbouring tiles in time,"
     " height and width. The mask depends on the grid alone.",
-    "radial": "Radial Attention narrows the band between two frames as they lie further apart. The mask"
+    "radial": "Radial Attention narrows the band between two frames as their distance grows. The mask"
     " depends on the grid alone.",
-    "mc-sparse": "MC-Sparse sorts similar queries into groups of equal size. At one dense step it computes which keys"
-    " each group attends to most, and what the other keys would have added. Later steps attend to those keys alone and"
-    " add that residual. PARK's residual does the same with blocks and a low rank;"
-    " [Corrections](../corrections.md#relatives) says what each has of its own.",
+    "mc-sparse": "MC-Sparse sorts similar queries into groups of equal size. At one dense step it computes the keys"
+    " that each group attends to most, and the contribution of the other keys. Later steps attend to those keys alone"
+    " and add this residual. PARK's residual does the same with blocks and a low rank;"
+    " [Corrections](../corrections.md#relatives) compares them.",
     "chipmunk": "Chipmunk cuts the video into voxels of queries. At full steps each voxel chooses the keys with the"
-    " largest sum of its attention, and some keys at random. Steps between attend to those keys and add what they "
-    "missed at the full step, which is the residual of [Corrections](../corrections.md#relatives) before it had a low "
-    "rank.",
+    " largest sum of its attention, and some keys at random. Steps between attend to those keys and add the part "
+    "that these missed at the full step: the residual of [Corrections](../corrections.md#relatives) at full rank.",
 }
-DOTS = """Each dot is a group of query tokens (rows) by a group of key tokens (columns), in the order of the video: \
-the darker, the more of its pairs are computed.
+DOTS = """Each dot is a group of query tokens (rows) by a group of key tokens (columns), in the order of the video. \
+Darker dots have more computed pairs.
 """
 ABLATIONS = "ablations.md"
 # pictures at other settings or sizes than a method's defaults in the small model, where that would show every pair
@@ -132,7 +131,7 @@ def pages() -> dict[str, str]:
     """Path below docs -> text."""
     lines = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     costs = [line for line in lines if line["benchmark"] == "methods"]
-    rows = ["| method | what it is | density set by | described in |", "|---|---|---|---|"]
+    rows = ["| method | description | density set by | reference |", "|---|---|---|---|"]
     texts = {}
     for module in (dense, park, *baselines.MODULES):
         first, *ablations = module.ENTRIES
@@ -151,7 +150,7 @@ def _profiles() -> str:
     lines = ["| profile | sets |", "|---|---|"]
     for name, changes in config.PROFILES.items():
         sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
-        lines.append(f"| {name} | {sets or 'what [the model](methods/park.md#settings) has in the paper'} |")
+        lines.append(f"| {name} | {sets or 'the paper settings of [the model](methods/park.md#settings)'} |")
     tables = [MEASURED, _measured(FRONTIER), "", MEASURED_FEW_STEPS, _measured(FEW_STEPS)]
     return "\n".join([PROFILES, *lines, "", *tables]) + "\n"
 
@@ -194,7 +193,7 @@ def _tokens(row: dict[str, Any]) -> int:
 
 
 def _page(entry: MethodEntry, module: Any, costs: list[dict[str, Any]]) -> str:
-    parts = [f"# {entry.name}\n", *_shown(entry), DOTS, _run(entry), "## What planning costs\n", _cost(entry, costs)]
+    parts = [f"# {entry.name}\n", *_shown(entry), DOTS, _run(entry), "## Cost of planning\n", _cost(entry, costs)]
     parts += ["## Settings\n", _settings(entry), _presets(entry), "## Definition\n"]
     parts.append(f"```text\n{inspect.getdoc(module) or ''}\n```\n")
     return "\n".join(part for part in parts if part).rstrip() + "\n"
@@ -241,7 +240,7 @@ def _run(entry: MethodEntry) -> str:
 def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
     rows = [row for row in costs if row["method"] == entry.name]
     if not issubclass(entry.config, PlannedConfig):
-        return "Nothing: there is no plan.\n"
+        return "None: the method has no plan.\n"
     if not rows:
         return "Not measured on a GPU: `benchmarks/results/gpu_methods.jsonl` has no record of it.\n"
     repaired = "repair_ms" in rows[0]
@@ -262,8 +261,11 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
     gpus = ", ".join(sorted({row["environment"]["gpu"] for row in rows}))
     return (
         f"One layer on one {gpus}, at the defaults, on Gaussian mixtures (`benchmarks/results/gpu_methods.jsonl`,"
-        " `park bench methods`). A later plan may start from the one before. Density depends on the data: "
-        "real videos have others.\n\n" + f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n" + "\n".join(lines) + "\n"
+        " `park bench methods`). A later plan may start from the previous one. Density depends on the data "
+        "and differs in real videos.\n\n"
+        + f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+        + "\n".join(lines)
+        + "\n"
     )
 
 

@@ -43,7 +43,7 @@ ENTRIES = (
     MethodEntry(
         "dense",
         lambda config: Dense(config.tolerance),
-        "every query attends to every key: what the others are measured against",
+        "every query attends to every key; the reference of the other methods",
         Forecasts,
     ),
 )
