@@ -97,6 +97,16 @@ def test_the_state_that_profiles_keep_is_that_of_the_records():
     assert f"{kept:.1f} GB for Wan2.1-14B at 720p, `paper` {plans:.1f} GB" in " ".join(README.split())
 
 
+def test_the_cost_of_the_plain_triton_kernel_is_that_of_the_records():
+    lines = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu_attend.jsonl").read_text().splitlines()]
+    ms = {
+        row["kernel"]: row["ms"]
+        for row in lines
+        if row.get("case") == "wan2.1-14b, density 0.25" and row.get("borders") == "rounded"
+    }
+    assert f"takes {ms['triton'] / ms['gluon']:.1f} times as long" in README
+
+
 def test_the_prompts_that_the_small_model_follows_are_those_of_its_card():
     card = (ROOT / "lab/src/parklab/sprites/checkpoint/MODEL_CARD.md").read_text()
     both, motion = re.search(r"^\| 33 x 160 x 256 .* \| \*\*(\d+) %\*\* \| (\d+) % \|$", card, re.MULTILINE).groups()
