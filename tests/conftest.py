@@ -10,7 +10,7 @@ from interpreted import hasten_the_interpreter
 
 # those of half a minute, and the one that waits for the network, start first: then the workers end together
 LONG = (
-    "test_setup", "test_hosts_diffusers_fused", "test_solids_model", "test_experiments", "test_baselines_pipelines", "test_golden",
+    "test_setup", "test_hosts_diffusers_fused", "test_hosts_diffusers_balance", "test_solids_model", "test_experiments", "test_baselines_pipelines", "test_golden",
     "test_hosts_diffusers_compile", "test_devices", "test_kernels_gluon", "test_bench_e2e_profile", "test_baselines_routed",
     "test_kernels_gluon_kinds", "test_bench_e2e", "test_campaign", "test_sprites", "test_properties_attention", "test_kernels_retrieval",
     "test_docs", "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",

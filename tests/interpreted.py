@@ -4,12 +4,17 @@ triton is imported, or as a program on several gloo ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +31,49 @@ def run_interpreted(file: str, at_least: int) -> None:
 
 
 def run_on_ranks(file: str, *words: str, ranks: int = 2, seconds: int = 300) -> list[dict[str, Any]]:
-    """What the file, run by torchrun, prints as JSON, a line each."""
-    workers = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """What `work(*words)` of the file prints as JSON on gloo ranks, a line each: as if torchrun ran the file."""
     run = subprocess.run(
-        [*workers, file, *words], env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        cwd=Path(file).parent, capture_output=True, text=True, timeout=seconds,
+        [sys.executable, __file__, file, str(ranks), *words], cwd=Path(file).parent, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}, timeout=seconds,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def fork_ranks(file: str, ranks: int, words: list[str]) -> bool:
+    """Whether `work(*words)` of the file ends well on every rank. Ranks are forks: to import what they need takes longer
+    than their work.
+    """
+    work = importlib.import_module(Path(file).stem).work
+    importlib.import_module("tiny_pipelines")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ["WORLD_SIZE"] = str(ranks)
+    started = []
+    for rank in range(ranks):
+        started.append(os.fork())
+        if started[-1] == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            failed = 1
+            try:
+                work(*words)
+                failed = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(failed)
+    good = True
+    for _ in started:  # one that fails would leave the others waiting for it
+        ended, status = os.wait()
+        if status and good:
+            good = False
+            for other in set(started) - {ended}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+    return good
 
 
 def hasten_the_interpreter() -> None:
@@ -80,3 +120,7 @@ def hasten_the_interpreter() -> None:
     interpreter._get_np_dtype = lambda kind: numpy_dtype(
         tl.uint64 if isinstance(kind.scalar, tl.pointer_type) else kind.scalar
     )
+
+
+if __name__ == "__main__":
+    sys.exit(not fork_ranks(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

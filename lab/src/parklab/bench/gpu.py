@@ -46,24 +46,17 @@ SECTIONS = {  # seconds; the gates come first and include compilation
     "dense": 60,
     "methods": 180,
 }
-GATES = {"gate-pama": pama.gate, "gate-kmeans": kmeans.gate, "gate-qrkc": qrkc.gate, "gate-attend": attend.gate}
-GATES |= {"gate-layer": layer.gate, "gate-large": attend.gate_large, "gate-large-retrieval": kmeans.gate_large}
-GATES |= {"gate-large-pama": pama.gate_large, "gate-flashinfer": flashinfer.gate}
-MEASURES = {
-    "pama": pama.measure,
-    "kmeans": kmeans.measure,
-    "qrkc": qrkc.measure,
-    "attend": attend.measure,
-    "layer": layer.measure,
+BENCHES = {
+    "pama": pama, "kmeans": kmeans, "qrkc": qrkc, "attend": attend, "layer": layer, "scaling": scaling,
+    "flashinfer": flashinfer, "dense": dense, "methods": methods, "official": official,
+}  # fmt: skip
+MEASURES = {name: bench.measure for name, bench in BENCHES.items()}
+GATES = {f"gate-{name}": bench.gate for name, bench in BENCHES.items() if bench is not scaling}
+GATES |= {
+    "gate-large": attend.gate_large,
+    "gate-large-retrieval": kmeans.gate_large,
+    "gate-large-pama": pama.gate_large,
 }
-MEASURES |= {
-    "scaling": scaling.measure,
-    "flashinfer": flashinfer.measure,
-    "dense": dense.measure,
-    "methods": methods.measure,
-}
-MEASURES |= {"official": official.measure}
-GATES |= {"gate-dense": dense.gate, "gate-methods": methods.gate, "gate-official": official.gate}
 
 
 def run_all(
@@ -79,16 +72,8 @@ def run_all(
         if left < 5:
             outcome[name] = "out of time"
             continue
-        command = [
-            sys.executable,
-            "-m",
-            "parklab.bench.gpu",
-            "--out",
-            str(out),
-            "--section",
-            name,
-            *(["--rehearse"] if rehearse else []),
-        ]
+        command = [sys.executable, "-m", "parklab.bench.gpu", "--out", str(out), "--section", name]
+        command += ["--rehearse"] if rehearse else []
         try:
             limit = left if rehearse else min(SECTIONS[name], left)
             done = subprocess.run(command, timeout=limit, stderr=subprocess.PIPE, text=True)
