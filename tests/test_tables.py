@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from parkattn.models import ModelRow
+from parkattn.models import SIZES, ModelRow
 from parklab import cli
 from parklab.bench.frontier import FORMAT
 from parklab.studio import gain
@@ -228,6 +228,29 @@ def test_doctor_and_the_table_of_gains_agree_in_every_row():
         for cell, park in zip(row[5:], told["profiles"].values(), strict=True):
             gains = f"{park['speedup']['compiled']:.2f}x ({park['speedup']['own kernel']:.2f}x)"
             assert cell == f"{park['seconds']:,.0f} s, {gains}" + ", estimated" * park["estimated"]
+
+
+def test_doctor_and_the_table_of_runs_agree_with_forecasts_and_without():
+    page = (ROOT / "docs/measured/runs.md").read_text().partition("<!-- table: run_seconds -->\n")[2]
+    models = {"Wan2.1-1.3B": "wan2.1-1.3b", "Wan2.1-14B": "wan2.1-14b", "HunyuanVideo": "hunyuanvideo"}
+    seen = 0
+    for line in page.partition("<!-- /table -->")[0].splitlines()[2:]:
+        name, tokens, run, _, _, seconds, stock, compiled, source = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        if tokens != "75,600" or "float8" in run:
+            continue
+        profile, _, tolerance = run.strip("`").partition(" tolerance=")
+        size = SIZES[models[name]]
+        command = ["doctor", "--json", "--gpu", "H200", "--model", models[name], "--profile", profile]
+        command += ["--frames", str(size.video[0]), *(["--tolerance", tolerance] if tolerance else [])]
+        told = json.loads(CliRunner().invoke(cli.app, command).stdout)["estimate"]["profiles"]
+        park = told[profile]
+        assert list(told) == [profile] and park["no_forecasts"] is None
+        assert seconds == f"{park['seconds']:,.0f} s" and (source == "estimated") is park["estimated"]
+        assert (stock, compiled) == tuple(f"{park['speedup'][way]:.2f}x" for way in ("stock", "compiled"))
+        seen += 1
+    assert seen == 18
 
 
 def test_ranks_of_a_simulated_layer_are_as_even_as_its_heads_allow(tables):

@@ -97,7 +97,8 @@ def phases_with_forecasts(
         if (row["steps"], row["forwards_per_step"]) == (steps, forwards_per_step) and row["tolerance"] <= wanted
     ]  # fmt: skip
     if not recorded:
-        return phases, f"no record of forecasts in {steps} steps of {forwards_per_step}, so every forward is counted"
+        lacking = f"no record of forecasts within {wanted:g} in {steps} steps of {forwards_per_step}"
+        return phases, f"{lacking}, so every forward is counted"
     return max(recorded, key=lambda row: row["tolerance"])["phases"], None
 
 
