@@ -240,6 +240,20 @@ def test_a_lock_of_another_user_is_locked_for_reading_or_named(tmp_path, monkeyp
         files.locked(tmp_path, "0" * 16).__enter__()
 
 
+def test_a_lock_of_ours_can_be_locked_by_every_user_whatever_the_umask(tmp_path):
+    path, mask = tmp_path / f".park-{'0' * 16}.lock", os.umask(0o077)
+    try:
+        with files.locked(tmp_path, "0" * 16):
+            assert path.stat().st_mode & 0o444 == 0o444
+        private = tmp_path / "private"
+        private.touch()
+        path.hardlink_to(private)
+        with files.locked(tmp_path, "0" * 16):
+            assert private.stat().st_mode & 0o077 == 0, "a file that came under the name of a lock stays private"
+    finally:
+        os.umask(mask)
+
+
 @pytest.mark.parametrize("name", ["capture", "profile"])
 def test_captures_and_profiles_get_the_modes_of_the_umask_and_leave_nothing_on_a_full_disk(tmp_path, quiet, name):
     with files_of_at_most(100), pytest.raises(OSError, match=r"out: expected room for .*, got a full disk or quota"):

@@ -142,6 +142,8 @@ def test_a_wrong_option_is_one_line_before_a_model_is_loaded(case, tmp_path, mon
     [
         ("True", True), ("true", True), ("False", False), ("None", None), ("null", None), (".5", 0.5), ("5.", 5.0), ("-.5e1", -5.0),
         ("0.1", 0.1), ("[1,2]", [1, 2]), ("pama", "pama"), (".", "."), ("None1", "None1"), ("[" * 10**5, "[" * 10**5),
+        ("(0.7, 0.9)", [0.7, 0.9]), ("[.7,.9]", [0.7, 0.9]), (".3,.7,.3", [0.3, 0.7, 0.3]), ("(128, None)", [128, None]), ("(0.7,", "(0.7,"),
+        ("1-2", "1-2"), ("a/(1, 2)", "a/(1, 2)"), ("(" * 10**5, "(" * 10**5), ("٠.5", "٠.5"),
     ],
 )  # fmt: skip
 def test_a_setting_is_read_as_json_or_as_python_writes_it(text, value):

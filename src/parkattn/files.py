@@ -25,6 +25,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 TAKEN = (errno.EAGAIN, errno.EACCES)  # the latter over SMB
 NO_ROOM = "out: expected room for {}, got a full disk or quota; free some space and run again."
 HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
+ANY_READ = 0o444
 ORDINARY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not hang
 OWN = ".park-"
 LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.tmp)")
@@ -245,9 +246,14 @@ def _open_lock(path: Path) -> int:
             handle = os.open(path, os.O_RDONLY | ORDINARY)  # another user's
     except OSError as error:
         raise _foreign(path, "a lock", error) from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
         os.close(handle)
         raise _foreign(path, "a lock")
+    if found.st_mode & ANY_READ != ANY_READ and found.st_size == 0 and found.st_nlink == 1:
+        # whoever cannot open it cannot lock it, and in a sticky folder not remove it either; there is nothing in it
+        with contextlib.suppress(OSError):  # another user's
+            os.fchmod(handle, stat.S_IMODE(found.st_mode) | ANY_READ)
     return handle
 
 
