@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from parklab.solids import following, grammar, judge
 from parklab.solids.grammar import Scene, Thing
@@ -196,6 +197,39 @@ def test_names_of_a_packed_folder_reach_nothing_outside(tmp_path, name):
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [INDEX]
 
 
+HOSTILE_INDEXES = {
+    "a list": b"[]", "no shards": b'{"files": {}}', "shards of text": b'{"files": {}, "shards": "abc"}', "deep": b"[" * 100_000,
+    "a number as text": b'{"files": {"a.json": 3}, "shards": []}', "junk": b"\xff\xfe", "half a letter": b'{"files": {"a.json": "\\ud800"}, "shards": []}',
+    "a hook": b'{"files": {".git/hooks/pre-commit": "x"}, "shards": []}', "a hidden config": b'{"files": {".a.json": "x"}, "shards": []}',
+    "code": b'{"files": {"transformer/model.py": "x"}, "shards": []}', "a shard that is a FIFO": b'{"files": {}, "shards": ["fifo.safetensors"]}',
+    "a shard of junk": b'{"files": {}, "shards": ["junk.safetensors"]}', "a tensor of no file": b'{"files": {}, "shards": ["stray.safetensors"]}',
+    "other steps": b'{"files": {}, "shards": ["steps.safetensors"]}', "weights as a hook": b'{"files": {}, "shards": ["hook.safetensors"]}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE_INDEXES)
+def test_a_hostile_packed_folder_is_refused_in_one_line_and_brings_configs_and_weights_alone(tmp_path, name):
+    (tmp_path / INDEX).write_bytes(HOSTILE_INDEXES[name])
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    (tmp_path / "junk.safetensors").write_bytes(b"junk" * 99)
+    numbers = {"a.safetensors:w": torch.ones(2, 3, dtype=torch.int8)}
+    save_file({"w": torch.ones(2)}, tmp_path / "stray.safetensors")
+    save_file(numbers | {"a.safetensors:w.step": torch.ones(5)}, tmp_path / "steps.safetensors")
+    save_file({".git/hooks/a.safetensors:w": torch.ones(2)}, tmp_path / "hook.safetensors")
+    with pytest.raises(ValueError, match=r"^packed: expected [^\n]*, got [^\n]*; [^\n]*\.$"):
+        unpack(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_folder_is_not_unpacked_through_a_link(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / INDEX).write_text(json.dumps({"files": {"authorized_keys.json": "x"}, "shards": []}))
+    (tmp_path / "unpacked").symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match="packed: expected a folder to unpack to, got the link"):
+        unpack(tmp_path, tmp_path / "unpacked")
+    assert not list((tmp_path / "outside").iterdir())
+
+
 def test_a_packed_folder_unpacks_to_a_pipeline_that_makes_videos(tmp_path):
     from diffusers import WanPipeline
 
@@ -240,6 +274,27 @@ def test_mirrored_clips_have_mirrored_answers():
     goes_left = across[:, -1] < across[:, 0]
     assert torch.equal(goes_left, answers[:, motion] == grammar.MOTIONS.index("rolls left"))
     assert all(len(options) > label for (_, options), label in zip(judge.QUESTIONS, words_of(scene), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["nothing", "junk", "other weights", "NaN", "a FIFO"])
+def test_what_holds_no_judge_is_refused_in_one_line(tmp_path, kind):
+    path = tmp_path / "judge.safetensors"
+    nan = {name: value.detach() * float("nan") for name, value in judge.Judge().state_dict().items()}
+    make = {
+        "nothing": path.touch, "junk": lambda: path.write_bytes(b"junk" * 99), "a FIFO": lambda: os.mkfifo(path),
+        "other weights": lambda: save_file({"x": torch.ones(2)}, path), "NaN": lambda: save_file(nan, path),
+    }  # fmt: skip
+    make[kind]()
+    with pytest.raises((ValueError, FileNotFoundError), match=r"^judge: expected weights[^\n]*, got [^\n]*$"):
+        judge.load_judge(path, CPU)
+
+
+@pytest.mark.parametrize("text", [None, "[]", '{"stages": {"a": null}}', "[" * 100_000])
+def test_a_model_without_the_record_of_its_training_is_refused_before_the_work(tmp_path, text):
+    if text is not None:
+        (tmp_path / "training.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^model: expected the record of a training[^\n]*, got [^\n]*\.$"):
+        following.trained(tmp_path)
 
 
 def test_the_judge_learns_from_renders_and_keeps_its_weights(tmp_path):

@@ -111,6 +111,11 @@ CASES = {
     "no sparse step": (["ablation", "--steps", "1"], "steps: expected more than the 1 that are dense", "got 1"),
     "seeds no generator takes": (["ablation", "--seeds", f"0,{2**64}"], "seeds: expected", str(2**64)),
     "no method": (["ablation", "--methods", ","], "expected", "got ''"),
+    "a guidance of doctor that is none": (
+        ["doctor", "--guidance", "1e9"],
+        "guidance: expected a number from 0 to 1000",
+        "1000000000",
+    ),
     "a model nearly right": (["doctor", "--model", "wan2.1-14"], "model: expected one of", "did you mean wan2.1-14b?"),
 }
 

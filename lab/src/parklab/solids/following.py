@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from parkattn.checks import expect_count, first_line, read_file
 from parklab.record import append_records, environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.following import generate
@@ -30,6 +31,7 @@ from .sheet import write_sheet
 
 BARS = {"colour": 0.9, "shape": 0.9, "material": 0.8, "motion": 0.7}
 TOKENS_AT_ONCE = 60_000
+LARGEST_RECORD = 2**26  # bytes
 
 
 def score(scenes: list[Scene], found: list[Verdict]) -> dict:
@@ -45,13 +47,19 @@ def score(scenes: list[Scene], found: list[Verdict]) -> dict:
 
 def trained(folder: Path) -> dict:
     """How long a checkpoint was trained, by its training.json."""
-    record = json.loads((folder / "training.json").read_text())
-    stages = {
-        name: {"steps": stage["step"], "seconds": round(stage["elapsed"]), "loss": stage["history"][-1][1]}
-        for name, stage in record["stages"].items()
-        if stage["history"]
-    }
-    return {"parameters": record["parameters"], "vae_psnr_db": record["vae_psnr_db"], "stages": stages}
+    path = folder / "training.json"
+    data = read_file("model", path, "the record of a training", most=LARGEST_RECORD)
+    try:
+        record = json.loads(data)
+        stages = {
+            name: {"steps": stage["step"], "seconds": round(stage["elapsed"]), "loss": stage["history"][-1][1]}
+            for name, stage in record["stages"].items()
+            if stage["history"]
+        }
+        return {"parameters": record["parameters"], "vae_psnr_db": record["vae_psnr_db"], "stages": stages}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wanted = f"model: expected the record of a training in {path}"
+        raise ValueError(f"{wanted}, got another file ({first_line(error)}); export the model again.") from None
 
 
 def main() -> None:
@@ -71,10 +79,12 @@ def main() -> None:
     asked = reader.parse_args()
     from diffusers import WanPipeline
 
+    expect_count("count", asked.count)
     device, size = torch.device(asked.device), ClipSize(*asked.size)
     scenes, judge = held_out_scenes(asked.count, asked.seed), load_judge(asked.judge, device)
     folder = unpack(asked.model, asked.model / "unpacked") if (asked.model / INDEX).is_file() else asked.model
-    pipeline = WanPipeline.from_pretrained(folder).to(device)
+    training = trained(folder)  # before the work
+    pipeline = WanPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True).to(device)
     pipeline.set_progress_bar_config(disable=True)
     batch = max(1, TOKENS_AT_ONCE // size.tokens) if device.type == "cuda" else 1
     options = {"steps": asked.steps, "seed": asked.seed, "guidance": asked.guidance, "batch": batch}
@@ -83,7 +93,7 @@ def main() -> None:
     result = {"benchmark": "solids following"} | score(scenes, verdicts(judge, torch.stack(clips))) | {
         "size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": asked.steps,
         "guidance": asked.guidance, "seed": asked.seed, "bars": BARS,
-        "judge_on_renders": accuracy(judge, scenes, size, device), "training": trained(folder),
+        "judge_on_renders": accuracy(judge, scenes, size, device), "training": training,
         "environment": environment(),
     }  # fmt: skip
     sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "rows"}) + "\n")

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from parkattn.checks import shown
+from parkattn.checks import first_line, read_file, shown
 from parkattn.files import make_folder, within, write_atomically
 
 INDEX = "packed.json"
 SHARD_BYTES = 15 * 2**20
 LEAST_ROUNDED = 4096  # weights; smaller tensors gain nothing
 STEP = ".step"
+ENDINGS = (".json", ".safetensors")
+LARGEST_INDEX, LARGEST_SHARD = 2**24, 2**28  # bytes; one tensor may be larger than SHARD_BYTES
 
 
 def rounded(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,24 +73,25 @@ def pack(folder: Path, packed: Path) -> list[Path]:
 
 
 def unpack(packed: Path, folder: Path) -> Path:
-    """The diffusers folder of a packed one."""
+    """The diffusers folder of a packed one, which may come from anywhere: it names its own files alone, and what it
+    brings are configs and weights.
+    """
     if not (packed / INDEX).is_file():
         raise FileNotFoundError(
             f"packed: expected {packed / INDEX}, got a folder without it; name a folder that `packing pack` wrote."
         )
-    index = json.loads((packed / INDEX).read_text())
+    if folder.is_symlink():
+        raise ValueError(f"packed: expected a folder to unpack to, got the link {folder}; remove it.")
+    texts, shards = _index(packed)
     tensors: dict[str, Tensor] = {}
-    for name in index["shards"]:
-        tensors |= load_file(_inside(packed, name))
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        if key.endswith(STEP):
-            continue
-        part, name = key.split(":", 1)
-        whole = restored(value, tensors[key + STEP]).half() if key + STEP in tensors else value
-        parts.setdefault(part, {})[name] = whole
-    made = {name: text.encode() for name, text in index["files"].items()}
-    made |= {part: save(weights, {"format": "pt"}) for part, weights in parts.items()}
+    for name in shards:
+        data = read_file("packed", _inside(packed, name), "a file of weights", most=LARGEST_SHARD)
+        try:
+            tensors |= load(data)
+        except (SafetensorError, ValueError) as error:
+            raise _refusal(packed / name, first_line(error)) from None
+    made = {name: text.encode() for name, text in texts.items()}
+    made |= {part: save(weights, {"format": "pt"}) for part, weights in _parts(packed, tensors).items()}
     places = {name: _inside(folder, name) for name in made}
     for name, data in made.items():
         make_folder(places[name].parent)
@@ -94,12 +99,44 @@ def unpack(packed: Path, folder: Path) -> Path:
     return folder
 
 
+def _index(packed: Path) -> tuple[dict[str, str], list[str]]:
+    """Texts by name, and the names of shards."""
+    path = packed / INDEX
+    data = read_file("packed", path, "the index of a packed folder", most=LARGEST_INDEX)
+    try:
+        index = json.loads(data)
+        texts, shards = index["files"], index["shards"]
+        whole = isinstance(texts, dict) and isinstance(shards, list) and all(isinstance(name, str) for name in shards)
+        if not whole or not all(isinstance(text, str) and text.encode() is not None for text in texts.values()):
+            raise ValueError("other fields than texts and names of shards")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _refusal(path, first_line(error)) from None
+    return texts, shards
+
+
+def _parts(packed: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Weights by file and name."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        part, colon, name = key.partition(":")
+        step = tensors.get(key + STEP)
+        if not colon or (step is not None and (value.ndim < 2 or step.shape != value.shape[:1])):
+            raise _refusal(packed, f"a tensor {shown(key)} that is none of a file, or has other steps than rows")
+        if not key.endswith(STEP):
+            parts.setdefault(part, {})[name] = value if step is None else restored(value, step).half()
+    return parts
+
+
 def _inside(folder: Path, name: str) -> Path:
-    """A packed folder may come from anywhere: its names reach nothing outside."""
     path = within(folder, name)
-    if path is None:
-        raise ValueError(f"packed: expected names below {folder}, got {shown(name)}; pack the model again.")
+    if path is None or not name.endswith(ENDINGS) or any(part.startswith(".") for part in name.split("/")):
+        wanted = f"names below {folder} that end with {' or '.join(ENDINGS)}"
+        raise ValueError(f"packed: expected {wanted}, got {shown(name)}; pack the model again.")
     return path
+
+
+def _refusal(path: Path, got: str) -> ValueError:
+    return ValueError(f"packed: expected what `packing pack` wrote in {path}, got {got}; pack the model again.")
 
 
 def main() -> None:

@@ -258,7 +258,9 @@ def doctor(
     width: Annotated[int, typer.Option(min=16, help="Pixels.")] = 1280,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 50,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; 1 is one forward per step.")] = None,
-    profile: Annotated[str | None, typer.Option(help="paper, quality or fast; all of them when not given.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="paper, quality, fast or turbo; the first three when not given.")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU of the estimate, such as H200 or 4090; this machine's when not given.")
     ] = None,

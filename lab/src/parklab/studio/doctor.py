@@ -24,6 +24,7 @@ from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints
 from parklab.studio.gain import UTILISATION, estimate, expect_gpu, forwards_per_step, measured_forwards, model_size
 from parklab.studio.memory import memory
+from parklab.studio.request import expect_guidance
 from parklab.studio.video import CODEC
 
 STAGES = {
@@ -67,6 +68,8 @@ def examine(
         expect_gpu(gpu)
     if profile is not None:
         expect_choice("profile", profile, ParkConfig.PROFILES)
+    if guidance is not None:
+        expect_guidance(guidance)
     size = model_size(model)
     video = {"frames": frames or size.video[0], "height": height, "width": width}
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
