@@ -143,4 +143,7 @@ def test_numbers_that_are_printed_as_text_stand_below_each_other():
 def test_a_figure_of_which_the_paper_prints_nothing_has_no_empty_column_beside_it():
     table = text_table(("a", "b"), [("x", "1")])
     text = to_page(sections_of({"fig:retrieval_mismatches": Result(table, FINDINGS)}), ABOUT, {})
-    assert "The paper prints no numbers of this figure." in text and text.partition("Without records")[0].count("<h3>") == 1
+    assert (
+        "The paper prints no numbers of this figure." in text
+        and text.partition("Without records")[0].count("<h3>") == 1
+    )
