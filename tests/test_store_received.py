@@ -327,3 +327,19 @@ def test_lines_are_not_appended_to_a_fifo(tmp_path):
     os.mkfifo(tmp_path / "results.jsonl")
     with pytest.raises(OSError, match=r"out: expected an ordinary file at .*results\.jsonl, got none"):
         record.append_records(tmp_path / "results.jsonl", [{}])
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a link to a FIFO"])
+def test_no_file_is_put_in_the_place_of_what_is_none(tmp_path, kind):
+    path, mode = tmp_path / "a.json", (tmp_path / "a.json").lstat
+    {
+        "a FIFO": lambda: os.mkfifo(path), "a folder": path.mkdir,
+        "a link to a FIFO": lambda: (os.mkfifo(tmp_path / "fifo"), path.symlink_to("fifo")),
+    }[kind]()  # fmt: skip
+    before = mode().st_mode
+    for write in (lambda: files.write_atomically(path, b"x"), lambda: files.expect_place(path)):
+        with pytest.raises(
+            OSError, match=r"^out: expected an ordinary file at [^\n]*, got another; choose another place\.$"
+        ):
+            write()
+    assert mode().st_mode == before

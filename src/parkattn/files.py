@@ -34,6 +34,7 @@ LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.t
 def write_atomically(path: Path, data: bytes) -> None:
     """The file appears whole or not at all, also when the disk is full or the machine stops; durable on return."""
     folder, mark = path.parent, mark_of(f"file {path.name}")
+    expect_ordinary(path)
     with explained(path), locked(folder, mark) as state:
         if state == HELD:
             remove_temporaries(folder, mark)
@@ -45,6 +46,25 @@ def write_atomically(path: Path, data: bytes) -> None:
             remove(temporary)
             raise
         sync_folder(folder)
+
+
+def expect_place(path: Path) -> None:
+    """Fails before the work where a file could not be written; its folder is made."""
+    expect_ordinary(path)
+    with explained(path):
+        make_folder(path.absolute().parent)
+        with locked(path.parent, mark_of(f"file {path.name}")):
+            pass
+
+
+def expect_ordinary(path: Path) -> None:
+    """Nothing, or an ordinary file: a rename would put a file in the place of a device or a FIFO."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # none
+        return
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(f"out: expected an ordinary file at {path}, got another; choose another place.")
 
 
 @contextlib.contextmanager
