@@ -33,8 +33,9 @@ class CampaignStore(Store):
 
     def read(self, cell: Cell) -> Record | None:
         own = super().read(cell)
-        sound = own is not None and not (_is_cell(own) and fault_of_cell(own))  # the folder may come from others
-        return own if sound else self.packed.get(key_of(cell.format, cell.request))
+        if own is not None and _is_cell(own) and content_hash(own["request"]) == cell.hash and fault_of_cell(own):
+            own = None  # the folder may come from others
+        return own or self.packed.get(key_of(cell.format, cell.request))
 
     def records(self, kind: str = "*") -> dict[str, Record]:
         """By key: all of one kind, those of the folder before those of campaign files."""
