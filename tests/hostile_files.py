@@ -7,6 +7,7 @@ made. Each must be refused in one line.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -29,8 +30,10 @@ from fuzz_calls import no_hang
 from parklab import cli
 from parklab.experiments.bench_lines import FIELDS
 from parklab.experiments.captures import ABOUT, FORMAT
+from parklab.sealed import sealed
 from parklab.sprites.grammar import EXAMPLE
 
+ROOT = Path(__file__).parents[1]
 Damage = Callable[[Path], None]
 ONE_LINE = re.compile(r"(park|failed): [^\n]*\S: expected [^\n]+, got[^\n]*; [^\n]+\.")
 MEMORY = 2**31  # bytes beyond what is taken: an allocation above it is an error here, and not the end of the machine
@@ -61,10 +64,35 @@ LINES: dict[str, dict[str, Any]] = {
     "scaling": {"benchmark": "scaling", "over": "density", "part": "attention", "length": 9, "density": 0.5, "ms": 1.0},
 }  # fmt: skip
 EXPERIMENTS = {"pama": "tab:pama_kernel_overhead", "qrkc": "fig:qrkc_breakdown"}  # of lines under another name
+ABSENT = object()
+CELLS = {
+    "quality": ("request", "request.density", "request.changes", "request.guidance", "row", "row.psnr", "row.cost", "row.error", "row.seconds",
+                "environment"),
+    "times": ("times", "times.attention_ms", "times.sparse_calls", "shape"),
+    "budget": ("budget", "budget.value", "budget.density"),
+    "retrieval": ("calls", "calls.0.tokens", "calls.0.tv", "calls.0.recall.Clustered.top_p.pama", "calls.0.keys.euclidean.key_mse"),
+}  # fmt: skip
+ALSO_EMPTY = ("environment", "request.changes")  # objects that may be
 SITE = {
     "transformer": "t", "layer": 0, "step": 0, "branch": "cond", "total_steps": 4, "grid": [1, 4, 4], "text": None, "scale": None,
     "noise_levels": None,
 }  # fmt: skip
+
+
+def cell_of(kind: str) -> dict[str, Any]:
+    """A cell that was measured."""
+    of = "gpu_75600" if kind == "retrieval" else "matched_2k"
+    texts = (ROOT / f"benchmarks/results/{of}.jsonl").read_text().splitlines()
+    return next(record for text in texts if f".{kind}." in text and (record := json.loads(text)))
+
+
+def put_cell(path: Path, kind: str, place: str, value: Any) -> None:
+    """Sealed with another value at a place, or with none; a whole cell before it."""
+    cell = cell_of(kind)
+    *outer, last = place.split(".")
+    held = functools.reduce(lambda held, name: held[0] if name == "0" else held[name], outer, cell)
+    held.pop(last) if value is ABSENT else held.update({last: value})
+    put(path, "".join(json.dumps(sealed(each)) + "\n" for each in (cell_of(kind), cell)))
 
 
 def optional(line: dict[str, Any]) -> list[str]:
@@ -199,6 +227,14 @@ def _cases() -> dict[str, tuple[list[str], str, Damage]]:
                 found[f"{name} lines: {field} {type(wrong).__name__} {str(wrong)[:9]}"] = words, "jsonl", changed
         found[f"{name} lines: environment a list"] = words, "jsonl", partial(lines, line=line, environment=[1])
         found[f"{name} lines: deep"] = words, "jsonl", partial(lines, line="[" * 100_000)
+    words = [word.replace("NAME", "main_quality_efficiency") for word in RECORDS]
+    for kind, places in CELLS.items():
+        for place in places:
+            for wrong in (ABSENT, "x", [], {}, True, float("nan"), float("inf"), 10**400):
+                if (place.startswith("environment") and wrong is ABSENT) or (wrong == {} and place in ALSO_EMPTY):
+                    continue
+                changed = partial(put_cell, kind=kind, place=place, value=wrong)
+                found[f"cells: {kind} {place} {type(wrong).__name__} {str(wrong)[:6]}"] = words, "jsonl", changed
     one = torch.ones(1, 2, 16, 4)
     found |= {f"capture: {name}": (CAPTURE, "safetensors", damage) for name, damage in {
         "no sites": partial(capture, facts={"format": FORMAT, "sites": {}, "about": {}}),

@@ -28,6 +28,13 @@ def run_card(folder):
     return done, json.loads(path.read_text())
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_minutes(tmp_path, monkeypatch):
+    monkeypatch.setattr(card, "measure", lambda *_, **__: pytest.fail("something was measured"))
+    for place in (tmp_path, "/proc/card.json"):
+        done = CliRunner().invoke(app, ["card", "--out", str(place)])
+        assert isinstance(done.exception, OSError) and str(done.exception).startswith("out: expected"), done.output
+
+
 def test_without_a_gpu_it_is_a_rehearsal_with_every_row(tmp_path):
     done, kept = run_card(tmp_path)
     assert done.exit_code == 0 and "rehearsal" in done.stdout

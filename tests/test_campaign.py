@@ -21,7 +21,9 @@ pytest.importorskip("av")
 
 import hostile_files as hostile
 from parklab.experiments.bench_lines import read_lines
+from parklab.experiments.campaign import CampaignStore
 from parklab.experiments.tables import Column, Finding, Table, to_csv
+from parklab.sealed import sealed
 from parklab.store import Cell, Store
 from parklab.studio import video
 
@@ -73,18 +75,29 @@ def test_fuzzed_command_lines_succeed_or_are_refused_in_one_line():
 # Files that a command is given: they hang nothing, fill no memory and never become a verdict ------------
 
 
-LINES = [name for name in hostile.CASES if " lines: " in name]
+LINES = [name for name in hostile.CASES if " lines: " in name or name.startswith("cells: ")]
 
 
 @pytest.mark.parametrize("name", [*(name for name in hostile.CASES if name not in LINES), *LINES[::8]])
 def test_a_hostile_file_is_refused_in_one_line(tmp_path, monkeypatch, name):
-    """tools/campaign.py has all lines of --records."""
+    """tools/campaign.py has all lines and cells of --records."""
     monkeypatch.chdir(tmp_path)
     assert hostile.fault(name, tmp_path) == ""
 
 
-def test_the_campaign_holds_270_hostile_files():
-    assert len(hostile.CASES) >= 270
+def test_the_campaign_holds_420_hostile_files():
+    assert len(hostile.CASES) >= 420
+
+
+@pytest.mark.parametrize("value", ["x", float("nan")])
+def test_a_cell_of_a_received_folder_that_no_table_can_read_counts_as_absent(tmp_path, value):
+    told = hostile.cell_of("quality")
+    cell = Cell(name="quality-a", format=told["format"], request=told["request"])
+    for psnr, there in ((told["row"]["psnr"], 1), (value, 0)):
+        record = sealed({**told, "row": {**told["row"], "psnr": psnr}})
+        (tmp_path / "quality-a.json").write_text(json.dumps(record))
+        store = CampaignStore(tmp_path)
+        assert (store.read(cell) is not None) == bool(there) and len(store.records()) == there
 
 
 @pytest.mark.parametrize("name", hostile.LINES)

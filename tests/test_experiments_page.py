@@ -16,7 +16,7 @@ from parklab.experiments import figures
 from parklab.experiments.paper_numbers import PAPER
 from parklab.experiments.report import FEW_ROWS, NOT_ASKED, sections_of, to_page
 from parklab.experiments.results import Dots, Result
-from parklab.experiments.tables import Finding, text_table
+from parklab.experiments.tables import Column, Finding, Table, text_table, to_html
 
 EMPTY = "tab:module_ablation"
 ABOUT = {"model": "m </script> & more", "video": "9 frames", "runs": "8 prompts, seed 0"}
@@ -114,3 +114,36 @@ def test_an_axis_of_values_spans_their_difference_and_not_zero(monkeypatch):
     figures.draw(Dots((("recall, %", ("Euclidean", "QRKC"), (90.66, 90.88)),)))
     low, high = drawn[0].axes[0].get_ylim()
     assert 90 < low < 90.66 and 90.88 < high < 91.5
+
+
+def test_rows_that_were_not_run_are_counted_and_not_shown(tmp_path):
+    columns = tuple(
+        Column(name, digits) for name, digits in (("method", None), ("runs", None), ("PSNR", 2), ("note", None))
+    )
+    ran, unrun = (
+        ("park", 8, 45.08, ""),
+        [(name, 0, None, "not run: left to another shard") for name in ("one", "other")],
+    )
+    label = "tab:module_ablation"
+
+    def page(*rows):
+        return to_page(sections_of({label: Result(Table(columns, rows), FINDINGS)}), ABOUT, {})
+
+    text = page(ran, *unrun)
+    assert "2 rows without runs: left to another shard." in text and '<th scope="row">one</th>' not in text
+    assert '<th scope="row">park</th>' in text and "rows without runs" not in page(ran)
+
+
+def test_numbers_that_are_printed_as_text_stand_below_each_other():
+    table = text_table(("name", "PSNR", "Speedup", "who"), [("64", "29.38", "1.68×", "a"), ("128", "–", "10×", "2 b")])
+    heads = re.findall(r'<th scope="col" class="(\w*)">(\w+)', to_html(table))
+    assert heads == [("text", "name"), ("", "PSNR"), ("", "Speedup"), ("text", "who")]
+
+
+def test_a_figure_of_which_the_paper_prints_nothing_has_no_empty_column_beside_it():
+    table = text_table(("a", "b"), [("x", "1")])
+    text = to_page(sections_of({"fig:retrieval_mismatches": Result(table, FINDINGS)}), ABOUT, {})
+    assert (
+        "The paper prints no numbers of this figure." in text
+        and text.partition("Without records")[0].count("<h3>") == 1
+    )

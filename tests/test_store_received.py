@@ -240,6 +240,20 @@ def test_a_lock_of_another_user_is_locked_for_reading_or_named(tmp_path, monkeyp
         files.locked(tmp_path, "0" * 16).__enter__()
 
 
+def test_a_lock_of_ours_can_be_locked_by_every_user_whatever_the_umask(tmp_path):
+    path, mask = tmp_path / f".park-{'0' * 16}.lock", os.umask(0o077)
+    try:
+        with files.locked(tmp_path, "0" * 16):
+            assert path.stat().st_mode & 0o444 == 0o444
+        private = tmp_path / "private"
+        private.touch()
+        path.hardlink_to(private)
+        with files.locked(tmp_path, "0" * 16):
+            assert private.stat().st_mode & 0o077 == 0, "a file that came under the name of a lock stays private"
+    finally:
+        os.umask(mask)
+
+
 @pytest.mark.parametrize("name", ["capture", "profile"])
 def test_captures_and_profiles_get_the_modes_of_the_umask_and_leave_nothing_on_a_full_disk(tmp_path, quiet, name):
     with files_of_at_most(100), pytest.raises(OSError, match=r"out: expected room for .*, got a full disk or quota"):
@@ -313,3 +327,19 @@ def test_lines_are_not_appended_to_a_fifo(tmp_path):
     os.mkfifo(tmp_path / "results.jsonl")
     with pytest.raises(OSError, match=r"out: expected an ordinary file at .*results\.jsonl, got none"):
         record.append_records(tmp_path / "results.jsonl", [{}])
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a link to a FIFO"])
+def test_no_file_is_put_in_the_place_of_what_is_none(tmp_path, kind):
+    path, mode = tmp_path / "a.json", (tmp_path / "a.json").lstat
+    {
+        "a FIFO": lambda: os.mkfifo(path), "a folder": path.mkdir,
+        "a link to a FIFO": lambda: (os.mkfifo(tmp_path / "fifo"), path.symlink_to("fifo")),
+    }[kind]()  # fmt: skip
+    before = mode().st_mode
+    for write in (lambda: files.write_atomically(path, b"x"), lambda: files.expect_place(path)):
+        with pytest.raises(
+            OSError, match=r"^out: expected an ordinary file at [^\n]*, got another; choose another place\.$"
+        ):
+            write()
+    assert mode().st_mode == before

@@ -118,6 +118,11 @@ CASES = {
     "no sparse step": (["ablation", "--steps", "1"], "steps: expected more than the 1 that are dense", "got 1"),
     "seeds no generator takes": (["ablation", "--seeds", f"0,{2**64}"], "seeds: expected", str(2**64)),
     "no method": (["ablation", "--methods", ","], "expected", "got ''"),
+    "a guidance of doctor that is none": (
+        ["doctor", "--guidance", "1e9"],
+        "guidance: expected a number from 0 to 1000",
+        "1000000000",
+    ),
     "a model nearly right": (["doctor", "--model", "wan2.1-14"], "model: expected one of", "did you mean wan2.1-14b?"),
 }
 
@@ -150,6 +155,8 @@ def test_a_wrong_option_is_one_line_before_a_model_is_loaded(case, tmp_path, mon
     [
         ("True", True), ("true", True), ("False", False), ("None", None), ("null", None), (".5", 0.5), ("5.", 5.0), ("-.5e1", -5.0),
         ("0.1", 0.1), ("[1,2]", [1, 2]), ("pama", "pama"), (".", "."), ("None1", "None1"), ("[" * 10**5, "[" * 10**5),
+        ("(0.7, 0.9)", [0.7, 0.9]), ("[.7,.9]", [0.7, 0.9]), (".3,.7,.3", [0.3, 0.7, 0.3]), ("(128, None)", [128, None]), ("(0.7,", "(0.7,"),
+        ("1-2", "1-2"), ("a/(1, 2)", "a/(1, 2)"), ("(" * 10**5, "(" * 10**5), ("٠.5", "٠.5"),
     ],
 )  # fmt: skip
 def test_a_setting_is_read_as_json_or_as_python_writes_it(text, value):

@@ -124,3 +124,17 @@ def test_a_value_is_best_only_where_methods_differ_and_a_time_only_where_dense_i
     assert opened(browser, profiles_page, **DESKTOP).evaluate(best) == []
     faster = write_page(tmp_path, PROFILES, speeds=(1.0, 1.2, 0.33, 0.5))[0]
     assert opened(browser, faster, **DESKTOP).evaluate(best) == ["1.20×", "3.0"]
+
+
+def test_no_two_labels_of_an_axis_are_alike(browser, page_file, profiles_page):
+    labels = "[...document.querySelectorAll('.chart svg')].map(s => [...s.querySelectorAll('.tick')].map(t => t.textContent))"
+    for file in (page_file[0], profiles_page):
+        axes = opened(browser, file, **DESKTOP).evaluate(labels)
+        assert len(axes) == 3 and all(len(set(axis)) == len(axis) > 2 for axis in axes), axes
+
+
+def test_the_colour_of_the_best_is_explained_where_a_value_has_it(browser, page_file, tmp_path):
+    told = "!document.getElementById('best-told').hidden"
+    assert not opened(browser, page_file[0], **DESKTOP).evaluate(told)
+    faster = write_page(tmp_path, PROFILES, speeds=(1.0, 1.2, 0.33, 0.5))[0]
+    assert opened(browser, faster, **DESKTOP).evaluate(told)

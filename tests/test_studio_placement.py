@@ -93,6 +93,22 @@ def gguf_of(folder, path):
     writer.close()
 
 
+@pytest.mark.parametrize("data", [b"", b"junk" * 99, b"GGUF\3\0\0\0", b"GGUF\3\0\0\0" + b"\xff" * 16])
+def test_a_file_that_is_no_gguf_is_named_and_not_the_folder(wan, tmp_path, data):
+    needs("gguf")
+    file = tmp_path / "a.gguf"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"^quantise: expected weights of [^\n]*a\.gguf, got [^\n]*; pass a GGUF file"):
+        checkpoints.load_pipeline(wan, quantise=(str(file), placement.judge_quantise(str(file), "cpu", wan)))
+
+
+def test_a_gguf_file_that_changed_since_the_run_began_is_named_and_not_the_folder(wan, tmp_path):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"^quantise: expected [^\n]*a\.gguf as it was when the run began"):
+        checkpoints.load_pipeline(wan, quantise=(str(file), "0" * 16))
+
+
 def test_a_gguf_file_takes_the_place_of_the_weights_and_is_known_by_its_bytes(wan, tmp_path):
     needs("gguf")
     file = tmp_path / "wan-Q8_0.gguf"

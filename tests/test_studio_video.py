@@ -110,6 +110,26 @@ def test_a_broken_video_is_one_line(tmp_path, damage):
         video.read_mp4(tmp_path / "a.mp4")
 
 
+def test_a_changed_byte_of_a_video_of_ours_is_found_without_its_record(tmp_path):
+    path, frames = tmp_path / "a.mp4", np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3)).astype(np.uint8)
+    video.write_mp4(path, frames, 8)
+    whole, read = path.read_bytes(), video.read_mp4(path)
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        try:
+            assert np.array_equal(video.read_mp4(path), read), at  # of the hash itself, which no picture follows
+            assert at >= len(whole) - len(video.HASH_BOX) - video.HASH_BYTES
+        except ValueError as refused:
+            assert "expected a whole video, got" in str(refused)
+
+
+def test_a_video_of_others_is_read_without_a_hash(tmp_path):
+    path = tmp_path / "a.mp4"
+    video.write_mp4(path, np.zeros((3, 32, 32, 3), np.uint8), 8)
+    path.write_bytes(path.read_bytes()[: -len(video.HASH_BOX) - video.HASH_BYTES])
+    assert video.read_mp4(path).shape == (3, 32, 32, 3)
+
+
 @pytest.mark.parametrize(
     ("count", "grid"), [(1, (1, 1)), (2, (1, 3)), (3, (2, 2)), (4, (2, 2)), (5, (2, 3)), (7, (3, 3)), (9, (3, 3))]
 )

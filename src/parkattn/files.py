@@ -25,6 +25,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 TAKEN = (errno.EAGAIN, errno.EACCES)  # the latter over SMB
 NO_ROOM = "out: expected room for {}, got a full disk or quota; free some space and run again."
 HELD, BUSY, UNSUPPORTED = "held", "busy", "unsupported"
+ANY_READ = 0o444
 ORDINARY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not hang
 OWN = ".park-"
 LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.tmp)")
@@ -33,6 +34,7 @@ LEFTOVER = re.compile(r"\.park-([0-9a-f]{16})(?:\.lock|\.journal|-[0-9a-f]{8}\.t
 def write_atomically(path: Path, data: bytes) -> None:
     """The file appears whole or not at all, also when the disk is full or the machine stops; durable on return."""
     folder, mark = path.parent, mark_of(f"file {path.name}")
+    expect_ordinary(path)
     with explained(path), locked(folder, mark) as state:
         if state == HELD:
             remove_temporaries(folder, mark)
@@ -44,6 +46,25 @@ def write_atomically(path: Path, data: bytes) -> None:
             remove(temporary)
             raise
         sync_folder(folder)
+
+
+def expect_place(path: Path) -> None:
+    """Fails before the work where a file could not be written; its folder is made."""
+    expect_ordinary(path)
+    with explained(path):
+        make_folder(path.absolute().parent)
+        with locked(path.parent, mark_of(f"file {path.name}")):
+            pass
+
+
+def expect_ordinary(path: Path) -> None:
+    """Nothing, or an ordinary file: a rename would put a file in the place of a device or a FIFO."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # none
+        return
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(f"out: expected an ordinary file at {path}, got another; choose another place.")
 
 
 @contextlib.contextmanager
@@ -245,9 +266,14 @@ def _open_lock(path: Path) -> int:
             handle = os.open(path, os.O_RDONLY | ORDINARY)  # another user's
     except OSError as error:
         raise _foreign(path, "a lock", error) from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
         os.close(handle)
         raise _foreign(path, "a lock")
+    if found.st_mode & ANY_READ != ANY_READ and found.st_size == 0 and found.st_nlink == 1:
+        # whoever cannot open it cannot lock it, and in a sticky folder not remove it either; there is nothing in it
+        with contextlib.suppress(OSError):  # another user's
+            os.fchmod(handle, stat.S_IMODE(found.st_mode) | ANY_READ)
     return handle
 
 

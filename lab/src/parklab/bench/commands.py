@@ -292,9 +292,10 @@ def card(
     """Your card in under five minutes: our kernels beside PyTorch's attention and SageAttention, and a file to send."""
     import json
 
-    from parkattn.files import make_folder, write_atomically
+    from parkattn.files import expect_place, write_atomically
     from parklab.bench.card import COLUMNS, card_device, facts_of, measure, shape_for
 
+    expect_place(out)  # before the minutes
     device = card_device()
     shape, facts = shape_for(device), facts_of(device)
     if facts["rehearsal"]:
@@ -308,7 +309,6 @@ def card(
     for row in rows:
         if row["note"]:
             console.print(f"{row['dtype']} {row['work']} {row['kernel']}: {row['note']}", highlight=False)
-    make_folder(out.resolve().parent)
     write_atomically(out, json.dumps({"environment": facts, "rows": rows}, indent=1, sort_keys=True).encode())
     console.print(f"wrote {out}: docs/cards.md says where to send it", markup=False)
     if not all(row.get("ok", True) for row in rows if row["kernel"].split()[0] in ("gluon", "triton", "definition")):

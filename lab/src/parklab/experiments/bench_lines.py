@@ -43,7 +43,7 @@ def read_lines(paths: Iterable[Path]) -> list[Line]:
             line = _parsed(text)
             if line is None or line.get("rehearsal"):
                 continue
-            if wrong := _fault(line):
+            if wrong := fault_of_line(line):
                 raise ValueError(f"{wanted}, whose line {number} {wrong}; measure again.")
             known.append(line)
         if not known:
@@ -65,7 +65,7 @@ def measure_benchmark(name: str) -> list[Line]:
     return [{**line, "environment": facts} for line in MEASURES[name](device, peak)]
 
 
-def _fault(line: Line) -> str:
+def fault_of_line(line: Line) -> str:
     """What is wrong with a line that an experiment would read, or nothing."""
     kind = FRONTIER if line.get("format") == FRONTIER else line["benchmark"]
     for field, wanted in FIELDS["scaling fit" if kind == "scaling" and "exponent" in line else kind].items():

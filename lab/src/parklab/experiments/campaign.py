@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.files import read_regular, write_atomically
+from parklab.experiments.bench_lines import LARGEST_FILE
+from parklab.experiments.cell_fields import fault_of_cell
 from parklab.experiments.evaluation import FORMATS
 from parklab.store import Cell, Record, Say, Store, content_hash, read_record, record_in
 
@@ -30,12 +32,16 @@ class CampaignStore(Store):
         }
 
     def read(self, cell: Cell) -> Record | None:
-        return super().read(cell) or self.packed.get(key_of(cell.format, cell.request))
+        own = super().read(cell)
+        if own is not None and _is_cell(own) and content_hash(own["request"]) == cell.hash and fault_of_cell(own):
+            own = None  # the folder may come from others
+        return own or self.packed.get(key_of(cell.format, cell.request))
 
     def records(self, kind: str = "*") -> dict[str, Record]:
         """By key: all of one kind, those of the folder before those of campaign files."""
         there = (read_record(path) for path in sorted(self.folder.glob(f"{kind}-*.json")))
-        own = {key_of(each["format"], each["request"]): each for each in there if each is not None and _is_cell(each)}
+        sound = [each for each in there if each is not None and _is_cell(each) and not fault_of_cell(each)]
+        own = {key_of(each["format"], each["request"]): each for each in sound}
         packed = {key: each for key, each in self.packed.items() if kind == "*" or each["format"] == FORMATS[kind]}
         return packed | own
 
@@ -53,14 +59,16 @@ class CampaignStore(Store):
 
 
 def read_campaign(path: Path) -> dict[str, Record]:
-    """By key, in the order of keys; one line that is not as it was sealed refuses the file."""
+    """By key, in the order of keys; one line that is not as it was sealed, or that no table can read, refuses the
+    file.
+    """
     found: dict[str, Record] = {}
-    for number, line in enumerate((read_regular(path) or b"").splitlines(), 1):
+    for number, line in enumerate((read_regular(path, LARGEST_FILE) or b"").splitlines(), 1):
         record = record_in(line)
-        if record is None or not _is_cell(record):
-            raise ValueError(
-                f"records: expected a sealed cell in line {number} of {path}, got another line; restore the file."
-            )
+        fault = "is another" if record is None or not _is_cell(record) else fault_of_cell(record)
+        if record is None or fault:
+            wanted = f"records: expected a sealed cell in line {number} of {path}"
+            raise ValueError(f"{wanted}, got one that {fault}; restore the file.")
         found[key_of(record["format"], record["request"])] = record
     if not found:
         raise ValueError(f"records: expected cells of park reproduce --pack in {path}, got none; check the path.")
@@ -70,7 +78,7 @@ def read_campaign(path: Path) -> dict[str, Record]:
 def is_campaign(path: Path) -> bool:
     """By its first line."""
     try:
-        first = json.loads((read_regular(path) or b"").partition(b"\n")[0])
+        first = json.loads((read_regular(path, LARGEST_FILE) or b"").partition(b"\n")[0])
     except (ValueError, RecursionError):
         return False
     return isinstance(first, dict) and _is_cell(first)

@@ -231,12 +231,14 @@ def _shown(section: Section, figure: bytes | None, judged: bool) -> str:
             f'<div class="card picture"><img alt="{html.escape(section.title)}" '
             f'src="data:image/png;base64,{data}"></div>'
         )
-    note = f'<p class="soft">{html.escape(section.result.note)}</p>' if section.result.note else ""
+    table, unrun = _without_unrun(section.result.table)
+    told = [*filter(None, (section.result.note, unrun)), *([f"{NO_NUMBERS}."] if _prints_nothing(section) else [])]
+    note = "".join(f'<p class="soft">{html.escape(each[0].upper() + each[1:])}</p>' for each in told)
     side = "sides" if _fit_side_by_side(section) else "stack"
     return (
         f'<section id="{section.file}"><h2>{html.escape(section.title)}</h2>'
         f'<p class="soft"><code>{html.escape(section.label)}</code></p>{picture}'
-        f'<div class="{side}"><div><h3>measured</h3>{tables.to_html(section.result.table)}{note}</div>'
+        f'<div class="{side}"><div><h3>measured</h3>{tables.to_html(table)}{note}</div>'
         f"{_printed(section)}</div>{_statements(section.findings, judged)}</section>"
     )
 
@@ -255,7 +257,26 @@ def _printed(section: Section) -> str:
         if len(printed.rows) > FEW_ROWS:
             return f'<details class="card"><summary>{told} ({len(printed.rows)} rows)</summary>{table}</details>'
         return f"<div><h3>{told}</h3>{table}</div>"
-    return f"<div><h3>{NO_NUMBERS}</h3></div>" if section.label in LABELS else ""
+    return ""
+
+
+def _prints_nothing(section: Section) -> bool:
+    return section.label in LABELS and section.label not in PAPER
+
+
+def _without_unrun(table: tables.Table) -> tuple[tables.Table, str]:
+    """Rows of what was run, and what is said of the others: a page of empty rows hides those."""
+    names = [column.name for column in table.columns]
+    if not {"runs", "note"} <= set(names):
+        return table, ""
+    runs, note = names.index("runs"), names.index("note")
+    empty = [row for row in table.rows if row[runs] == 0]
+    if not empty or len(empty) == len(table.rows):
+        return table, ""
+    kept = tuple(row for row in table.rows if row[runs] != 0)
+    reasons = "; ".join(dict.fromkeys(str(row[note]).removeprefix("not run: ") for row in empty))
+    rest = tables.without_empty(tables.Table(table.columns, kept), runs)
+    return rest, f"{len(empty)} row{'s' * (len(empty) > 1)} without runs: {reasons}."
 
 
 def _fit_side_by_side(section: Section) -> bool:

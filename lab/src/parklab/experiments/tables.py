@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from parklab.studio.scores import plain_cell
 
 Value = str | float | int | None
+NUMBER = re.compile(r"(?:[-+]?[\d.,]*\d ?(?:%|×|s|ms|GB)?|–)?")
 LONG = 32  # letters; a longer value goes over several lines
 # two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -149,13 +150,19 @@ def to_latex(table: Table, caption: str, label: str) -> str:
 
 def to_html(table: Table) -> str:
     """In a box that scrolls, as the comparison page has them."""
-    kinds = ["text" if column.digits is None else "" for column in table.columns]
+    shown = table.shown()
+    # numbers stand below each other by their last digit, those of texts too; a row's first column is its name
+    number = [
+        column.digits is not None or (i > 0 and all(NUMBER.fullmatch(row[i]) for row in shown))
+        for i, column in enumerate(table.columns)
+    ]
+    kinds = ["" if each else "text" for each in number]
     head = "".join(
         f'<th scope="col" class="{kind}">{html.escape(column.name)}</th>'
         for kind, column in zip(kinds, table.columns, strict=True)
     )
     body = ""
-    for first, *rest in table.shown():
+    for first, *rest in shown:
         cells = "".join(
             f'<td class="{"long" if len(value) > LONG else kind}">{html.escape(value)}</td>'
             for kind, value in zip(kinds[1:], rest, strict=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from parkattn.checks import expect_count, first_line, read_file
 from parklab.record import append_records, environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.training_state import say
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from diffusers import WanPipeline
 
 BARS = {"colour": 0.9, "shape": 0.9, "material": 0.8, "motion": 0.7}
+LARGEST_RECORD = 2**26  # bytes
 
 
 def score(scenes: list[Scene], found: list[Verdict]) -> dict:
@@ -50,14 +52,19 @@ def score(scenes: list[Scene], found: list[Verdict]) -> dict:
 def trained(folder: Path) -> dict:
     """How long a checkpoint was trained, by its training.json; a packed one keeps it in its index."""
     packed = (folder / INDEX).is_file()
-    text = json.loads((folder / INDEX).read_text())["files"]["training.json"] if packed else None
-    record = json.loads(text or (folder / "training.json").read_text())
-    stages = {
-        name: {"steps": stage["step"], "seconds": round(stage["elapsed"]), "loss": stage["history"][-1][1]}
-        for name, stage in record["stages"].items()
-        if stage["history"]
-    }
-    return {"parameters": record["parameters"], "vae_psnr_db": record["vae_psnr_db"], "stages": stages}
+    path = folder / (INDEX if packed else "training.json")
+    data = read_file("model", path, "the record of a training", most=LARGEST_RECORD)
+    try:
+        record = json.loads(json.loads(data)["files"]["training.json"] if packed else data)
+        stages = {
+            name: {"steps": stage["step"], "seconds": round(stage["elapsed"]), "loss": stage["history"][-1][1]}
+            for name, stage in record["stages"].items()
+            if stage["history"]
+        }
+        return {"parameters": record["parameters"], "vae_psnr_db": record["vae_psnr_db"], "stages": stages}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wanted = f"model: expected the record of a training in {path}"
+        raise ValueError(f"{wanted}, got another file ({first_line(error)}); export the model again.") from None
 
 
 def follow(
@@ -104,8 +111,11 @@ def main() -> None:
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     reader.add_argument("--out", type=Path, help="file of JSON lines to append the result to")
     asked = reader.parse_args()
+    expect_count("count", asked.count)
     device = torch.device(asked.device)
-    judge, pipeline = load_judge(asked.judge, device), load_pipeline(asked.model, device)
+    judge = load_judge(asked.judge, device)
+    trained(asked.model)  # refused before the work
+    pipeline = load_pipeline(asked.model, device)
     options = {name: getattr(asked, name) for name in ("count", "steps", "guidance", "seed")}
     _, result = follow(pipeline, asked.model, judge, ClipSize(*asked.size), **options)
     print_and_keep(result, asked.out)

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from parkattn.checks import first_line, read_file
 from parkattn.files import write_atomically
 from parklab.sprites.data import ClipSize
 from parklab.sprites.gradients import autocast
@@ -41,6 +42,7 @@ QUESTIONS = (
 OF_OTHER = tuple(index for index, (name, _) in enumerate(QUESTIONS) if name.startswith("other_"))
 PAIRED = 6
 MIRRORED = (1, 0, 3, 2, 4, 5, 6)  # the motions of a mirrored clip
+LARGEST_FILE = 2**26  # bytes of weights
 WEIGHTS = Path(__file__).parent / "judge.safetensors"
 
 
@@ -226,9 +228,15 @@ def load_judge(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Judg
         raise FileNotFoundError(
             f"judge: expected weights at {path}, got no file; run python -m parklab.solids.judge --out {path}"
         )
-    judge = Judge()
-    with safe_open(path, framework="pt") as file:
-        judge.load_state_dict({key: file.get_tensor(key).float() for key in file.keys()})  # noqa: SIM118 (not a dict)
+    judge, data = Judge(), read_file("judge", path, "weights of the judge", most=LARGEST_FILE)
+    try:
+        weights = {name: value.float() for name, value in load(data).items()}
+        judge.load_state_dict(weights)
+        if broken := [name for name, value in weights.items() if not value.isfinite().all()]:
+            raise ValueError(f"NaN or Inf in {broken[0]}")
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        wanted = f"judge: expected weights of the judge in {path}"
+        raise ValueError(f"{wanted}, got {first_line(error)}; train it again.") from None
     return judge.to(device).eval()
 
 

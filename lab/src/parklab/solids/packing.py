@@ -14,13 +14,16 @@ import argparse
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from parkattn.checks import shown
+from parkattn.checks import first_line, read_file, shown
 from parkattn.files import make_folder, within, write_atomically
 
 INDEX = "packed.json"
@@ -30,6 +33,9 @@ GROUP = 64  # weights of one step
 STEP = ".step"
 BITS = {"transformer": 6}
 OTHER_BITS = 8
+ENDINGS = (".json", ".safetensors")
+LARGEST_INDEX, LARGEST_SHARD = 2**24, 2**28  # bytes; one tensor may be larger than SHARD_BYTES
+MOST_WEIGHTS = 2**31  # of one tensor, which a few bytes of an index can claim
 
 
 def rounded(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -43,11 +49,38 @@ def rounded(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return _bytes(numbers.flatten(), bits), step
 
 
-def restored(numbers: Tensor, step: Tensor, shape: list[int], bits: int) -> Tensor:
-    largest = 2 ** (bits - 1) - 1
-    whole = _numbers(numbers, bits, step.numel() * GROUP).view(*step.shape, GROUP) - largest
+class Kind(NamedTuple):
+    """Of a rounded tensor."""
+
+    bits: int
+    shape: list[int]
+
+    @classmethod
+    def read(cls, bits: Any, shape: Any) -> Self:
+        """From an index that anybody may have written."""
+        if bits not in (*BITS.values(), OTHER_BITS):
+            raise ValueError(f"{shown(bits)} bits")
+        whole = isinstance(shape, list) and len(shape) >= 2 and all(type(n) is int and n > 0 for n in shape)
+        if not whole or math.prod(shape) > MOST_WEIGHTS:
+            raise ValueError(f"the shape {shown(shape)}")
+        return cls(bits, shape)
+
+    def fits(self, numbers: Tensor, step: Tensor) -> bool:
+        """Whether these are the numbers and steps of such a tensor."""
+        groups = math.ceil(math.prod(self.shape[1:]) / GROUP)
+        bytes_ = self.shape[0] * groups * GROUP * self.bits // 8
+        return (
+            (numbers.dtype, step.dtype) == (torch.uint8, torch.bfloat16)
+            and tuple(numbers.shape) == (bytes_,)
+            and tuple(step.shape) == (self.shape[0], groups)
+        )
+
+
+def restored(numbers: Tensor, step: Tensor, kind: Kind) -> Tensor:
+    largest = 2 ** (kind.bits - 1) - 1
+    whole = _numbers(numbers, kind.bits, step.numel() * GROUP).view(*step.shape, GROUP) - largest
     rows = (whole.float() * step.float()[..., None]).flatten(1)
-    return rows[:, : math.prod(shape[1:])].reshape(shape)
+    return rows[:, : math.prod(kind.shape[1:])].reshape(kind.shape)
 
 
 def _bytes(numbers: Tensor, bits: int) -> Tensor:
@@ -70,7 +103,7 @@ def pack(folder: Path, packed: Path) -> list[Path]:
     """Writes shards and then the index; shards of an earlier one go last, so a folder with an index is always whole."""
     texts = {str(file.relative_to(folder)): file.read_text() for file in sorted(folder.rglob("*.json"))}
     tensors: dict[str, Tensor] = {}
-    kinds: dict[str, dict[str, object]] = {}
+    kinds: dict[str, Kind] = {}
     for file in sorted(folder.rglob("*.safetensors")):
         part = str(file.relative_to(folder))
         bits = BITS.get(file.parent.name, OTHER_BITS)
@@ -78,7 +111,7 @@ def pack(folder: Path, packed: Path) -> list[Path]:
             key = f"{part}:{name}"
             if value.ndim >= 2 and value.numel() >= LEAST_ROUNDED and value.dtype == torch.float16:
                 tensors[key], tensors[key + STEP] = rounded(value, bits)
-                kinds[key] = {"bits": bits, "shape": list(value.shape)}
+                kinds[key] = Kind(bits, list(value.shape))
             else:
                 tensors[key] = value
     packed.mkdir(parents=True, exist_ok=True)
@@ -96,7 +129,8 @@ def pack(folder: Path, packed: Path) -> list[Path]:
         data = save(shard)
         names.append(f"weights-{number}.{hashlib.sha256(data).hexdigest()[:8]}.safetensors")
         write_atomically(packed / names[-1], data)
-    write_atomically(packed / INDEX, json.dumps({"files": texts, "shards": names, "rounded": kinds}).encode())
+    index = {"files": texts, "shards": names, "rounded": {key: kind._asdict() for key, kind in kinds.items()}}
+    write_atomically(packed / INDEX, json.dumps(index).encode())
     for stale in packed.glob("weights-*.safetensors"):
         if stale.name not in names:
             stale.unlink()
@@ -104,25 +138,25 @@ def pack(folder: Path, packed: Path) -> list[Path]:
 
 
 def unpack(packed: Path, folder: Path) -> Path:
-    """The diffusers folder of a packed one."""
+    """The diffusers folder of a packed one, which may come from anywhere: it names its own files alone, and what it
+    brings are configs and weights.
+    """
     if not (packed / INDEX).is_file():
         raise FileNotFoundError(
             f"packed: expected {packed / INDEX}, got a folder without it; name a folder that `packing pack` wrote."
         )
-    index = json.loads((packed / INDEX).read_text())
+    if folder.is_symlink():
+        raise ValueError(f"packed: expected a folder to unpack to, got the link {folder}; remove it.")
+    texts, shards, kinds = _index(packed)
     tensors: dict[str, Tensor] = {}
-    for name in index["shards"]:
-        tensors |= load_file(_inside(packed, name))
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        if key.endswith(STEP):
-            continue
-        part, name = key.split(":", 1)
-        kind = index["rounded"].get(key)
-        whole = restored(value, tensors[key + STEP], **kind).half() if kind else value
-        parts.setdefault(part, {})[name] = whole
-    made = {name: text.encode() for name, text in index["files"].items()}
-    made |= {part: save(weights, {"format": "pt"}) for part, weights in parts.items()}
+    for name in shards:
+        data = read_file("packed", _inside(packed, name), "a file of weights", most=LARGEST_SHARD)
+        try:
+            tensors |= load(data)
+        except (SafetensorError, ValueError) as error:
+            raise _refusal(packed / name, first_line(error)) from None
+    made = {name: text.encode() for name, text in texts.items()}
+    made |= {part: save(weights, {"format": "pt"}) for part, weights in _parts(packed, tensors, kinds).items()}
     places = {name: _inside(folder, name) for name in made}
     for name, data in made.items():
         make_folder(places[name].parent)
@@ -130,12 +164,50 @@ def unpack(packed: Path, folder: Path) -> Path:
     return folder
 
 
+def _index(packed: Path) -> tuple[dict[str, str], list[str], dict[str, Kind]]:
+    """Texts by name, the names of shards, and bits and shape of the tensors that are rounded."""
+    path = packed / INDEX
+    data = read_file("packed", path, "the index of a packed folder", most=LARGEST_INDEX)
+    try:
+        index = json.loads(data)
+        texts, shards, rounded_ones = index["files"], index["shards"], index["rounded"]
+        if not all(isinstance(text, str) and text.encode() is not None for text in texts.values()):
+            raise ValueError("other fields than texts")
+        if not isinstance(shards, list) or not all(isinstance(name, str) for name in shards):
+            raise ValueError("other fields than names of shards")
+        kinds = {key: Kind.read(each["bits"], each["shape"]) for key, each in rounded_ones.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _refusal(path, first_line(error)) from None
+    return texts, shards, kinds
+
+
+def _parts(packed: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, Kind]) -> dict[str, dict[str, Tensor]]:
+    """Weights by file and name."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        part, colon, name = key.partition(":")
+        if not colon:
+            raise _refusal(packed, f"a tensor {shown(key)} that is none of a file")
+        if key.endswith(STEP):
+            continue
+        kind, step = kinds.get(key), tensors.get(key + STEP)
+        if (kind is None) != (step is None) or (kind is not None and step is not None and not kind.fits(value, step)):
+            raise _refusal(packed, f"{shown(key)} with other numbers or steps than its bits and shape ask for")
+        whole = value if kind is None or step is None else restored(value, step, kind).half()
+        parts.setdefault(part, {})[name] = whole
+    return parts
+
+
 def _inside(folder: Path, name: str) -> Path:
-    """A packed folder may come from anywhere: its names reach nothing outside."""
     path = within(folder, name)
-    if path is None:
-        raise ValueError(f"packed: expected names below {folder}, got {shown(name)}; pack the model again.")
+    if path is None or not name.endswith(ENDINGS) or any(part.startswith(".") for part in name.split("/")):
+        wanted = f"names below {folder} that end with {' or '.join(ENDINGS)}"
+        raise ValueError(f"packed: expected {wanted}, got {shown(name)}; pack the model again.")
     return path
+
+
+def _refusal(path: Path, got: str) -> ValueError:
+    return ValueError(f"packed: expected what `packing pack` wrote in {path}, got {got}; pack the model again.")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def load_pipeline(folder: Path, device: torch.device) -> WanPipeline:
     from diffusers import WanPipeline
 
     whole = unpack(folder, folder / "unpacked") if (folder / INDEX).is_file() else folder
-    pipeline = WanPipeline.from_pretrained(whole).to(device)
+    pipeline = WanPipeline.from_pretrained(whole, use_safetensors=True, local_files_only=True).to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

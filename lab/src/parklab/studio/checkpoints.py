@@ -148,7 +148,7 @@ def _one_line(folder: Path) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic of a parser in Rust is no Exception
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if isinstance(error, ValueError) and first.startswith("model: expected"):
+        if isinstance(error, ValueError) and first.startswith(("model: expected", "quantise: expected")):
             raise
         raise ValueError(
             f"model: expected {folder} to load as a diffusers pipeline, got: {first}; download or save it again."
@@ -293,7 +293,7 @@ def _download(name: str) -> Path:
         return Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*.*.safetensors"]))
     except Exception as error:  # the hub's errors have no common base
         first = first_line(error)
-        if first.startswith("model: expected"):
+        if first.startswith(("model: expected", "quantise: expected")):
             raise
         raise ValueError(
             f"model: expected a folder or a reachable hub id, got {name!r} ({first}); check the name and the network."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import asdict
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 IMPORTING = "importing PyTorch"
 DEMO_SIZE = 176, 288  # 7,128 tokens: attention is most of a step
+PYTHON = re.compile(r"(?:[\s\d.,()\[\]+-]|\de[+-]?\d|True|False|None)*", re.ASCII | re.IGNORECASE)  # .5, (0.7, 0.9)
 ESTIMATED_MODEL = "wan2.1-14b"  # by `park doctor`, when none is named
 
 
@@ -315,15 +317,13 @@ def changes_from(settings: list[str] | None) -> dict[str, Any]:
 
 def value_from(text: str) -> Any:
     """As JSON or as Python writes it; what neither reads is a text."""
-    python = {"True": True, "False": False, "None": None}
-    if text.strip() in python:
-        return python[text.strip()]
     try:
-        # JSON has no .5 and no 5.
-        return (
-            float(text)
-            if re.fullmatch(r"\s*[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?\s*", text, re.ASCII | re.IGNORECASE)
-            else json.loads(text)
-        )
+        return json.loads(text)
     except (ValueError, RecursionError):
+        pass
+    if PYTHON.fullmatch(text) is None:
+        return text
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))  # tuples as records have them
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text

@@ -33,6 +33,7 @@ from parklab.studio.gain import (
     model_size,
 )
 from parklab.studio.memory import memory, on_gpu
+from parklab.studio.request import expect_guidance
 from parklab.studio.video import CODEC
 
 STAGES = {
@@ -76,6 +77,8 @@ def examine(
         expect_gpu(gpu)
     if profile is not None:
         expect_choice("profile", profile, ParkConfig.PROFILES)
+    if guidance is not None:
+        expect_guidance(guidance)
     size = model_size(model)
     video = {"frames": frames or size.video[0], "height": height, "width": width}
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -72,12 +73,12 @@ def add_lora(pipe: Any, path: str, expected_hash: str | None) -> None:
         raise ValueError(f"lora: expected a pipeline that takes one, got {type(pipe).__name__}; leave out --lora.")
     with safetensors.safe_open(path, "pt") as file:
         scale = _scale_of(path, file.metadata() or {})
-    tensors = safetensors.torch.load_file(path)
+    tensors = _scaled(safetensors.torch.load_file(path), scale)
     for name, value in tensors.items():
         if not torch.isfinite(value).all():
-            raise _refusal(path, f"NaN or Inf in {name}", "download it again")
-    with _in_one_line(path):
-        pipe.load_lora_weights(_scaled(tensors, scale), adapter_name=ADAPTER)
+            raise _refusal(path, f"NaN or Inf in {name} (at a scale of {scale:g})", "download it again")
+    with _in_one_line(path), _silent_loader():
+        pipe.load_lora_weights(tensors, adapter_name=ADAPTER)
     pairs = sum(re.search(FIRST, name) is not None for name in tensors)
     found = sum(ADAPTER in getattr(module, "lora_A", {}) for module in pipe.transformer.modules())
     if found < pairs:
@@ -112,13 +113,26 @@ def _scaled(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
+def _silent_loader() -> Iterator[None]:
+    """diffusers logs whole lists of shapes before it raises."""
+    log = package("diffusers.utils.logging", "video pipelines")
+    before = log.get_verbosity()
+    log.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+
+
+@contextlib.contextmanager
 def _in_one_line(path: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, ModuleNotFoundError):
         raise
     except Exception as error:  # loaders have no common error
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        why = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         raise _refusal(path, why, "pass one of this model") from None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parkattn.checks import expect_choice
+from parkattn.checks import expect_choice, first_line
 from parkattn.files import sha256_of
 from parklab.extras import package
 from parklab.studio.model_folder import judge_index
@@ -110,9 +110,15 @@ def from_gguf(cls: Any, folder: Path, file: str, known: str | None, dtype: torch
             f"quantise: expected a model that diffusers reads from one file, got {cls.__name__}; leave it out."
         )
     config = package("diffusers", "video pipelines").GGUFQuantizationConfig(compute_dtype=dtype)
-    made = cls.from_single_file(
-        file, config=str(folder), quantization_config=config, torch_dtype=dtype, local_files_only=True
-    )
+    try:
+        made = cls.from_single_file(
+            file, config=str(folder), quantization_config=config, torch_dtype=dtype, local_files_only=True
+        )
+    except (torch.OutOfMemoryError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # loaders have no common error
+        wanted = f"quantise: expected weights of {cls.__name__} in {file}"
+        raise ValueError(f"{wanted}, got {first_line(error)}; pass a GGUF file of this model.") from None
     lacking = sorted(name for name, value in made.state_dict().items() if value.is_meta)
     if lacking:
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import struct
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +29,9 @@ LABEL_HEIGHT = 24
 LARGEST_FILE = LARGEST_VIDEO = 2**31  # bytes of an mp4 that is read, and of its frames: 776 of 720p
 FORMATS = ("PNG", "JPEG", "WEBP")
 LARGEST_PICTURE, MOST_PIXELS = 2**26, 2**26  # bytes; pixels, which a small file can claim many of
+# the last box of an mp4 that we wrote, which players skip: the hash of all before it, since H.264 has no checksum
+HASH_BOX = struct.pack(">I4s", 56, b"uuid") + b"parkattn.sha256\0"
+HASH_BYTES = 32
 
 
 def video_library() -> Any:
@@ -58,8 +62,8 @@ def from_npy(data: bytes) -> Frames:
 
 
 def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
-    """H.264, yuv420p, playable before it is fully loaded; odd sizes gain one repeated row or column. The same frames
-    give the same bytes.
+    """H.264, yuv420p, playable before it is fully loaded, with a hash of itself; odd sizes gain one repeated row or
+    column. The same frames give the same bytes.
 
     The muxer goes back to put its index first, so this is no atomic write: path is a temporary name of the store.
     """
@@ -82,16 +86,21 @@ def write_mp4(path: Path | str, frames: Frames, fps: int) -> None:
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
         container.mux(stream.encode())
+    with path.open("rb+") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.write(HASH_BOX + digest)
 
 
 def read_mp4(path: Path) -> Frames:
-    """[frames height width 3]; damage that the decoder notices is an error, where a player would hide it.
-
-    H.264 has no checksum: about a tenth of single flipped bits decode as other pictures. A record's hash finds those.
+    """[frames height width 3]; damage is an error, where a player would hide it: any in our own files, in those of
+    others all that the decoder notices. About a tenth of single flipped bits decode there as other pictures.
     """
     av = video_library()
     data, found = read_file("video", path, "an mp4", most=LARGEST_FILE), 0
     try:
+        whole, box = data[: -len(HASH_BOX) - HASH_BYTES], data[-len(HASH_BOX) - HASH_BYTES :]
+        if box.startswith(HASH_BOX) and hashlib.sha256(whole).digest() != box[len(HASH_BOX) :]:
+            raise ValueError("one that was changed since it was written")
         # from memory and as one format: a playlist or a script that calls itself mp4 would open other files
         with av.open(io.BytesIO(data), format="mp4") as container:
             stream = container.streams.video[0]

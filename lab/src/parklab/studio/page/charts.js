@@ -84,7 +84,8 @@ $("curve").addEventListener("pointermove", (event) => {
 
 /* curves over the steps */
 function nice(low, high) {
-  const gap = high - low || 1,
+  if (low === high) low -= Math.abs(low) / 2 || 1; // a flat curve has a scale, too
+  const gap = high - low,
     raw = gap / 4,
     power = 10 ** Math.floor(Math.log10(raw)),
     step = [1, 2, 2.5, 5, 10].find((s) => s * power >= raw) * power;
@@ -110,6 +111,7 @@ function chart(title, key, show, top) {
     T = 8,
     B = 34;
   const ticks = nice(Math.min(...ys), top ?? Math.max(...ys)),
+    digits = Math.max(...ticks.map((y) => (String(y).split(".")[1] || "").length)), // no two labels alike
     low = ticks[0],
     high = Math.max(ticks[ticks.length - 1], low + 1e-9),
     x0 = Math.min(...xs),
@@ -129,7 +131,7 @@ function chart(title, key, show, top) {
   for (const y of ticks)
     svg.append(
       shape("line", { x1: L, x2: W - R, y1: py(y), y2: py(y), stroke: "var(--line)" }),
-      shape("text", { x: L - 7, y: py(y) + 4, "text-anchor": "end" }, show(y)),
+      shape("text", { x: L - 7, y: py(y) + 4, "text-anchor": "end", class: "tick" }, show(y, digits)),
     );
   const every = Math.max(1, Math.ceil((x1 - x0) / 8));
   for (let x = x0; x <= x1; x += every)
@@ -184,8 +186,8 @@ function chart(title, key, show, top) {
 }
 function showCharts() {
   $("charts").replaceChildren(
-    ...chart("Density", "density", (y) => (100 * y).toFixed(0) + "%", 1),
-    ...chart("Attention recall", "recall", (y) => y.toFixed(2), 1),
+    ...chart("Density", "density", (y, n = 2) => (100 * y).toFixed(Math.max(0, n - 2)) + "%", 1),
+    ...chart("Attention recall", "recall", (y, n = 2) => y.toFixed(Math.max(2, n)), 1),
     ...chart("Seconds per step", "seconds", (y) => +y.toFixed(2)),
   );
 }

@@ -172,6 +172,7 @@ function showCase() {
   each("[data-case]").forEach((b) => b.setAttribute("aria-current", +b.dataset.case === state.case));
   showWords();
   showTable($("table"), COLUMNS, current().methods);
+  $("best-told").hidden = !$("table").querySelector(".best");
   showCurve();
   showCharts();
   showMaps();
