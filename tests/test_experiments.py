@@ -283,7 +283,8 @@ def test_a_cell_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
     def make(self, making):
         if making.cell.request["method"] == "svg":
             raise ValueError("grid: expected more, got less; enlarge it.")
-        making.commit({"format": making.cell.format, "request": dict(making.cell.request), "row": {}})
+        row = dict.fromkeys(("psnr", "error", "cost", "density", "seconds", "dense_seconds"), 1.0)
+        making.commit({"format": making.cell.format, "request": dict(making.cell.request), "row": row})
 
     monkeypatch.setattr(runner.Lab, "_make", make)
     moved = []
