@@ -13,13 +13,15 @@ LONG = (
     "test_setup", "test_hosts_diffusers_fused", "test_hosts_diffusers_balance", "test_solids_model", "test_experiments", "test_baselines_pipelines", "test_golden",
     "test_hosts_diffusers_compile", "test_devices", "test_kernels_gluon", "test_bench_e2e_profile", "test_baselines_routed",
     "test_kernels_gluon_kinds", "test_bench_e2e", "test_campaign", "test_sprites", "test_properties_attention", "test_kernels_retrieval",
-    "test_docs", "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",
+    "test_solids_packing", "test_docs", "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",
 )  # fmt: skip
 
 # Debian's chromium, or PARK_CHROMIUM=/path
 BROWSER = os.environ.get("PARK_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update"]
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, beside `one_thread`
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten_the_interpreter()

@@ -13,7 +13,7 @@ from test_tables import ROOT, loaded
 OTHER = "0123456789abcdef"
 # by table: what it reads
 DECORATED = {
-    "profiles": {"frontier.jsonl"}, "short_runs_at_equal_cost": {"frontier_equal_cost.jsonl"},
+    "profiles": {"frontier.jsonl", "run_75600.jsonl"}, "short_runs_at_equal_cost": {"frontier_equal_cost.jsonl"},
     "few_steps": {"few_steps.jsonl"}, "forecast_profiles": {"run_75600.jsonl"}, "int8_videos": {"run_75600.jsonl"},
     "forecast_caches": {"run_7168.jsonl"}, "matched_2k": {"matched_2k"}, "matched_on_h200": {"gpu_75600"},
     "same_schedule_on_h200": {"gpu_75600_same_schedule"},
@@ -65,9 +65,8 @@ def second(tables, tmp_path, monkeypatch):
             def __truediv__(self, name):
                 return tmp_path / name if (tmp_path / name).exists() else place / name
 
-        for module in ("records", "quality_tables", "run_tables", "tables"):
-            monkeypatch.setattr(sys.modules.get(module, tables), "RESULTS", Results())
-        monkeypatch.setattr(tables, "RESULTS", Results())
+        for module in ("records", "quality_tables", "run_tables"):
+            monkeypatch.setattr(sys.modules[module], "RESULTS", Results())
 
     return of_both
 

@@ -81,7 +81,8 @@ def examine(
         expect_guidance(guidance)
     size = model_size(model)
     video = {"frames": frames or size.video[0], "height": height, "width": width}
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    here = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    told = estimate(model, **video, gpu=here, steps=steps, guidance=guidance, density=density, tolerance=tolerance)
     test = self_test()
     problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if installed(name) is None]
     stages = stage_choices()
@@ -102,12 +103,7 @@ def examine(
         "shipped_model": shipped_facts(),
         "stages": stages,
         "self_test": test,
-        "estimate": asked_for(
-            estimate(
-                model, **video, gpu=gpu or here, steps=steps, guidance=guidance, density=density, tolerance=tolerance
-            ),
-            profile,
-        ),
+        "estimate": asked_for(told, profile),
         "memory": on_gpu(
             memory(
                 model,
@@ -115,7 +111,7 @@ def examine(
                 **video,
                 profile=profile or ParkConfig.DEFAULT_PROFILE,
             ),
-            known_gpu(gpu or here),
+            known_gpu(here),
         ),
     }
 
