@@ -272,6 +272,13 @@ def test_compare_writes_everything_and_measures_against_dense(compared):
     assert rows["park"]["command"].startswith("park generate") and report["command"].startswith("park compare")
 
 
+def test_recall_that_was_not_measured_is_no_part_of_a_comparison_that_asks_for_it(compared, model):
+    """A column would stay blank."""
+    out, _ = compared
+    with pytest.raises(ValueError, match=r"recall_rows.*--overwrite"):
+        compare.compare(asked(model), ["dense", "park"], out, recall_rows=0)
+
+
 def test_compare_keeps_finished_methods_and_adds_new_ones(compared, model):
     out, _ = compared
     before = {name: (out / f"{name}.mp4").stat().st_mtime_ns for name in ("dense", "park-quality")}
