@@ -211,6 +211,7 @@ def test_the_demo_is_the_comparison_of_dense_and_park_with_the_shipped_model(tmp
     commands.demo(out=tmp_path / "demo")
     assert asked["names"] == ["dense", "park"] and asked["request"].model is None
     assert (asked["request"].height, asked["request"].width) == commands.DEMO_SIZE
+    assert asked["request"].prompt == commands.DEMO_PROMPT
 
 
 def test_every_way_in_takes_the_same_profile_where_none_is_named(monkeypatch):
