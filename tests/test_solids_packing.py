@@ -13,33 +13,8 @@ from parklab.solids import following, grammar, judge
 from parklab.solids.grammar import Scene, Thing
 from parklab.solids.motion import any_clip, clip_of, words_of
 from parklab.solids.packing import GROUP, INDEX, SHARD_BYTES, Kind, pack, restored, rounded, unpack
-from parklab.solids.recipe import (
-    TOY,
-    SolidsTrainConfig,
-)
 from parklab.solids.renderer import render
-from parklab.solids.train import SolidsTrainer
-
-CPU = torch.device("cpu")
-QUICK = SolidsTrainConfig(
-    small=True,
-    autoencoder_steps=3,
-    decoder_steps=2,
-    steps=4,
-    tokens_per_batch=96,
-    autoencoder_batch=2,
-    library=64,
-    library_first=4,
-    library_step=2.0,
-    autoencoder_seconds=1e9,
-    decoder_seconds=1e9,
-    seconds=1e9,
-)
-
-
-def trainer_in(folder, config=QUICK):
-    folder.mkdir(exist_ok=True)
-    return SolidsTrainer(folder, TOY, config, CPU)
+from test_solids_model import CPU, QUICK, trainer_in
 
 
 # --- export
