@@ -180,7 +180,7 @@ def test_every_tool_of_the_sanitizers_has_a_record_that_passed():
 
 def test_figures_of_the_small_model_in_the_text_are_the_recorded_ones():
     text = " ".join((ROOT / "docs/measured/cpu.md").read_text().split())
-    papers, users = records_in("demo")
+    papers, users, former = records_in("demo")
     dense, park = papers["methods"]
     assert f"denoising {dense['seconds']['denoise']:.1f} s dense, {park['seconds']['denoise']:.1f} s PARK" in text
     assert (
@@ -190,6 +190,7 @@ def test_figures_of_the_small_model_in_the_text_are_the_recorded_ones():
     whole, default = users["methods"]
     took = [run["seconds"]["denoise"] for run in (default, whole)]
     assert f"in {took[0]:.1f} s against {took[1]:.1f} s dense ({default['speedup']:.2f}x," in text
+    assert f"{former['methods'][1]['speedup']:.2f}x in a run with the sentence of the first line" in text
     assert f"{park['psnr']['mean']:.1f} dB PSNR against dense at {100 * park['density']:.0f} % of attention" in text
     assert (
         f"With `quality`, which `make demo` takes, {default['psnr']['mean']:.1f} dB at {100 * default['density']:.0f} %"
