@@ -326,6 +326,19 @@ def test_blocks_of_the_small_size_are_not_those_of_a_size_that_is_asked_for():
     assert quick(changes={"key_clusters": 16}).changes == {"query_clusters": 8, "key_clusters": 16}
 
 
+def test_at_the_small_size_a_method_that_is_dense_in_short_calls_is_not_and_no_other_cell_is_another(tmp_path):
+    def least(method, **given):
+        lab = runner.Lab(quick(**given), tmp_path)
+        one = lab.spare()
+        cells = [lab.quality_cell(one, method, density=0.5), lab.times_cell(method), lab.frames_cell(one, method)]
+        (found,) = {cell.request["changes"].get("least_tokens") for cell in cells}
+        return found
+
+    assert least("mc-sparse") == 1 and least("chipmunk") is None and least("park") is None
+    assert least("mc-sparse", changes={"least_tokens": 7}) == 7
+    assert least("mc-sparse", frames=29, height=224, width=256) is None
+
+
 def test_the_report_says_what_was_set_for_every_method(tmp_path):
     asked = {"dense_layers": [0], "dense_steps": 10}
     for folder, changes in (("own", {}), ("one schedule", asked)):

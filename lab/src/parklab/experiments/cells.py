@@ -57,7 +57,7 @@ class Cells:
         self, request: Request, method: str, *, density: float | None = None, profile: str | None = None, **changes: Any
     ) -> Cell:
         """density: of the sparse steps, reached by the budget of the method or profile; None: by its own settings."""
-        asked = self._asked(request, self.evaluation.changes | changes) | {"method": method, "density": density}
+        asked = self._asked(request, self._changes(method) | changes) | {"method": method, "density": density}
         asked |= named_profile(profile)
         if self.evaluation.measures is not None:
             asked["measures"] = named_measures(self.evaluation.measures)
@@ -66,12 +66,12 @@ class Cells:
         return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
     def frames_cell(self, request: Request, method: str) -> Cell:
-        asked = self._asked(request, self.evaluation.changes) | {"method": method, "shown": SHOWN}
+        asked = self._asked(request, self._changes(method)) | {"method": method, "shown": SHOWN}
         return named_cell("frames", method, asked, ending=".npy")
 
     def times_cell(self, method: str, density: float | None = None) -> Cell:
         """On calls of the prompt that budgets are found on."""
-        asked = self._asked(self.spare(), self.evaluation.changes) | {"method": method, "density": density}
+        asked = self._asked(self.spare(), self._changes(method)) | {"method": method, "density": density}
         asked |= {"calls": QUICK_CALLS} if self.evaluation.quick else {}
         return named_cell("times", method + ("" if density is None else f"-at-{density:g}"), asked)
 
@@ -138,6 +138,9 @@ class Cells:
     def spare(self) -> Request:
         """What is in no table."""
         return dataclasses.replace(self.base, prompt=understood(self.evaluation.spare_prompt, self.folder))
+
+    def _changes(self, method: str) -> dict[str, Any]:
+        return self.evaluation.changes | self.evaluation.method_changes.get(method, {}) | self.evaluation.said
 
     def _asked(self, request: Request, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Without where the weights lie: their fingerprint tells models apart, and records can move."""

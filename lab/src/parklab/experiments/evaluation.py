@@ -46,6 +46,7 @@ class Evaluation:
     methods: tuple[str, ...] = ()
     densities: tuple[float, ...] = (0.5,)
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of every method that has the field
+    method_changes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of single methods, by name
     steps: int | None = None
     frames: int | None = None
     height: int | None = None

@@ -27,6 +27,8 @@ from parklab.studio.request import Request, fit_to_pipeline, prepare
 TINY = "tiny"
 # at 1,920 tokens; blocks of the paper's size would be 3 and 13
 BLOCKS = {"query_clusters": 8, "key_clusters": 32}
+# mc-sparse leaves calls of fewer than 4,096 tokens dense
+SHORT = {"mc-sparse": {"least_tokens": 1}}
 PROMPTS = 2
 POOL = 8
 # 1,920 tokens, so that every table is a matter of minutes on two cores
@@ -74,7 +76,7 @@ def evaluation_for(
         sizes = sizes or TINY_SIZE
         # a size that is asked for gets the blocks of every other video of that size
         if all(given.get(name) is None for name in ("frames", "height", "width")):
-            given["changes"] = BLOCKS | given.get("changes", {})
+            given |= {"changes": BLOCKS | given.get("changes", {}), "method_changes": SHORT}
     given |= {name: value for name, value in sizes.items() if given.get(name) is None}
     if quick and not given.get("methods"):
         given["methods"] = QUICK_METHODS
