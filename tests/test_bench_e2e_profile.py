@@ -192,7 +192,7 @@ def test_what_no_profile_or_density_is_is_refused_before_anything_starts():
         e2e.SectionOptions(profile="fastest")
     with pytest.raises(ValueError, match="density: expected"):
         e2e.SectionOptions(density=0.0)
-    for chosen in ({}, {"profile": "fast"}, {"full": True}, {"profile": "fast", "full": True, "precision": "int8"}):
+    for chosen in ({}, {"profile": "fast"}, {"full": True}, {"profile": "fast", "precision": "int8"}):
         with pytest.raises(ValueError, match="forecast: expected --full and --profile"):
             e2e.SectionOptions(forecast=(6,), **chosen)
 
@@ -218,9 +218,34 @@ def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forw
     assert [len(row) for row in e2e_turns.bits_rows(lines)] == [len(e2e_turns.BITS_COLUMNS)] * 3
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_precision_alone_is_compared_with_the_stock_forward_of_the_same_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
+    monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
+    record = tmp_path / "r.jsonl"
+    how = {"rehearse": True, "profile": "fast", "precision": "int8", "alone": True, "top_k": 0.25}
+    for more in ({"full": True, "forecast": (6, 8, 10)}, {"float8": True}):
+        e2e.run_section("wan2.1-1.3b", record, e2e.SectionOptions(**how, **more), turn=lambda: 60.0)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    found = [line for line in lines if line["benchmark"] == "e2e bits"]
+    assert [(line["linears"], line["precision"]) for line in found] == [("bfloat16", "int8"), ("float8", "int8")]
+    (stock,) = (line["seconds"] for line in lines if line.get("phase") == "dense" and "precision" not in line)
+    for line in found:
+        assert line["baselines"]["stock"] == stock and line["config"]["top_k"] == 0.25
+        assert line["runs"]["fast"]["speedup"]["stock"] == pytest.approx(50 * stock / line["runs"]["fast"]["park_s"])
+    (run,) = (line for line in lines if line["benchmark"] == "e2e bits run")
+    assert run["steps_by_phase"]["forecast"] == [6, 8, 10] and run["config"]["precision"] == "int8"
+    assert run["composed_s"] == pytest.approx(found[0]["runs"]["fast"]["park_s"] - 3 * found[0]["reuse_s"])
+    rows = e2e_turns.bits_rows(lines)
+    assert [len(row) for row in rows] == [len(e2e_turns.BITS_COLUMNS)] * 2 and rows[0][5] == rows[0][-3] == ""
+
+
 def test_int8_without_a_profile_that_has_it_is_refused():
     with pytest.raises(ValueError, match="precision: expected --profile fast or quality"):
         e2e.SectionOptions(precision="int8")
+    for chosen in ({"alone": True}, {"top_k": 0.1, "profile": "fast"}):
+        with pytest.raises(ValueError, match="alone, top_k: expected --precision int8"):
+            e2e.SectionOptions(**chosen)
 
 
 # float8 linears: what is rounded, what is timed, and where the seconds are ------------------------------

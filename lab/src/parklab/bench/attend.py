@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Shape, float]] = {
     "wan2.1-14b, density 0.40": (WAN_14B, 0.40),
     "hunyuan, density 0.25": (HUNYUAN, 0.25),
     "wan2.1-1.3b, density 0.25": (WAN_1_3B, 0.25),
+    "d 64, density 0.25": (WAN_14B._replace(dim=64), 0.25),
 }
 
 
@@ -137,17 +138,24 @@ def gate_large(device: torch.device, *, rehearse: bool = False) -> Iterator[Case
 
 
 def measure(
-    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
+    device: torch.device,
+    peak: dict[str, float],
+    *,
+    repeats: int = 7,
+    rehearse: bool = False,
+    only: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    for name, (shape, asked) in ({"tiny": (TINY, 0.5)} if rehearse else CASES).items():
+    """only: some of CASES, with the presets' borders and Hopper's kernels alone."""
+    chosen = {name: CASES[name] for name in only or CASES}
+    for name, (shape, asked) in ({"tiny": (TINY, 0.5)} if rehearse else chosen).items():
         q, k, v = rows(shape, device)
         calls = dense_calls(q, k, v)
         facts: dict[str, dict[str, Any]] = {label: {} for label in calls}
-        for borders, multiples in BORDERS.items():
+        for borders, multiples in list(BORDERS.items())[: 1 if only else None]:
             plan = random_plan(shape, asked, device, multiples=multiples)
             work = {"borders": borders, "multiples": multiples, "density": plan.density().mean().item()}
             # the Triton kernel and FlashInfer are for comparison: once is enough
-            sparse = _sparse_calls(q, k, v, plan, everything=name in ("tiny", next(iter(CASES))))
+            sparse = _sparse_calls(q, k, v, plan, everything=not only and name in ("tiny", next(iter(CASES))))
             for label, (kernel, call) in sparse.items():
                 calls[f"{label}, {borders}"] = call
                 facts[f"{label}, {borders}"] = work | {"kernel": label, "executed_over_useful": _padding(plan, kernel)}

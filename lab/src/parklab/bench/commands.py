@@ -102,11 +102,23 @@ def qrkc(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False
 
 
 @app.command("attend")
-def attend(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
+def attend(
+    record: Record = None,
+    repeats: Repeats = 7,
+    rehearse: Rehearse = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A case, as 'wan2.1-14b, density 0.25', with the presets' borders alone; repeatable."),
+    ] = None,
+) -> None:
     """A reuse step's sparse attention against dense attention, FlashAttention-3 and FlashInfer (where installed)."""
-    run_measures(
-        "attend", record, repeats, rehearse, ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline")
-    )
+    from parkattn.checks import expect_choice
+    from parklab.bench.attend import CASES
+
+    for name in only or ():
+        expect_choice("only", name, CASES)
+    columns = ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline")
+    run_measures("attend", record, repeats, rehearse, columns, measured={"only": tuple(only or ())})
 
 
 @app.command("dense")
@@ -117,9 +129,11 @@ def dense(
     full_gate: Annotated[
         bool, typer.Option("--full-gate", help="Check every head dimension and dtype, not only what is timed.")
     ] = False,
+    barred: Annotated[bool, typer.Option("--barred", help="Dense attention of Wan2.1-14B's shape alone.")] = False,
 ) -> None:
     """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
-    run_measures("dense", record, repeats, rehearse, ("case", "kernel", "ms", "ratio"), full=full_gate)
+    columns, measured = ("case", "kernel", "ms", "ratio"), {"barred": barred}
+    run_measures("dense", record, repeats, rehearse, columns, measured=measured, full=full_gate)
 
 
 @app.command("methods")
@@ -222,6 +236,13 @@ def e2e(
     forecast: Annotated[
         list[int] | None, typer.Option(help="With --full: a step that is forecast; repeatable.")
     ] = None,
+    alone: Annotated[
+        bool,
+        typer.Option("--alone", help="With --precision: stock and that precision; with --float8 those linears alone."),
+    ] = False,
+    top_k: Annotated[
+        float | None, typer.Option(help="With --precision: the share of key blocks, as a record has it; else found.")
+    ] = None,
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
 ) -> None:
@@ -230,7 +251,7 @@ def e2e(
 
     options = SectionOptions(
         full=full, compiled=compiled, rehearse=rehearse, profile=profile, density=density, float8=float8,
-        precision=precision, forecast=tuple(forecast or ()),
+        precision=precision, forecast=tuple(forecast or ()), alone=alone, top_k=top_k,
     )  # fmt: skip
     outcome, rows = run_and_tabulate(record, options, only=only, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"

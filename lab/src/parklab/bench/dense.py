@@ -203,7 +203,9 @@ def measure(
     *,
     repeats: int = 7,
     rehearse: bool = False,
+    barred: bool = False,
 ) -> Iterator[dict[str, Any]]:
+    """barred: of the first shape dense attention alone, beside the bars."""
     shape = TINY if rehearse else WAN_14B
     ours, *rounded = _in_precisions(device, shape.dim)
     plan = random_plan(shape, DENSITY, device, multiples=(64, 32))
@@ -215,6 +217,10 @@ def measure(
         calls[f"ours, {other.precision}"] = partial(attend.over_all, other, q, k, v, scale=None, key_valid=None)
     if why_no_sage(q, k, v) is None:
         calls[f"sageattention {sage_version()}"] = partial(attend_dense_sage, q, k, v, scale=None)
+    case = "tiny" if rehearse else "wan2.1-14b"
+    if barred:
+        yield from _timed(case, shape, calls, dict.fromkeys(calls, 1.0), repeats, {}, None)
+        return
     calls["ours, rows of a head together"] = partial(attend.over_all, ours, *together, scale=None, key_valid=None)
     calls["anchor, compensated"] = partial(attend.over_both, ours, q, k, v, plan, scale=None, compensate=True)
     flops = dict.fromkeys(calls, 1.0)
@@ -237,7 +243,6 @@ def measure(
         held.put(HERE, cut, 0)
         calls[f"{name} out of the store"] = partial(held.get, HERE, ours)
         beside[f"{name} out of the store"] = reuse
-    case = "tiny" if rehearse else "wan2.1-14b"
     yield from _timed(case, shape, calls, flops, repeats, beside, kept.nbytes)
     del q, k, v, together, calls, missed, kept, plan, tiled, held
     free_memory()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ def run_measures(
     columns: tuple[str, ...],
     *,
     gate: str | None = None,
+    measured: Mapping[str, Any] | None = None,
     **checked: bool,
 ) -> None:
-    """checked: what else the gate is told."""
+    """measured, checked: what else the measurement and the gate are told."""
     import torch
 
     from parklab.bench.gpu import GATES, MEASURES
@@ -49,7 +50,7 @@ def run_measures(
         title=f"{facts.get('gpu', facts['cpu'])}: {peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s "
         "measured in this run",
     )
-    for row in MEASURES[name](device, peak, repeats=repeats, rehearse=rehearse):
+    for row in MEASURES[name](device, peak, repeats=repeats, rehearse=rehearse, **(measured or {})):
         table.add_row(*(shown_in(row, column) for column in columns))
         if record is not None:
             append_records(record, [{**row, "roofline": peak, "rehearsal": rehearse, "environment": facts}])

@@ -274,6 +274,8 @@ class SectionOptions:
     float8: bool = False
     precision: str = "bf16"
     forecast: Sequence[int] = ()
+    alone: bool = False
+    top_k: float | None = None
 
     def __post_init__(self) -> None:
         anchored, eight_bits = self.profile != "paper", self.precision != "bf16"
@@ -289,9 +291,15 @@ class SectionOptions:
             raise ValueError(f"float8: expected it alone, got {others} beside it; run them one after the other.")
         if self.density is not None:
             expect_fraction("density", self.density, zero=False)
-        if self.forecast and not (anchored and self.full and not eight_bits):
-            raise ValueError("forecast: expected --full and --profile fast or quality beside it, in bf16; add both.")
+        if self.forecast and not (anchored and self.full):
+            raise ValueError("forecast: expected --full and --profile fast or quality beside it; add both.")
         expect_indices("forecast", tuple(self.forecast))
+        if (self.alone or self.top_k is not None) and not eight_bits:
+            raise ValueError(
+                "alone, top_k: expected --precision int8 beside them; add --profile fast --precision int8."
+            )
+        if self.top_k is not None:
+            expect_fraction("top_k", self.top_k, zero=False)
 
 
 def run_section(
@@ -312,9 +320,12 @@ def run_section(
         return
     model = (SMALL if options.rehearse else MODELS)[name]
     if options.precision != "bf16":
-        from parklab.bench.e2e_bits import run_bits
+        from parklab.bench.e2e_bits import run_alone, run_bits
 
-        run_bits(name, model, device, keep, options, turn)
+        if options.alone:
+            run_alone(name, model, device, keep, options, turn, record)
+        else:
+            run_bits(name, model, device, keep, options, turn)
     elif options.float8:
         from parklab.bench.e2e_float8 import run_float8
 

@@ -6,6 +6,12 @@ Every kind of forward of a profile, in bf16 and in the precision; with --float8 
 Runs of 50 steps are composed of them, and compared with stock diffusers and with its blocks compiled, both in
 bfloat16 and timed beside them. `quality` computes more than `fast` in a reuse step, so its reuse is timed at a
 density of its own.
+
+    park bench e2e --profile fast --precision int8 --alone [--full --forecast STEP] [--top-k 0.0862] --record FILE
+    park bench e2e --profile fast --precision int8 --alone --float8 --only wan2.1-14b --record FILE
+
+For a short lease: stock and `fast` in the precision. The second command times float8 linears alone, and compares them
+with the stock forward that the first one left in FILE.
 """
 
 from __future__ import annotations
@@ -14,11 +20,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from parkattn.park import ParkConfig
 from parklab.bench.e2e import (
+    RUN_STEPS,
     Keep,
     PreparedModel,
     SectionOptions,
@@ -43,7 +52,10 @@ from parklab.bench.e2e_profile import (
     state_record,
     timed_config,
 )
-from parklab.bench.e2e_run import sparse_density, whole_run
+from parklab.bench.e2e_run import phases_with_forecasts, sparse_density, whole_run
+from parklab.bench.timing import gpu_environment
+from parklab.bench.whole_models import forward_inputs, random_transformer
+from parklab.record import read_records
 
 QUALITY_DENSITY = 0.25  # near that of quality's reuse steps in the small model
 QUALITY_PHASES = ("anchor", "reuse")
@@ -66,12 +78,8 @@ def run_bits(
     baselines = time_baselines(prepared, note)
     for taken in ("bf16", precision):
         note(measure_bits(ready, quality, profile, taken, "bfloat16", baselines, note))
-    left = ends - time.monotonic()
     if options.full and name == "wan2.1-1.3b":
-        config = profile_config(model, profile, ready.top_k, precision=precision)
-        how: dict[str, Any] = {"config": config, "benchmark": "e2e bits run"}
-        for line in whole_run(ready, seconds=left, rehearse=options.rehearse, **how):
-            note(line)
+        run_whole(ready, options, baselines, ends - time.monotonic(), note)
     if options.float8:
         prepared.compiled_calls.clear()
         torch._dynamo.reset()  # graphs of the other linears
@@ -79,6 +87,77 @@ def run_bits(
         ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, model, device)
         compile_phases(ready, timed_config(ready, profile).replace(precision=precision), PHASES_TIMED)
         note({"made_by": made, **measure_bits(ready, quality, profile, precision, "float8", baselines, note)})
+
+
+def run_alone(
+    name: str,
+    model: WholeModel,
+    device: torch.device,
+    keep: Keep,
+    options: SectionOptions,
+    turn: Callable[[], float],
+    record: Path,
+) -> None:
+    """Stock and the precision; or float8 linears with it, whose stock forward is the last of this commit in `record`."""
+    profile, began = options.profile, time.monotonic()
+
+    def note(part: dict[str, Any]) -> None:
+        keep({"model": name, "profile": profile, "alone": True, **part})
+
+    def done(part: str) -> None:
+        note({"benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
+
+    transformer = random_transformer(model, device)
+    made = {"made_by": make_float8(transformer, device)} if options.float8 else {}
+    inputs = forward_inputs(model, transformer, device)
+    done("weights")
+    fusing_s = seconds_of_fusing(transformer, inputs, model, device)
+    done("fused blocks")
+    density = DENSITY if options.density is None else options.density
+    top_k = options.top_k or find_top_k(transformer, inputs, model, density)
+    ready = PreparedModel(model, device, transformer, inputs, top_k, fusing_s=fusing_s)
+    config = timed_config(ready, profile).replace(precision=options.precision)
+    compile_phases(ready, config, PHASES_TIMED, done)
+    ends = time.monotonic() + turn()
+    if options.float8:
+        baselines = stock_before(name, record)
+    else:
+        baselines = {"stock": timed_forward(ready, 999.0, "dense", note).seconds}
+    linears = "float8" if options.float8 else "bfloat16"
+    found = measure_fast(ready, config, linears, baselines, note)
+    note({**made, **found})
+    if options.full and name == "wan2.1-1.3b":
+        run_whole(ready, options, found["baselines"], ends - time.monotonic(), note, found)
+
+
+def stock_before(name: str, record: Path) -> dict[str, float]:
+    commit = gpu_environment()["commit"]
+    found = [
+        line["seconds"]
+        for line in read_records(record)
+        if line.get("model") == name and line.get("benchmark") == "e2e forward" and line["phase"] == "dense"
+        and "precision" not in line and line["environment"]["commit"] == commit
+    ]  # fmt: skip
+    return {"stock": found[-1]} if found else {}
+
+
+def run_whole(
+    ready: PreparedModel,
+    options: SectionOptions,
+    baselines: dict[str, float],
+    left: float,
+    note: Keep,
+    forwards: dict[str, Any] | None = None,
+) -> None:
+    """All 50 steps. forwards: of this process, for what the run should take by them."""
+    config = profile_config(ready.model, options.profile, ready.top_k, precision=options.precision)
+    composed: dict[str, Any] = {}
+    if forwards is not None:
+        run = anchored_run(forwards, phases_with_forecasts(config, RUN_STEPS, options.forecast), baselines)
+        composed = {"composed_s": run["park_s"], "composed": run}
+    how: dict[str, Any] = {"config": config, "forecast": options.forecast, "benchmark": "e2e bits run"}
+    for line in whole_run(ready, seconds=left, rehearse=options.rehearse, alone=options.alone, **how):
+        note({"precision": options.precision, **composed, **line})
 
 
 def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:
@@ -98,10 +177,33 @@ def measure_bits(
     baselines: dict[str, float],
     note: Keep,
 ) -> dict[str, Any]:
+    """`fast`, and quality's reuse at its own density."""
     config = timed_config(ready, profile).replace(precision=precision)
+    found = measure_fast(ready, config, linears, baselines, note)
+    denser = timed_config(quality, "quality").replace(precision=precision, dense_steps=0, refresh_steps=())
 
     def note_bits(part: dict[str, Any]) -> None:
         note({**part, "precision": precision, "linears": linears})
+
+    (anchor, reuse), report, _ = timed_phases(quality, denser, QUALITY_PHASES, note_bits)
+    phases = phases_of_run(profile_config(ready.model, "quality", ready.top_k))
+    found["runs"]["quality"] = anchored_run({**found, "reuse_s": reuse.seconds}, phases, found["baselines"])
+    found["memory"]["plans_with_guidance_gb"] = 2 * report.peak_state_bytes / 1e9
+    return {
+        **found,
+        "quality_density": sparse_density(report.layers),
+        "quality_reuse_s": reuse.seconds,
+        "finite": found["finite"] and anchor.finite and reuse.finite,
+    }
+
+
+def measure_fast(
+    ready: PreparedModel, config: ParkConfig, linears: str, baselines: dict[str, float], note: Keep
+) -> dict[str, Any]:
+    """One forward of each kind, and the run of `fast` that they make."""
+
+    def note_bits(part: dict[str, Any]) -> None:
+        note({**part, "precision": config.precision, "linears": linears})
 
     runs, report, residual_bytes = timed_phases(ready, config, PHASES_TIMED, note_bits)
     own, cold, first_reuse, warm, second_reuse = (run.seconds for run in runs)
@@ -111,27 +213,18 @@ def measure_bits(
         "anchor_warm_s": warm,
         "reuse_s": statistics.median((first_reuse, second_reuse)),
     }
-    denser = timed_config(quality, "quality").replace(precision=precision, dense_steps=0, refresh_steps=())
-    (_, dense_reuse), quality_report, _ = timed_phases(quality, denser, QUALITY_PHASES, note_bits)
     ways = {**baselines, "own kernel": own}
-    quality_seconds = {**seconds, "reuse_s": dense_reuse.seconds}
-    composed = {
-        name: anchored_run(found, phases_of_run(profile_config(ready.model, name, ready.top_k)), ways)
-        for name, found in (("fast", seconds), ("quality", quality_seconds))
-    }
+    fast = anchored_run(seconds, phases_of_run(profile_config(ready.model, "fast", ready.top_k)), ways)
+    peak = largest([run.peak_gb for run in runs])
     return {
-        "benchmark": "e2e bits", "transformer": ready.model.transformer, "precision": precision, "linears": linears,
-        "video": ready.model.video, "tokens": ready.model.tokens, "text_tokens": ready.model.text_tokens,
-        "valid_text_tokens": ready.model.valid_text, "layers": len(report.layers), "config": config.to_dict(),
-        "fused": report.fused, "fusing_s": ready.fusing_s, "reasons": report.dense_because,
-        "density": sparse_density(report.layers), **seconds,
-        "quality_density": sparse_density(quality_report.layers), "quality_reuse_s": dense_reuse.seconds,
-        "baselines": ways, "attention_s": report.attention_seconds, "runs": composed,
+        "benchmark": "e2e bits", "transformer": ready.model.transformer, "precision": config.precision,
+        "linears": linears, "video": ready.model.video, "tokens": ready.model.tokens,
+        "text_tokens": ready.model.text_tokens, "valid_text_tokens": ready.model.valid_text,
+        "layers": len(report.layers), "config": config.to_dict(), "fused": report.fused, "fusing_s": ready.fusing_s,
+        "reasons": report.dense_because, "density": sparse_density(report.layers), **seconds, "baselines": ways,
+        "attention_s": report.attention_seconds, "runs": {"fast": fast},
         "finite": all(run.finite for run in runs), "memory": {
-            **state_record(
-                ready, config, report, residual_bytes, quality_report,
-                park_peak_gb=largest([run.peak_gb for run in runs])
-            ),
+            **state_record(ready, config, report, residual_bytes, report, park_peak_gb=peak),
             "weights_gb": weights_bytes(ready.transformer) / 1e9,
         },
     }  # fmt: skip

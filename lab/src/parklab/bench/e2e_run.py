@@ -53,11 +53,13 @@ def whole_run(
     config: ParkConfig | None = None,
     forecast: Sequence[int] = (),
     benchmark: str = "e2e run",
+    alone: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A line for PARK, one for dense, one for the decoded video.
 
     seconds: what there is for all of it; PARK comes first, and a dense run that has no time left stops at a step, and
-    says so. config: None is the model's preset at the density found. forecast: steps whose forward is not run.
+    says so. config: None is the model's preset at the density found. forecast: steps whose forward is not run. alone:
+    PARK's line is all.
     """
     ends = time.monotonic() + seconds
     model, device = ready.model, ready.device
@@ -96,6 +98,8 @@ def whole_run(
         "attention_s": report.attention_seconds, "saved_s_by_summary": report.seconds_saved,
         "memory": memory_record(ready.transformer, report, park_peak_gb=park["peak_gb"]),
     }  # fmt: skip
+    if alone:
+        return
     dense = generate(pipe, model, steps, ends=ends)
     dense.pop("latents")
     whole = len(dense["each_s"]) == steps

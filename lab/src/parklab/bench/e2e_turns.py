@@ -176,14 +176,14 @@ def bits_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
     for line in lines:
         if line.get("benchmark") == "e2e bits":
             names = ("own_dense_s", "anchor_cold_s", "anchor_warm_s", "reuse_s")
-            seconds = [line["baselines"]["stock"], line["baselines"]["compiled"], *(line[name] for name in names)]
-            fast, quality = (line["runs"][name]["speedup"] for name in ("fast", "quality"))
+            seconds = [line["baselines"].get(way) for way in ("stock", "compiled")] + [line[name] for name in names]
+            fast, quality = (line["runs"].get(name, {"speedup": {}})["speedup"] for name in ("fast", "quality"))
+            won = fast.get("stock"), fast.get("compiled"), quality.get("stock")
             peak = line["memory"]["park_peak_gb"]
             rows.append([
                 line["model"], line["linears"], line["precision"], f"{line['density']:.3f}",
-                *(f"{s:.2f}" for s in seconds), f"{fast['stock']:.2f}x", f"{fast['compiled']:.2f}x",
-                f"{quality['stock']:.2f}x", f"{line['memory']['state_with_guidance_gb']:.2f}",
-                "" if peak is None else f"{peak:.1f}",
+                *("" if s is None else f"{s:.2f}" for s in seconds), *("" if x is None else f"{x:.2f}x" for x in won),
+                f"{line['memory']['state_with_guidance_gb']:.2f}", "" if peak is None else f"{peak:.1f}",
             ])  # fmt: skip
     return rows
 
