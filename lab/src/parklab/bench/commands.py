@@ -243,6 +243,9 @@ def e2e(
     top_k: Annotated[
         float | None, typer.Option(help="With --precision: the share of key blocks, as a record has it; else found.")
     ] = None,
+    guidance: Annotated[
+        float, typer.Option(help="With --precision and --full: above 1 every step has two forwards.")
+    ] = 1.0,
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
 ) -> None:
@@ -251,7 +254,7 @@ def e2e(
 
     options = SectionOptions(
         full=full, compiled=compiled, rehearse=rehearse, profile=profile, density=density, float8=float8,
-        precision=precision, forecast=tuple(forecast or ()), alone=alone, top_k=top_k,
+        precision=precision, forecast=tuple(forecast or ()), alone=alone, top_k=top_k, guidance=guidance,
     )  # fmt: skip
     outcome, rows = run_and_tabulate(record, options, only=only, budget_s=budget)
     paper = "one forward in each phase; 50 steps: 20 % dense, a refresh every 10 steps"

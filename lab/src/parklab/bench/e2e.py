@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,7 +167,7 @@ def measure(ready: PreparedModel, note: Keep = lambda part: None) -> dict[str, A
     """
     model, transformer = ready.model, ready.transformer
     config = paper_config(ready)
-    runs, report, _ = timed_phases(ready, config, PHASES_MEASURED, note)
+    runs, report, *_ = timed_phases(ready, config, PHASES_MEASURED, note)
     with enable(transformer, config, total_steps=RUN_STEPS, fuse=False):
         unfused = [
             timed_forward(ready, 999.0 - step, f"{phase}, not fused", note)
@@ -202,17 +202,27 @@ class Phases(NamedTuple):
     runs: list[Measurement]
     report: Summary
     residual_bytes: int  # held after the last of them
+    second: Measurement | None = None  # the last of them in the other branch of guidance
 
 
-def timed_phases(ready: PreparedModel, config: ParkConfig, phases: tuple[str, ...], note: Keep) -> Phases:
-    """One forward in each of these phases, which are those of the config's first steps."""
+def timed_phases(
+    ready: PreparedModel, config: ParkConfig, phases: tuple[str, ...], note: Keep, other: dict[str, Any] | None = None
+) -> Phases:
+    """One forward in each of these phases, which are those of the config's first steps. other: what the second branch
+    of guidance has in place of the inputs; it runs after the last phase.
+    """
+    second = None
     # as in a whole run, whose length decides whether blocks are fused
     with enable(ready.transformer, config, total_steps=RUN_STEPS) as session:
         runs = [timed_forward(ready, 999.0 - step, phase, note) for step, phase in enumerate(phases)]
         report = summary(ready.transformer)
         residuals = session.method.plans.residual_nbytes if isinstance(session.method, PlannedMethod) else 0
+        if other:
+            branch = replace(ready, inputs={**ready.inputs, **other})
+            second = timed_forward(branch, 1000.0 - len(phases), f"{phases[-1]}, second branch", note)
+            expect_phases(summary(ready.transformer).steps, phases)
     expect_phases(report.steps, phases)
-    return Phases(runs, report, residuals)
+    return Phases(runs, report, residuals, second)
 
 
 def timed_forward(ready: PreparedModel, timestep: float, phase: str, note: Keep) -> Measurement:
@@ -276,6 +286,7 @@ class SectionOptions:
     forecast: Sequence[int] = ()
     alone: bool = False
     top_k: float | None = None
+    guidance: float = 1.0
 
     def __post_init__(self) -> None:
         anchored, eight_bits = self.profile != "paper", self.precision != "bf16"
@@ -300,6 +311,10 @@ class SectionOptions:
             )
         if self.top_k is not None:
             expect_fraction("top_k", self.top_k, zero=False)
+        if self.guidance != 1 and not (self.full and eight_bits):
+            raise ValueError(
+                "guidance: expected --full and --precision int8 beside it; add --profile fast --precision int8 --full."
+            )
 
 
 def run_section(

@@ -7,7 +7,7 @@ Runs of 50 steps are composed of them, and compared with stock diffusers and wit
 bfloat16 and timed beside them. `quality` computes more than `fast` in a reuse step, so its reuse is timed at a
 density of its own.
 
-    park bench e2e --profile fast --precision int8 --alone [--full --forecast STEP] [--top-k 0.0862] --record FILE
+    park bench e2e --profile fast --precision int8 --alone [--full --guidance 5 --forecast STEP] --record FILE
     park bench e2e --profile fast --precision int8 --alone --float8 --only wan2.1-14b --record FILE
 
 For a short lease: stock and `fast` in the precision. The second command times float8 linears alone, and compares them
@@ -153,9 +153,13 @@ def run_whole(
     config = profile_config(ready.model, options.profile, ready.top_k, precision=options.precision)
     composed: dict[str, Any] = {}
     if forwards is not None:
+        if options.guidance <= 1:
+            forwards = {name: value for name, value in forwards.items() if name != "anchor_second_s"}
         run = anchored_run(forwards, phases_with_forecasts(config, RUN_STEPS, options.forecast), baselines)
-        composed = {"composed_s": run["park_s"], "composed": run}
+        branches = 2 if options.guidance > 1 else 1
+        composed = {"composed_s": branches * run["park_s"], "composed": run}
     how: dict[str, Any] = {"config": config, "forecast": options.forecast, "benchmark": "e2e bits run"}
+    how |= {"guidance": options.guidance}
     for line in whole_run(ready, seconds=left, rehearse=options.rehearse, alone=options.alone, **how):
         note({"precision": options.precision, **composed, **line})
 
@@ -185,7 +189,7 @@ def measure_bits(
     def note_bits(part: dict[str, Any]) -> None:
         note({**part, "precision": precision, "linears": linears})
 
-    (anchor, reuse), report, _ = timed_phases(quality, denser, QUALITY_PHASES, note_bits)
+    (anchor, reuse), report, *_ = timed_phases(quality, denser, QUALITY_PHASES, note_bits)
     phases = phases_of_run(profile_config(ready.model, "quality", ready.top_k))
     found["runs"]["quality"] = anchored_run({**found, "reuse_s": reuse.seconds}, phases, found["baselines"])
     found["memory"]["plans_with_guidance_gb"] = 2 * report.peak_state_bytes / 1e9
@@ -197,6 +201,13 @@ def measure_bits(
     }
 
 
+def other_prompt(ready: PreparedModel) -> dict[str, Any] | None:
+    """Of the second branch; None where the model takes guidance as a number."""
+    if "guidance" in ready.inputs:
+        return None
+    return {"encoder_hidden_states": ready.inputs["encoder_hidden_states"].flip(1)}
+
+
 def measure_fast(
     ready: PreparedModel, config: ParkConfig, linears: str, baselines: dict[str, float], note: Keep
 ) -> dict[str, Any]:
@@ -205,13 +216,14 @@ def measure_fast(
     def note_bits(part: dict[str, Any]) -> None:
         note({**part, "precision": config.precision, "linears": linears})
 
-    runs, report, residual_bytes = timed_phases(ready, config, PHASES_TIMED, note_bits)
-    own, cold, first_reuse, warm, second_reuse = (run.seconds for run in runs)
+    runs, report, residual_bytes, second = timed_phases(ready, config, PHASES_TIMED, note_bits, other_prompt(ready))
+    own, cold, first_reuse, second_reuse, warm = (run.seconds for run in runs)
     seconds = {
         "own_dense_s": own,
         "anchor_cold_s": cold,
         "anchor_warm_s": warm,
         "reuse_s": statistics.median((first_reuse, second_reuse)),
+        **({} if second is None else {"anchor_second_s": second.seconds}),
     }
     ways = {**baselines, "own kernel": own}
     fast = anchored_run(seconds, phases_of_run(profile_config(ready.model, "fast", ready.top_k)), ways)

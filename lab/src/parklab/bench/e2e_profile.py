@@ -2,6 +2,8 @@
 
     50 steps = anchor_cold_s + (anchors - 1) x anchor_warm_s + the rest x reuse_s
 
+With guidance the second branch takes the plans of the first, so that its anchors take anchor_second_s.
+
 against three ways to run all of them dense: stock diffusers, its blocks compiled, and our own kernel in blocks that
 enable fuses. The paper preset's refresh and reuse at the same density are timed in the same process: what corrections
 cost.
@@ -46,9 +48,10 @@ from parklab.research import ResearchConfig
 
 DENSITY = 0.10
 BASELINES = ("stock", "compiled", "own kernel")
-# dense in our own kernel; the second anchor is warm-started
-PHASES_TIMED = ("dense", "anchor", "reuse", "anchor", "reuse")
+# dense in our own kernel; the second anchor is warm-started, and last, where the second branch may take its plan
+PHASES_TIMED = ("dense", "anchor", "reuse", "reuse", "anchor")
 COMPOSED = "dense x own_dense_s + anchor_cold_s + (anchor - 1) x anchor_warm_s + reuse x reuse_s, one forward per step"
+GUIDED = "the mean of both branches of guidance, of which the second has anchor x anchor_second_s: " + COMPOSED
 # what the fast profile is held to: a whole run against stock diffusers, and all state with guidance, in GB
 SPEED_BARS = {"wan2.1-14b": 2.4, "wan2.1-1.3b": 3.0, "hunyuanvideo": 4.0}
 STATE_BARS = {"wan2.1-14b": 4.0}
@@ -139,19 +142,19 @@ def measure_profile(prepared: PreparedProfile, note: Keep = lambda part: None) -
     """One forward of each kind. Dense comes last and stock: what enable changed is undone by then."""
     ready, profile = prepared.ready, prepared.profile
     model, config = ready.model, timed_config(ready, profile)
-    runs, report, residual_bytes = timed_phases(ready, config, PHASES_TIMED, note)
+    runs, report, residual_bytes, _ = timed_phases(ready, config, PHASES_TIMED, note)
 
     def note_plain(part: dict[str, Any]) -> None:
         note({**part, "corrected": False})
 
-    plain, plain_report, _ = timed_phases(ready, paper_config(ready), PHASES_MEASURED, note_plain)
+    plain, plain_report, *_ = timed_phases(ready, paper_config(ready), PHASES_MEASURED, note_plain)
     dense = {}
     if prepared.compiled_calls:
         with compiled_again(prepared.compiled_calls):
             dense["compiled"] = timed_forward(ready, 999.0, "dense, compiled", note)
     usual = "compiled" if ready.compiled else "stock"
     dense[usual] = timed_forward(ready, 999.0, "dense", note)
-    own, anchor_cold, first_reuse, anchor_warm, second_reuse = (run.seconds for run in runs)
+    own, anchor_cold, first_reuse, second_reuse, anchor_warm = (run.seconds for run in runs)
     refresh_cold, plain_first, refresh_warm, plain_second = (run.seconds for run in plain)
     baselines = {**{way: run.seconds for way, run in dense.items()}, "own kernel": own}
     seconds = {
@@ -188,10 +191,12 @@ def measure_profile(prepared: PreparedProfile, note: Keep = lambda part: None) -
 
 def anchored_run(seconds: dict[str, float], phases: Counter[str], baselines: dict[str, float]) -> dict[str, Any]:
     """What a run with anchors takes by the parts measured here, and how many times as long each way to run it dense."""
-    anchors = seconds["anchor_cold_s"] + (phases["anchor"] - 1) * seconds["anchor_warm_s"]
+    anchors, formula = seconds["anchor_cold_s"] + (phases["anchor"] - 1) * seconds["anchor_warm_s"], COMPOSED
+    if "anchor_second_s" in seconds:
+        anchors, formula = (anchors + phases["anchor"] * seconds["anchor_second_s"]) / 2, GUIDED
     park = phases["dense"] * seconds["own_dense_s"] + anchors + phases["reuse"] * seconds["reuse_s"]
     speedup = speedups(park, baselines, phases.total())
-    return {"steps": dict(phases), "formula": COMPOSED, "park_s": park, "speedup": speedup}
+    return {"steps": dict(phases), "formula": formula, "park_s": park, "speedup": speedup}
 
 
 def speedups(park_s: float, baselines: dict[str, float], steps: int = RUN_STEPS) -> dict[str, float]:
