@@ -7,8 +7,7 @@
 Each computed forward is compared with the line: e = |line - y| / |y|. By c = e / (g (g + h)) of the last comparison, a
 forecast will be wrong by c g (g + h), and du / (1 + exp u) of that goes into the latents, as a share of the signal in
 them, on the way to the next step. A row of forecasts goes on as long as the sum of these shares is within the
-tolerance. In runs of fewer than CLOSE steps the larger c of the last two comparisons counts. The first fifth of the
-steps is computed.
+tolerance. In runs of fewer than CLOSE steps the larger c of the last two comparisons counts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from torch import Tensor
 from parkattn.anchors import levels_of, log_signal_to_noise
 from parkattn.site import CallSite
 
-FIRST = 0.2  # of the steps: they settle what the video shows, so their errors grow
 LONGEST = 4  # steps forecast in a row: an error that has grown since is seen no later
 CLOSE = (
     50  # steps of a run whose comparisons lie close: below, one alone may be where a curve that bends crosses its line
@@ -147,14 +145,13 @@ class Forecast:
         return g, h, g * (g + h) if g > 0 and h > 0 else 0.0
 
     def _may_skip(self, site: CallSite) -> bool:
-        total = site.total_steps or 0
-        if site.step < FIRST * total or site.step >= total - 1 or self._row >= LONGEST:
+        if site.step >= (site.total_steps or 0) - 1 or self._row >= LONGEST:
             return False
         # a branch that the last computed step did not have is over
         self._held = {branch: held for branch, held in self._held.items() if held[-1].step >= self._computed_at}
         if not self._held or not all(held[-1].compared for held in self._held.values()):
             return False
-        wanted = 1 if total >= CLOSE else 2
+        wanted = 1 if (site.total_steps or 0) >= CLOSE else 2
         if self._growth is None and len(self._compared) >= wanted:
             growths = [each.growth() for each in self._compared[-wanted:]]  # once after each computed step
             self._growth = max(growths) if all(map(math.isfinite, growths)) else math.nan  # max may pass NaN over

@@ -243,9 +243,7 @@ def e2e(
     top_k: Annotated[
         float | None, typer.Option(help="With --precision: the share of key blocks, as a record has it; else found.")
     ] = None,
-    guidance: Annotated[
-        float, typer.Option(help="With --precision and --full: above 1 every step has two forwards.")
-    ] = 1.0,
+    guidance: Annotated[float, typer.Option(help="With --precision and --full: above 1, two forwards a step.")] = 1.0,
     budget: Annotated[float, typer.Option(help="Seconds for everything.")] = 1200,
     rehearse: Rehearse = False,
 ) -> None:

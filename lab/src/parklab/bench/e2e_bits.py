@@ -98,7 +98,7 @@ def run_alone(
     turn: Callable[[], float],
     record: Path,
 ) -> None:
-    """Stock and the precision; or float8 linears with it, whose stock forward is the last of this commit in `record`."""
+    """Stock and the precision; or float8 linears with it, whose stock forward is this commit's last in `record`."""
     profile, began = options.profile, time.monotonic()
 
     def note(part: dict[str, Any]) -> None:

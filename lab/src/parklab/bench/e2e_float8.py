@@ -166,7 +166,7 @@ def measure_linears(ready: PreparedModel, calls: dict[torch.nn.Module, Any], not
     calls: of blocks compiled for dense, as compiled_dense returns them.
     """
     transformer, config = ready.transformer, paper_config(ready)
-    runs, report, _ = timed_phases(ready, config, PHASES_MEASURED, note)
+    runs, report, *_ = timed_phases(ready, config, PHASES_MEASURED, note)
     refresh_cold, first_reuse, refresh_warm, second_reuse = (run.seconds for run in runs)
     with enable(transformer, config, total_steps=RUN_STEPS):
         timed_forward(ready, 999.0, "refresh", note)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from parkattn.engine.summary import PHASES
+from parkattn.engine.summary import PHASES, Summary
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import RUN_STEPS, PreparedModel, memory_record, phases_of_run
@@ -69,19 +69,8 @@ def whole_run(
     with enable(pipe, method=GivenForecasts(config, forecast)) if forecast else enable(pipe, config):
         park = generate(pipe, model, steps, guidance=guidance)
         report = summary(pipe)
-    latents = park.pop("latents")
-    phases, layers = phases_with_forecasts(config, steps, forecast), len(report.layers)
-    calls = layers * (2 if guidance > 1 else 1)
-    expected = {phase: phases[phase] * calls for phase in (*PHASES, *phases) if phase != FORECAST}
-    left_out = report.steps.get(FORECAST, [])
-    problems = [
-        *([f"forecast steps {left_out}, expected {sorted(forecast)}"] if left_out != sorted(forecast) else []),
-        *([f"attention calls {report.calls}, expected {expected}"] if report.calls != expected else []),
-        *([f"{report.state_bytes} bytes of plans are left"] if report.state_bytes else []),
-        *([] if park["finite"] else ["latents are not finite"]),
-    ]
-    if problems:
-        raise RuntimeError(f"e2e: {'; '.join(problems)}, so nothing was recorded.")
+    latents, layers = park.pop("latents"), len(report.layers)
+    expected = _expect_run(report, config, steps, forecast, branches=2 if guidance > 1 else 1, finite=park["finite"])
     by_phase = {
         phase: statistics.median(park["each_s"][step] for step in took) for phase, took in report.steps.items() if took
     }
@@ -110,6 +99,25 @@ def whole_run(
     free_memory()
     if time.monotonic() < ends:
         yield decoded(latents, device, rehearse=rehearse)
+
+
+def _expect_run(
+    report: Summary, config: ParkConfig, steps: int, forecast: Sequence[int], *, branches: int, finite: bool
+) -> dict[str, int]:
+    """Attention calls of each phase, which are what the schedule says; else an error."""
+    phases = phases_with_forecasts(config, steps, forecast)
+    calls = branches * len(report.layers)
+    expected = {phase: phases[phase] * calls for phase in (*PHASES, *phases) if phase != FORECAST}
+    left_out = report.steps.get(FORECAST, [])
+    problems = [
+        *([f"forecast steps {left_out}, expected {sorted(forecast)}"] if left_out != sorted(forecast) else []),
+        *([f"attention calls {report.calls}, expected {expected}"] if report.calls != expected else []),
+        *([f"{report.state_bytes} bytes of plans are left"] if report.state_bytes else []),
+        *([] if finite else ["latents are not finite"]),
+    ]
+    if problems:
+        raise RuntimeError(f"e2e: {'; '.join(problems)}, so nothing was recorded.")
+    return expected
 
 
 def phases_with_forecasts(config: ParkConfig, steps: int, forecast: Sequence[int]) -> Counter[str]:
