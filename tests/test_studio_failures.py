@@ -385,3 +385,15 @@ def test_an_estimate_counts_what_forecasts_left_out_or_says_that_nothing_is_know
     small = {"frames": 41, "height": 480, "width": 832}
     some = gain.estimate("wan2.1-14b", **small, tolerance=0.006)["profiles"]["fast"]["speedup"]["dense"]
     assert some > gain.estimate("wan2.1-14b", **small, tolerance=0)["profiles"]["fast"]["speedup"]["dense"] > 1
+
+
+def test_a_precision_is_estimated_where_its_forwards_were_timed_and_named_where_they_were_not():
+    video = {"frames": 81, "height": 720, "width": 1280, "gpu": "H200"}
+    plain, rounded = (gain.estimate("wan2.1-14b", **video, precision=each)["profiles"] for each in ("bf16", "int8"))
+    assert rounded["fast"]["seconds"] < plain["fast"]["seconds"] and rounded["fast"]["no_precision"] is None
+    untimed = gain.estimate("hunyuanvideo", **video | {"frames": 125}, precision="int8")["profiles"]["fast"]
+    for told in (rounded["paper"], untimed):
+        assert told["no_precision"] == "no forward in INT8 was timed, so in bf16"
+    assert rounded["paper"] | {"no_precision": None} == plain["paper"]
+    with pytest.raises(ValueError, match="precision: expected"):
+        gain.estimate("wan2.1-14b", **video, precision="fp4")

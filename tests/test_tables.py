@@ -148,10 +148,20 @@ def test_tables_of_runs_compare_each_row_with_the_same_profile_on_the_same_video
     (turbo, paper) = _cells(run_tables.few_steps())
     assert turbo[:4] == ["4", "`turbo`", "2", "37.0%"] and turbo[-1].startswith("+5.5 ±") and paper[-1] == ""
     seconds = [row for row in _cells(run_tables.run_seconds()) if row[2].startswith("`fast tolerance=0.006`")]
-    assert [row[0] for row in seconds] == ["Wan2.1-14B", "Wan2.1-14B", "Wan2.1-1.3B"]  # float8 in one, no guidance 1
+    # float8 linears were timed in one model, INT8 in two, and no model has videos without guidance here
+    kinds = {row[2].removeprefix("`fast tolerance=0.006`") for row in seconds if row[0] == "Wan2.1-14B"}
+    assert kinds == {"", ", float8 linears", ", INT8 attention", ", INT8 attention, float8 linears"}
+    assert [row[2] for row in seconds if row[0] == "Wan2.1-1.3B"] == [
+        f"`fast tolerance=0.006`{kind}" for kind in ("", ", INT8 attention")
+    ]
+    assert all(bool(row[3]) == row[2].endswith("`") for row in seconds), "videos were made in one way alone"
     own = gain.measured_forwards()["models"]["wan2.1-1.3b"]
-    taken = 2 * gain.seconds_of_phases(own["profiles"]["fast"]["seconds"], {"dense": 1, "anchor": 1})
-    assert seconds[-1][5] == f"{taken:,.0f} s" and seconds[-1][6] == f"{100 * own['dense']['stock'] / taken:.2f}x"
+    plain, rounded = seconds[-2:]
+    taken = 2 * gain.seconds_of_phases(own["profiles"]["fast"]["seconds"], {"dense": 1, "anchor": 1}, 2)
+    assert plain[5] == f"{taken:,.0f} s" and plain[6] == f"{100 * own['dense']['stock'] / taken:.2f}x"
+    int8 = own["int8"]["fast"]
+    taken = 2 * int8["seconds"]["dense"] + int8["seconds"]["anchor_cold"] + int8["seconds"]["anchor_second"]
+    assert rounded[5] == f"{taken:,.0f} s" and rounded[6] == f"{100 * int8['dense']['stock'] / taken:.2f}x"
 
 
 def test_relatives_stand_beside_the_rivals_once_they_were_run(tables, monkeypatch):
@@ -240,17 +250,19 @@ def test_doctor_and_the_table_of_runs_agree_with_forecasts_and_without():
         )
         if tokens != "75,600" or "float8" in run:
             continue
-        profile, _, tolerance = run.strip("`").partition(" tolerance=")
-        size = SIZES[models[name]]
+        setting, _, kind = run.partition("`, ")
+        profile, *fields = setting.strip("`").split()
+        asked = dict(field.split("=") for field in fields) | ({"precision": "int8"} if kind == "INT8 attention" else {})
         command = ["doctor", "--json", "--gpu", "H200", "--model", models[name], "--profile", profile]
-        command += ["--frames", str(size.video[0]), *(["--tolerance", tolerance] if tolerance else [])]
+        command += ["--frames", str(SIZES[models[name]].video[0])]
+        command += [word for field, value in asked.items() for word in (f"--{field}", value)]
         told = json.loads(CliRunner().invoke(cli.app, command).stdout)["estimate"]["profiles"]
         park = told[profile]
-        assert list(told) == [profile] and park["no_forecasts"] is None
+        assert list(told) == [profile] and park["no_forecasts"] is None and park["no_precision"] is None
         assert seconds == f"{park['seconds']:,.0f} s" and (source == "estimated") is park["estimated"]
         assert (stock, compiled) == tuple(f"{park['speedup'][way]:.2f}x" for way in ("stock", "compiled"))
         seen += 1
-    assert seen == 18
+    assert seen == 29
 
 
 def test_ranks_of_a_simulated_layer_are_as_even_as_its_heads_allow(tables):

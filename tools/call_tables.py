@@ -26,6 +26,12 @@ OFFICIAL = {
     "fastvideo-kernel": "STA, 3 x 3 x 3 tiles",
 }
 FALL_BACK = ("comfy-kitchen", "fastvideo-kernel")  # to another kernel, in silence
+INT8_BARS = {  # of cuDNN's time, in bf16 and INT8
+    "dense": ("0.81", "0.64"),
+    "wan2.1-14b, density 0.25": ("0.27", "0.175"),
+    "wan2.1-14b, density 0.10": ("0.119", "0.080"),
+    "hunyuan, density 0.25": ("0.297", "0.18"),
+}
 TIME_HEADS = "plan, ms | attention, ms | sparse call, ms"
 Times = dict[str, float]
 
@@ -106,6 +112,32 @@ def _retrieval(label: str) -> Table:
     table = EXPERIMENTS[label].result(CellRecords(asked, found.finished(asked), {})).table
     assert table is not None
     return table
+
+
+@published
+def attention_in_int8() -> str:
+    """The newest run that timed both precisions, with borders as the presets round them."""
+    found = [row for row in lines("gpu_attend_int8.jsonl") if row.get("benchmark") in ("attend", "dense")]
+    commit = [row for row in found if row["kernel"] == "gluon int8"][-1]["environment"]["commit"]
+    newest = {
+        ("dense" if row["benchmark"] == "dense" else row["case"], row["kernel"]): row
+        for row in found
+        if row["environment"]["commit"] == commit and row.get("borders") != "as clustered"
+    }
+    rows = []
+    for case, bars in INT8_BARS.items():
+        names = ("ours", "ours, int8") if case == "dense" else ("gluon", "gluon int8")
+        model, _, rest = ("wan2.1-14b", "", "dense") if case == "dense" else case.partition(", ")
+        row = [f"{'HunyuanVideo' if model == 'hunyuan' else 'Wan2.1-14B'}, {rest}"]
+        row.append(f"{newest[case, 'cudnn']['ms']:.1f} ms")
+        for name, bar in zip(names, bars, strict=True):
+            plain, compensated = newest[case, name], newest.get((case, name.replace("gluon", "gluon compensated")))
+            if name.endswith("int8"):
+                compensated = newest.get((case, "gluon int8 compensated"))
+            row += [f"{plain['ms']:.1f} ms", f"{plain['ratio']:.3f}", bar]
+            row.append(f"{compensated['ratio']:.3f}" if compensated and case != "dense" else "")
+        rows.append(row)
+    return page_table("case | cuDNN | bf16 | ratio | bar | compensated | INT8 | ratio | bar | compensated", rows)
 
 
 @published

@@ -54,22 +54,17 @@ def eight_bits_whole_models() -> str:
     """Attention in both precisions, and float8 linears, in one process: forwards and composed runs."""
     rows = []
     for row in lines("e2e_bits.jsonl", "e2e bits"):
-        seconds = (
-            row["baselines"]["stock"],
-            row["own_dense_s"],
-            row["anchor_warm_s"],
-            row["reuse_s"],
-            row["quality_reuse_s"],
-        )
-        gains = (row["runs"][name]["speedup"]["stock"] for name in ("quality", "fast"))
+        names = ("own_dense_s", "anchor_warm_s", "anchor_second_s", "reuse_s", "quality_reuse_s")
+        seconds = (row["baselines"]["stock"], *(row.get(name) for name in names))
+        gains = (row["runs"].get(name, {"speedup": {}})["speedup"].get("stock") for name in ("quality", "fast"))
         rows.append((
             f"{MODELS[row['model']]}, {row['video'][1]}p", row["linears"],
-            "INT8" if row["precision"] == "int8" else "bfloat16", *(f"{s:.2f}" for s in seconds),
-            *(f"{gain:.2f}x" for gain in gains), f"{row['memory']['park_peak_gb']:.1f}",
+            "INT8" if row["precision"] == "int8" else "bfloat16", *("" if s is None else f"{s:.2f}" for s in seconds),
+            *("" if gain is None else f"{gain:.2f}x" for gain in gains), f"{row['memory']['park_peak_gb']:.1f}",
         ))  # fmt: skip
     return page_table(
-        "model | linears | Q K^T | stock, s | our dense, s | anchor, s | reuse `fast`, s | reuse `quality`, s | "
-        "`quality` | `fast` | peak, GB",
+        "model | linears | Q K^T | stock, s | our dense, s | anchor, s | second branch, s | reuse `fast`, s | "
+        "reuse `quality`, s | `quality` | `fast` | peak, GB",
         rows,
     )
 
@@ -87,7 +82,9 @@ def forwards() -> Record:
         for row in lines(f"{name}.jsonl", FORWARDS[name])
     }
     plain = {row["model"]: row for row in whole_models_recorded() if not row["compiled"]}
-    bits = {row["model"]: row for row in lines("e2e_bits.jsonl", "e2e bits") if row["precision"] == "bf16"}
+    recorded = lines("e2e_bits.jsonl", "e2e bits")
+    bits = {row["model"]: row for row in recorded if row["precision"] == "bf16"}
+    rounded = {row["model"]: row for row in recorded if row["precision"] == "int8" and row["linears"] == "bfloat16"}
     models = {}
     for row in last_profiles():
         paper, corrections = plain[row["model"]], row["reuse_s"] - row["plain_reuse_s"]
@@ -125,6 +122,12 @@ def forwards() -> Record:
     for name, model in SHORTER.items():
         models[name] = scaled_video(models[model], bits[name])
         take_measured(models[name], bits[name])
+    for name, row in rounded.items():
+        # refreshes, which only stand between anchors of short runs, stay those of bf16
+        models[name]["int8"] = measured_profiles(models[name], row)
+        if name not in bits:  # another run than that of bf16
+            stock = {"stock": row["baselines"]["stock"]}
+            models[name]["int8"] = {profile: own | {"dense": stock} for profile, own in models[name]["int8"].items()}
     return {"gpu": gpu, "models": {name: models[name] for name in MODELS}, "forecasts": forecasts()}
 
 
@@ -158,13 +161,26 @@ def float8_saving(model: str) -> Record:
 def take_measured(model: Record, bits: Record) -> None:
     """Dense, anchors and both profiles' reuse forwards of one record, in place of those put together."""
     model["dense"] = {way: bits["baselines"][way] for way in BASELINES}
-    measured = {"dense": bits["own_dense_s"], "anchor_cold": bits["anchor_cold_s"], "anchor": bits["anchor_warm_s"]}
+    model["profiles"] |= measured_profiles(model, bits)
+
+
+def measured_profiles(model: Record, bits: Record) -> Record:
+    """The profiles whose reuse forward is in a record, with its forwards."""
+    parts = {"dense": "own_dense_s", "anchor_cold": "anchor_cold_s", "anchor": "anchor_warm_s"}
+    parts |= {"anchor_second": "anchor_second_s"} if "anchor_second_s" in bits else {}
+    found = {}
     for name, reuse, density in (("quality", "quality_reuse_s", "quality_density"), ("fast", "reuse_s", "density")):
+        if reuse not in bits:
+            continue
         expect_measured(bits, ResearchConfig.profile(name))
         own = model["profiles"][name]
-        own["seconds"] |= measured | {"reuse": bits[reuse]}
-        own["density"]["reuse"] = bits[density]
-        own["estimated"] = ["refresh"]
+        seconds = {phase: bits[part] for phase, part in parts.items()} | {"reuse": bits[reuse]}
+        found[name] = {
+            "density": own["density"] | {"reuse": bits[density]},
+            "estimated": ["refresh"],
+            "seconds": own["seconds"] | seconds,
+        }
+    return found
 
 
 def scaled_video(model: Record, bits: Record) -> Record:

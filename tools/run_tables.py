@@ -15,13 +15,14 @@ from records import RESULTS, Record, frontier_lines, published
 
 from parkattn.park import ParkConfig
 from parklab.bench.frontier import DENSE, Setting
-from parklab.experiments.run_frontier import DRAWN, FLOAT8, TITLES, Run, runs_of
+from parklab.experiments.run_frontier import DRAWN, TITLES, Run, runs_of
 from parklab.experiments.tables import interval, page_table
 
 FILES = {"run_75600.jsonl": "75,600", "run_7168.jsonl": "7,168"}  # tokens
 FEW = "few_steps.jsonl"
 # of a table of seconds; a later line replaces an earlier one
 LENGTHS = {"75,600": ("frontier.jsonl", "run_75600.jsonl"), "7,168": ("frontier.jsonl", "run_7168.jsonl")}
+LONGEST = "75,600"
 FRAMES = {"75,600": (81, 400, 576), "7,168": (29, 224, 256)}
 CHOICES = ("paper", "quality", "quality tolerance=0.003", "fast", "fast tolerance=0.006")
 NOT_RUN = "not run: docs/forecast.md has the commands\n"
@@ -173,12 +174,14 @@ def run_seconds() -> str:
     rows = []
     for tokens in LENGTHS:
         for run in runs_of(newest_lines(tokens)):
-            if run.seconds is None or not _of_profile(run.family) or not (run.videos or FLOAT8 in run.name):
+            name, _, linears_or_precision = run.name.partition(", ")
+            if run.seconds is None or not _of_profile(run.family) or not (run.videos or linears_or_precision):
                 continue
+            if "attention" in linears_or_precision and tokens != LONGEST:
+                continue  # the seconds are those of long videos
             psnr, share = run.psnr, run.mean("share_computed")
             rows.append((
-                TITLES[run.model], tokens,
-                f"`{run.name.removesuffix(f', {FLOAT8}')}`{', ' + FLOAT8 if FLOAT8 in run.name else ''}",
+                TITLES[run.model], tokens, f"`{name}`{', ' * bool(linears_or_precision)}{linears_or_precision}",
                 f"{statistics.fmean(psnr):.1f}{_within(psnr)}" if psnr else "", "" if share is None else f"{share:.2f}",
                 f"{run.seconds:,.0f} s", *(f"{run.dense[way] / run.seconds:.2f}x" for way in ("stock", "compiled")),
                 run.how,

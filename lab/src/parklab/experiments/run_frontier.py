@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,13 +28,14 @@ from parklab.experiments.results import NOT_RUN, CellRecords, Panel, Plot, Resul
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Finding, Table, interval
 from parklab.store import Cell
-from parklab.studio.gain import FORECAST, measured_forwards, seconds_of_phases
+from parklab.studio.gain import FORECAST, measured_forwards, seconds_of_phases, timed_beside
 
 Row = Mapping[str, Any]
 Place = tuple[str, int]  # of a video: prompt and seed
 Video = tuple[int, int, int, int]  # frames, height, width, steps
 FASTEST = "compiled"  # of the ways to run dense attention without parkattn
 FLOAT8 = "float8 linears"
+ROUNDED = "{} attention"  # of a precision: of a run whose videos were not made in it
 ONE_FORWARD = 0.02  # of 50 steps: beyond the ends of a curve
 # whose seconds: guidance of the small model's videos, and forwards in a step
 MODELS = {"wan2.1-14b": (5.0, 2), "wan2.1-1.3b": (5.0, 2), "hunyuanvideo": (1.0, 1)}
@@ -133,13 +134,51 @@ def _runs_of_model(model: str, video: Video, lines: Sequence[Row], cells: Sequen
     yield run(DENSE, DENSE, {}, dense[FASTEST], "measured")
     families = {name: family for name in here if (family := _family(name))}
     for name, family in families.items():
-        seconds, how = _seconds(own, model, name, here[name], steps)
-        yield run(name, family, here[name], None if seconds is None else each * seconds, how)
-        if seconds is not None and "float8_saves_s" in own and Setting.parse(name).method == "park":
-            computed = steps * statistics.fmean(row.get("share_computed", 1.0) for row in here[name].values())
-            less = each * (seconds - computed * own["float8_saves_s"])
-            yield run(f"{name}, {FLOAT8}", f"{family}, {FLOAT8}", {}, less, how)
+        alone = Setting.parse(name)
+        ways = {"": alone, **_rounded(alone, own, families)} if alone.method == "park" else {"": alone}
+        for suffix, taken in ways.items():
+            yield from _runs_of_setting(run, name + suffix, family + suffix, taken, here[name], own, made=not suffix)
     yield from (run(family, family, {}, None, NOT_RUN) for family in _families() if family not in families.values())
+
+
+def _runs_of_setting(
+    run: Callable[..., Run], name: str, family: str, asked: Setting, rows: Mapping[Place, Row], own: Row, *, made: bool
+) -> Iterator[Run]:
+    """A setting, and PARK with float8 linears too. rows: its videos, made with it or only as far as forwards go."""
+    plain = run(name, family, rows)
+    steps, each = plain.video[3], MODELS[plain.model][1]
+    profile = _profiles_in(own, asked.changes.get("precision", "bf16")).get(asked.config or "", {})
+    dense = {**plain.dense, **timed_beside(profile, steps * each)}
+    seconds, how = _seconds(own, plain.model, asked, rows, steps, each)
+    yield replace(
+        plain,
+        videos=rows if made else {},
+        seconds=None if seconds is None else each * seconds,
+        how=how,
+        dense=dense,
+    )
+    if seconds is not None and "float8_saves_s" in own and asked.method == "park":
+        computed = steps * statistics.fmean(row.get("share_computed", 1.0) for row in rows.values())
+        less = each * (seconds - computed * own["float8_saves_s"])
+        yield run(f"{name}, {FLOAT8}", f"{family}, {FLOAT8}", {}, less, how, dense=dense)
+
+
+def _rounded(asked: Setting, own: Row, recorded: Iterable[str]) -> dict[str, Setting]:
+    """Forecasts in precisions that were timed and have no videos, by what is added to the name."""
+    found, made = {}, [(each.config, each.changes) for each in map(Setting.parse, recorded)]
+    for precision in PRECISIONS:
+        taken = replace(asked, changes={**asked.changes, "precision": precision})
+        timed = precision != "bf16" and asked.config in _profiles_in(own, precision)
+        forecasts = asked.changes.get("tolerance") and "precision" not in asked.changes
+        if timed and forecasts and (taken.config, taken.changes) not in made:
+            found[f", {ROUNDED.format(precision.upper())}"] = taken
+    return found
+
+
+def _profiles_in(own: Row, precision: str) -> Row:
+    """Forwards of each profile of a model in that precision, as forwards.json has them."""
+    found: Row = own.get("profiles" if precision == "bf16" else precision, {})
+    return found
 
 
 def _family(name: str) -> str | None:
@@ -173,9 +212,11 @@ def _families() -> list[str]:
     ]
 
 
-def _seconds(own: Row, model: str, name: str, found: Mapping[Place, Row], steps: int) -> tuple[float | None, str]:
+def _seconds(
+    own: Row, model: str, asked: Setting, found: Mapping[Place, Row], steps: int, branches: int
+) -> tuple[float | None, str]:
     """Of one branch of guidance, and how they are known."""
-    asked, rows = Setting.parse(name), list(found.values())
+    rows = list(found.values())
     if asked.method == DENSE:
         share = statistics.fmean(row["share_computed"] for row in rows)
         # FirstBlockCache runs one block of a forward that it leaves out
@@ -188,8 +229,8 @@ def _seconds(own: Row, model: str, name: str, found: Mapping[Place, Row], steps:
         attention = (whole - plain["seconds"]["reuse"]) / (1 - plain["density"]["reuse"])
         cost = statistics.fmean(row["cost"] for row in rows)
         return steps * (whole - attention * (1 - cost)), "estimated"
-    precision = asked.changes.get("precision")
-    profile = own["profiles"].get(" ".join(filter(None, (asked.config, precision))))
+    precision = asked.changes.get("precision", "bf16")
+    profile = _profiles_in(own, precision).get(asked.config or "")
     if profile is None:
         return None, f"not measured: no forward in {str(precision).upper()}"
     steps_of: list[Any] = [row.get("steps_by_phase") for row in rows]
@@ -199,7 +240,7 @@ def _seconds(own: Row, model: str, name: str, found: Mapping[Place, Row], steps:
     phases = [{phase: len(at) for phase, at in found.items() if at} for found in steps_of]
     estimated = any(count.get(phase) for count in phases for phase in profile["estimated"])
     return (
-        statistics.fmean(seconds_of_phases(profile["seconds"], count) for count in phases),
+        statistics.fmean(seconds_of_phases(profile["seconds"], count, branches) for count in phases),
         "estimated" if estimated else "measured",
     )
 

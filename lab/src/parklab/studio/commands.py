@@ -273,6 +273,7 @@ def doctor(
     tolerance: Annotated[
         float | None, typer.Option(min=0, max=1, help="Of forecasts; each profile's when not given.")
     ] = None,
+    precision: Annotated[str, typer.Option(help="Of Q K^T in the profiles: bf16 or int8.")] = "bf16",
 ) -> None:
     """Is this machine ready, what will each stage use, and what is to be gained? Exit code 1 where something is
     broken.
@@ -290,6 +291,7 @@ def doctor(
         profile=profile,
         density=density,
         tolerance=tolerance,
+        precision=precision,
     )
     if as_json:
         typer.echo(json.dumps(found, indent=1))

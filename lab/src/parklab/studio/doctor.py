@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.table import Column, Table
@@ -17,6 +17,7 @@ from parkattn.backend import resolve
 from parkattn.checks import expect_choice, first_line
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import ParkConfig, park_attention
+from parkattn.settings import PRECISIONS, Precision
 from parklab.extras import install_command
 from parklab.record import environment, installed
 from parklab.scene import clustered_scene
@@ -69,10 +70,12 @@ def examine(
     profile: str | None = None,
     density: float | None = None,
     tolerance: float | None = None,
+    precision: str = "bf16",
 ) -> dict[str, Any]:
     """Everything `park doctor` shows; "healthy" decides the exit code. frames: the model's own when not given; profile:
-    all of them.
+    all of them. precision: of attention, in the estimate and in what each stage uses.
     """
+    expect_choice("precision", precision, PRECISIONS)
     if gpu is not None:
         expect_gpu(gpu)
     if profile is not None:
@@ -80,12 +83,13 @@ def examine(
     if guidance is not None:
         expect_guidance(guidance)
     size = model_size(model)
-    video = {"frames": frames or size.video[0], "height": height, "width": width}
+    video: dict[str, Any] = {"frames": frames or size.video[0], "height": height, "width": width}
     here = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
-    told = estimate(model, **video, gpu=here, steps=steps, guidance=guidance, density=density, tolerance=tolerance)
+    run: dict[str, Any] = {"steps": steps, "guidance": guidance, "density": density, "tolerance": tolerance}
+    told = estimate(model, **video, gpu=here, precision=precision, **run)
     test = self_test()
     problems = [f"{name}: missing, needed for {why}" for name, why in NEEDED.items() if installed(name) is None]
-    stages = stage_choices()
+    stages = stage_choices(cast(Precision, precision))
     problems += [f"{stage['stage']}: {stage['why']}" for stage in stages if stage["uses"] == "nothing"]
     problems += [] if test["passed"] else [f"self-test: {test['detail']}"]
     return {
@@ -124,11 +128,11 @@ def asked_for(guess: dict[str, Any], profile: str | None) -> dict[str, Any]:
     return guess | {"profiles": {profile: known[profile] if profile in known else known["fast"] | {"estimated": True}}}
 
 
-def stage_choices() -> list[dict[str, str]]:
+def stage_choices(precision: Precision = "bf16") -> list[dict[str, str]]:
     """Which implementation each stage uses on this machine, and why."""
     device, dtype = _device()
     try:
-        backend = resolve("auto", torch.device(device), dtype, HEAD_DIM)
+        backend = resolve("auto", torch.device(device), dtype, HEAD_DIM, precision)
         uses, why = backend.name, backend.reason
     except (ValueError, TypeError, ImportError, OSError) as error:
         uses, why = "nothing", str(error)
@@ -238,7 +242,8 @@ def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "arithmetic": f"not measured: estimated by arithmetic, at {UTILISATION:.0%} of the GPU's peak",
     }
     where = f" on {guess['gpu']}" if guess["gpu"] else ""
-    yield "run", f"{guess['steps']} steps of {each} forward{'s' * (each > 1)}{where}; {sources[source]}"
+    rounded = "" if guess["precision"] == "bf16" else f", Q K^T of the profiles in {guess['precision'].upper()}"
+    yield "run", f"{guess['steps']} steps of {each} forward{'s' * (each > 1)}{where}{rounded}; {sources[source]}"
     if guess["dense_s"]:
         yield "dense", ", ".join(f"{WAYS[way]} {_duration(seconds)}" for way, seconds in guess["dense_s"].items())
     for name, park in guess["profiles"].items():
@@ -252,6 +257,7 @@ def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
         phases = ", ".join(f"{count:.3g} {phase}" for phase, count in park["phases"].items())
         lacking = f"; {park['no_forecasts']}" if park["no_forecasts"] else ""
         lacking += "; as many forecasts as the small model's" if FORECAST in park["phases"] else ""
+        lacking += f"; {park['no_precision']}" if park["no_precision"] else ""
         yield name, f"{', '.join(seconds + gains)}{rough}; steps: {phases}{lacking}"
 
 

@@ -21,6 +21,7 @@ from parkattn.checks import expect_choice, shown
 from parkattn.models import SIZES, ModelSize
 from parkattn.park import ParkConfig
 from parkattn.reuse import Schedule, count_phases
+from parkattn.settings import PRECISIONS
 from parklab.sprites import CHECKPOINT
 
 
@@ -110,33 +111,53 @@ def composed_run(
     forwards_per_step: int,
     factor: float = 1.0,
     tolerance: float | None = None,
+    precision: str = "bf16",
 ) -> dict[str, Any]:
     """Seconds of a whole run, dense and with each profile. forwards: of a model, as in forwards.json; factor: of
-    another GPU's seconds; tolerance: of forecasts.
+    another GPU's seconds; tolerance: of forecasts; precision: of sparse attention and of the profiles' dense steps.
     """
     each = factor * forwards_per_step
     dense = {way: each * steps * seconds for way, seconds in forwards["dense"].items()}
     profiles = {}
-    for name, own in forwards["profiles"].items():
+    for name, plain in forwards["profiles"].items():
+        rounded = forwards.get(precision, {}).get(name)
+        own = plain if rounded is None else rounded
         phases, lacking = phases_with_forecasts(
             name, model, steps=steps, forwards_per_step=forwards_per_step, tolerance=tolerance
         )
-        park = each * seconds_of_phases(own["seconds"], phases)
+        park = each * seconds_of_phases(own["seconds"], phases, forwards_per_step)
         profiles[name] = {
             "seconds": park,
             "phases": dict(phases),
             "no_forecasts": lacking,
+            "no_precision": _why_bf16(precision, rounded is not None),
             "estimated": bool(phases.keys() & own["estimated"]),
-            "speedup": {way: whole / park for way, whole in dense.items()},
+            "speedup": {way: whole / park for way, whole in (dense | timed_beside(own, each * steps)).items()},
         }
     return {"dense_s": dense, "profiles": profiles}
 
 
-def seconds_of_phases(seconds: Mapping[str, float], phases: Mapping[str, float]) -> float:
-    """Of so many forwards of each phase; the first plan starts cold, and a forecast takes none."""
+def timed_beside(profile: Mapping[str, Any], forwards: float) -> dict[str, float]:
+    """Seconds of dense runs that were timed in one run with a profile's forwards, where those of the model were not."""
+    return {way: forwards * seconds for way, seconds in profile.get("dense", {}).items()}
+
+
+def _why_bf16(precision: str, timed: bool) -> str | None:
+    return None if timed or precision == "bf16" else f"no forward in {precision.upper()} was timed, so in bf16"
+
+
+def seconds_of_phases(seconds: Mapping[str, float], phases: Mapping[str, float], branches: int = 1) -> float:
+    """Of so many forwards of each phase; the first plan starts cold, and a forecast takes none. The mean over branches
+    of guidance: all but the first take its plans, and where that was timed their anchors take less.
+    """
     first = "anchor" if phases.get("anchor") else "refresh"
     cold = seconds[f"{first}_cold"] - seconds[first] if phases.get(first) and f"{first}_cold" in seconds else 0.0
-    return cold + sum(count * seconds[phase] for phase, count in phases.items() if phase != FORECAST)
+    whole = cold + sum(count * seconds[phase] for phase, count in phases.items() if phase != FORECAST)
+    anchors = phases.get("anchor", 0)
+    if branches == 1 or not anchors or "anchor_second" not in seconds:
+        return whole
+    second = whole - cold - anchors * (seconds["anchor"] - seconds["anchor_second"])
+    return (whole + (branches - 1) * second) / branches
 
 
 def estimate(
@@ -150,13 +171,15 @@ def estimate(
     guidance: float | None = None,
     density: float | None = None,
     tolerance: float | None = None,
+    precision: str = "bf16",
 ) -> dict[str, Any]:
     """source: "measured" forwards of this video, "scaled" by the peak of another GPU, or "arithmetic". gpu, unless
     known: that of the forwards.
 
     guidance: 1 or less is one forward per step; None: what the model is run with. density: of the sparse steps; None:
-    each profile's; tolerance: of forecasts, likewise.
+    each profile's; tolerance: of forecasts, likewise. precision: of the profiles, where its forwards were timed.
     """
+    expect_choice("precision", precision, PRECISIONS)
     size = model_size(model)
     n = size.tokens(frames, height, width)
     if n < 1:
@@ -166,20 +189,17 @@ def estimate(
     attention, rest = flops(size, n)
     share, each = attention / (attention + rest), forwards_per_step(size, guidance)
     known = measured_forwards()
-    # two models may have transformers of one size
-    same = [
-        own
-        for name, own in known["models"].items()
-        if SIZES[own.get("model", name)] == size and own["video"] == [frames, height, width]
-    ]
+    same = [own for name, own in known["models"].items() if _is_of(own, name, size, [frames, height, width])]
     card = known_gpu(gpu)
     if same and density is None:
         card = card or known["gpu"]
         factor = GPUS[known["gpu"]].peak / GPUS[card].peak
-        run = composed_run(same[0], model, steps=steps, forwards_per_step=each, factor=factor, tolerance=tolerance)
+        run = composed_run(
+            same[0], model, steps=steps, forwards_per_step=each, factor=factor, tolerance=tolerance, precision=precision
+        )
         source = "measured" if card == known["gpu"] else "scaled"
     else:
-        run, source = _run_by_arithmetic(model, share, steps, each, density, tolerance), "arithmetic"
+        run, source = _run_by_arithmetic(model, share, steps, each, density, tolerance, precision), "arithmetic"
         if card:
             whole = steps * each * (attention + rest) / (GPUS[card].peak * 1e12 * UTILISATION)
             run["dense_s"] = {"dense": whole}
@@ -192,11 +212,17 @@ def estimate(
         "attention_share": share,
         "steps": steps,
         "forwards_per_step": each,
+        "precision": precision,
         "gpu": card,
         "source": source,
         "tflop_per_forward": (attention + rest) / 1e12,
         **run,
     }
+
+
+def _is_of(own: Mapping[str, Any], name: str, size: ModelSize, video: list[int]) -> bool:
+    """Two models may have transformers of one size."""
+    return SIZES[own.get("model", name)] == size and own["video"] == video
 
 
 def flops(size: ModelSize, tokens: int) -> tuple[float, float]:
@@ -213,9 +239,17 @@ def forwards_per_step(size: ModelSize, guidance: float | None) -> int:
 
 
 def _run_by_arithmetic(
-    model: str, share: float, steps: int, each: int, density: float | None, tolerance: float | None
+    model: str,
+    share: float,
+    steps: int,
+    each: int,
+    density: float | None,
+    tolerance: float | None,
+    precision: str,
 ) -> dict[str, Any]:
-    """Gains if sparse attention cost exactly its density (Amdahl); an anchor is a dense step that costs little more."""
+    """Gains if sparse attention cost exactly its density (Amdahl); an anchor is a dense step that costs little more. A
+    precision gains nothing: how fast it is on a card is not a matter of counting.
+    """
     profiles = {}
     for name, own in next(iter(measured_forwards()["models"].values()))["profiles"].items():
         phases, lacking = phases_with_forecasts(name, model, steps=steps, forwards_per_step=each, tolerance=tolerance)
@@ -226,6 +260,7 @@ def _run_by_arithmetic(
         profiles[name] = {
             "phases": dict(phases),
             "no_forecasts": lacking,
+            "no_precision": _why_bf16(precision, False),
             "estimated": True,
             "speedup": {"dense": steps / (steps - phases.get(FORECAST, 0) - saved)},
         }
