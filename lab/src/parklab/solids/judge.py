@@ -1,5 +1,7 @@
 """python -m parklab.solids.judge --out FILE.safetensors --seconds 60   Trains a classifier of rendered clips.
 
+`--weights FILE` takes trained weights instead, and measures and keeps those. Matrices are kept in 8 bits.
+
 It names colour, material, shape and motion of the first object, and what else a sentence says. It is trained on renders
 alone, of all sentences, and has never seen a video of the model that it judges. Before it looks, a clip is shrunk to 9
 frames of 64 x 96. In training clips are shifted, mirrored ("left" becomes "right"), blurred, recoloured a little and
@@ -14,15 +16,17 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from parkattn.checks import first_line, read_file
 from parkattn.files import write_atomically
+from parklab.record import environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.gradients import autocast
 from parklab.sprites.training_state import say
@@ -30,6 +34,7 @@ from parklab.sprites.training_state import say
 from .grammar import CAMERAS, COLOURS, MATERIALS, MOTIONS, SHAPES, Scene, held_out_scenes
 from .library import shrunk
 from .motion import Clip, any_clip, clip_of, words_of
+from .packing import LEAST_ROUNDED, OTHER_BITS, STEP, Kind, restored, rounded
 from .renderer import render
 
 LOOK = ClipSize(9, 64, 96)
@@ -219,8 +224,22 @@ def train(
 
 
 def save_judge(judge: Judge, path: Path, record: dict) -> None:
-    plain = {name: value.detach().half().cpu().contiguous() for name, value in judge.state_dict().items()}
+    """Matrices in 8 bits, everything else in half precision."""
+    plain: dict[str, Tensor] = {}
+    for name, value in judge.state_dict().items():
+        own = value.detach().cpu().contiguous()
+        if own.ndim >= 2 and own.numel() >= LEAST_ROUNDED:
+            plain[name], plain[name + STEP] = rounded(own, OTHER_BITS)
+        else:
+            plain[name] = own.half()
     write_atomically(path, save(plain, {"record": json.dumps(record)}))
+
+
+def judge_record(path: Path = WEIGHTS) -> dict[str, Any]:
+    """How a judge was trained, and how often it is right on renders."""
+    with safe_open(path, "pt") as file:
+        found: dict[str, Any] = json.loads((file.metadata() or {})["record"])
+    return found
 
 
 def load_judge(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Judge:
@@ -230,7 +249,7 @@ def load_judge(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Judg
         )
     judge, data = Judge(), read_file("judge", path, "weights of the judge", most=LARGEST_FILE)
     try:
-        weights = {name: value.float() for name, value in load(data).items()}
+        weights = _restored(load(data), {name: list(value.shape) for name, value in judge.state_dict().items()})
         judge.load_state_dict(weights)
         if broken := [name for name, value in weights.items() if not value.isfinite().all()]:
             raise ValueError(f"NaN or Inf in {broken[0]}")
@@ -238,6 +257,23 @@ def load_judge(path: Path = WEIGHTS, device: torch.device | str = "cpu") -> Judg
         wanted = f"judge: expected weights of the judge in {path}"
         raise ValueError(f"{wanted}, got {first_line(error)}; train it again.") from None
     return judge.to(device).eval()
+
+
+def _restored(held: dict[str, Tensor], shapes: dict[str, list[int]]) -> dict[str, Tensor]:
+    """A file that anybody may have written: numbers and steps must be those of a judge's matrix."""
+    weights = {}
+    for name, value in held.items():
+        if name.removesuffix(STEP) in shapes and name.endswith(STEP):
+            continue
+        step = held.get(name + STEP)
+        if step is None:
+            weights[name] = value.float()
+            continue
+        kind = Kind(OTHER_BITS, shapes.get(name, []))
+        if not kind.fits(value, step):
+            raise ValueError(f"numbers of another shape in {name}")
+        weights[name] = restored(value, step, kind)
+    return weights
 
 
 def main() -> None:
@@ -248,14 +284,29 @@ def main() -> None:
     reader.add_argument("--clips", type=int, default=12_288)
     reader.add_argument("--check", type=int, default=300, help="held-out sentences it is measured on")
     reader.add_argument("--seed", type=int, default=0)
+    reader.add_argument("--weights", type=Path, help="of a trained judge, to measure and keep")
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     asked = reader.parse_args()
     device = torch.device(asked.device)
-    judge = train(asked.seconds, asked.clips, device, asked.seed, asked.steps)
-    found = accuracy(judge, held_out_scenes(asked.check, asked.seed), LOOK, device, asked.seed)
-    record = {"clips": asked.clips, "seed": asked.seed, "sentences": asked.check, "held_out_renders": found}
-    save_judge(judge, asked.out, record)
-    say(json.dumps(record))
+    if asked.weights:
+        judge = load_judge(asked.weights, device)
+    else:
+        judge = train(asked.seconds, asked.clips, device, asked.seed, asked.steps)
+    say(json.dumps(keep_measured(judge, asked.out, asked.clips, device, asked.seed, asked.check)))
+
+
+def keep_measured(
+    judge: Judge, path: Path, clips: int, device: torch.device, seed: int = 0, sentences: int = 300
+) -> dict[str, Any]:
+    """Saves a judge, and beside its weights how often it is right as it is saved."""
+    save_judge(judge, path, {})
+    kept = load_judge(path, device)
+    found = accuracy(kept, held_out_scenes(sentences, seed), LOOK, device, seed)
+    record = {
+        "clips": clips, "seed": seed, "sentences": sentences, "held_out_renders": found, "environment": environment()
+    }  # fmt: skip
+    save_judge(judge, path, record)
+    return record
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""python -m parklab.solids.report --model runs/solids/packed --judge runs/judge.safetensors --out runs/report
+"""python -m parklab.solids.report --model runs/solids/packed --out runs/report
 
-Everything that docs/solids.md needs of a trained model, in one call: the judge, trained for --judge-seconds where
-there is none; 100 videos of held-out sentences and what it saw in them (following.jsonl); sheets of them
-(held-out.png), of the contact sheet's sentences (samples.png), and of the longest clips (long.png); the first videos to
-play (*.webp); clips that the device renders in a minute (speed.jsonl), and seconds by purpose (times.json). Each part
-is written as soon as it is made.
+Everything that docs/solids.md needs of a trained model, in one call. The judge is the one in the package; --judge names
+another, which is trained for --judge-seconds where there is none. Then come 100 videos of held-out sentences and what
+it saw in them (following.jsonl); sheets of them (held-out.png), of the contact sheet's sentences (samples.png), and of
+the longest clips (long.png); the first videos to play (*.webp); clips that the device renders in a minute
+(speed.jsonl), and seconds by purpose (times.json). Each part is written as soon as it is made.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from parklab.sprites.data import ClipSize
 from parklab.sprites.training_state import say
 
 from . import following, speed
-from .grammar import held_out_scenes, parse
-from .judge import LOOK, accuracy, load_judge, save_judge, train
+from .grammar import parse
+from .judge import WEIGHTS, keep_measured, load_judge, train
 from .recipe import EVALUATION_SIZE, GUIDANCE, LONG, SAMPLING_STEPS
 from .samples import load_pipeline, sample_sheet, videos
 from .sheet import SENTENCES, write_sheet
@@ -48,13 +48,6 @@ def write_video(path: Path, clip: Tensor, frames_a_second: int = FRAMES_A_SECOND
     write_atomically(path, buffer.getvalue())
 
 
-def trained_judge(path: Path, seconds: float, clips: int, device: torch.device, seed: int = 0) -> None:
-    judge = train(seconds, clips, device, seed)
-    found = accuracy(judge, held_out_scenes(300, seed), LOOK, device, seed)
-    save_judge(judge, path, {"clips": clips, "seed": seed, "sentences": 300, "held_out_renders": found})
-    say(f"judge: {json.dumps(found)}")
-
-
 class Clock:
     """Seconds of each part, written after each."""
 
@@ -72,7 +65,8 @@ def report(model: Path, judge_path: Path, out: Path, device: torch.device, asked
     out.mkdir(parents=True, exist_ok=True)
     clock = Clock(out / "times.json")
     if not judge_path.is_file():
-        trained_judge(judge_path, asked.judge_seconds, asked.judge_clips, device)
+        judge = train(asked.judge_seconds, asked.judge_clips, device)
+        say(f"judge: {json.dumps(keep_measured(judge, judge_path, asked.judge_clips, device))}")
         clock.done("judge")
     pipeline, size = load_pipeline(model, device), ClipSize(*asked.size)
     clock.done("loading")
@@ -105,7 +99,7 @@ def report(model: Path, judge_path: Path, out: Path, device: torch.device, asked
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--model", type=Path, required=True, help="diffusers folder, or a packed one")
-    reader.add_argument("--judge", type=Path, required=True, help="weights, made where there are none")
+    reader.add_argument("--judge", type=Path, default=WEIGHTS, help="weights, made where there are none")
     reader.add_argument("--out", type=Path, required=True)
     reader.add_argument("--judge-seconds", type=float, default=60.0)
     reader.add_argument("--judge-clips", type=int, default=12_288)
