@@ -12,6 +12,7 @@ from records import Record, lines, published
 
 from parklab.experiments.tables import page_table
 from parklab.solids.following import BARS
+from parklab.solids.judge import judge_record
 from parklab.studio.gain import composed_run, measured_forwards
 
 # docs/fleet.md
@@ -164,10 +165,9 @@ def solids_speed() -> str:
 
 
 def _followed(name: str, bar: float, record: Record | None) -> tuple[str, ...]:
-    if record is None:
-        return (name, f"{bar:.0%}", "not run", "not run", "not run")
-    judge = record["judge_on_renders"]
-    return (name, f"{bar:.0%}", f"{record[name]:.0%}", f"{judge[name]:.0%}", f"{judge['shuffled_' + name]:.0%}")
+    judge = judge_record()["held_out_renders"] if record is None else record["judge_on_renders"]
+    seen = "not run" if record is None else f"{record[name]:.0%}"
+    return (name, f"{bar:.0%}", seen, f"{judge[name]:.0%}", f"{judge['shuffled_' + name]:.0%}")
 
 
 @published
