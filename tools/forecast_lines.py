@@ -3,7 +3,8 @@
 python tools/forecast_lines.py --measure --size 29x224x256 --prompts 4   # writes benchmarks/results/forecast_lines.json
 
 A row of n forecasts stands between computed steps that are n + 1 apart, so lines go through the last of those. Errors
-are |line - y| / |y| at the end of the row, over both branches and all rows from step FIRST on.
+are |line - y| / |y| at the end of the row, over both branches and all rows from step FIRST on. A damped line goes as
+far as a share of the change expected at the last computed step came true, by least squares, at most all of the way.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FIRST, ROWS, ORDERS = 8, (1, 2, 3, 4), (0, 1, 2)
 METHODS = {"dense": ("dense", None), "quality": ("park", "quality"), "fast": ("park", "fast")}
 VARIABLES = {"t": "t", "u": "log signal-to-noise"}
 NAMES = ("last output again", "line", "parabola")
+DAMPED = "u damped"
 
 
 def extrapolated(points: list[tuple[float, Tensor]], at: float) -> Tensor:
@@ -57,7 +59,19 @@ def errors(outputs: list[list[Tensor]], places: dict[str, list[float]]) -> dict[
                     y in enumerate(outputs[s + row])
                 ]  # fmt: skip
                 found[f"{variable} {order} {row}"] = statistics.fmean(missed)
-    return found
+    return found | {f"{DAMPED} {row}": damped_error(outputs, places["u"], row + 1) for row in ROWS}
+
+
+def damped_error(outputs: list[list[Tensor]], u: list[float], apart: int) -> float:
+    missed = []
+    for s in range(max(FIRST, max(ORDERS) * apart), len(outputs) - apart):
+        before, last, end = s - apart, s, s + apart - 1
+        for first, y1, y2, y in zip(outputs[before - apart], outputs[before], outputs[last], outputs[end], strict=True):
+            expected = (y1 - first) * ((u[last] - u[before]) / (u[before] - u[before - apart]))
+            share = (((y2 - y1) * expected).sum() / expected.square().sum()).clamp(0, 1)
+            line = y2 + share * (y2 - y1) * ((u[end] - u[last]) / (u[last] - u[before]))
+            missed.append(((line - y).norm() / y.norm()).item())
+    return statistics.fmean(missed)
 
 
 def run_outputs(pipe: Any, method: Any, asked: dict[str, Any], prompt: str) -> tuple[list[list[Tensor]], list[float]]:
@@ -103,11 +117,14 @@ def forecast_lines() -> str:
     if not FILE.exists():
         return "not run: `python tools/forecast_lines.py --measure`\n"
     found = json.loads(FILE.read_text())["errors"]
+    # the last output has no variable
+    kinds = [(f"{variable} {order}", NAMES[order]) for order in ORDERS for variable in (VARIABLES if order else ("u",))]
+    kinds.insert(3, (DAMPED, "damped line"))
     rows = [
-        (name, VARIABLES[variable], NAMES[order], *(f"{found[name][f'{variable} {order} {row}']:.4f}" for row in ROWS))
+        (name, VARIABLES[kind[0]], shown, *(f"{found[name][f'{kind} {row}']:.4f}" for row in ROWS))
         for name in found
-        for order in ORDERS
-        for variable in (VARIABLES if order else ("u",))  # the last output has no variable
+        for kind, shown in kinds
+        if f"{kind} {ROWS[0]}" in found[name]
     ]
     return page_table(f"attention | variable | forecast | {' | '.join(f'{row} in a row' for row in ROWS)}", rows)
 
