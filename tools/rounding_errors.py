@@ -26,13 +26,15 @@ from parkattn.methods import make_method
 from parkattn.ops.attend.definition import LEVELS, _turned
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.segments import segment_mean
+from parkattn.settings import KEY_GRANULE
 from parkattn.site import CallSite
 from parklab.bench.problems import Shape, mixture
 from parklab.experiments.captures import read_captures
 from parklab.record import environment
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/rounding.json"
-DENSITIES = (1.0, 0.25, 0.10)
+DENSITIES, ONE_DENSITY = (1.0, 0.25, 0.10), (0.25,)
+LARGER, ONE_KEY = (4, 16), 7  # times as large as it was, and which key of each head
 ROWS = 64  # queries per head whose output is compared
 GAUSSIAN = Shape(3, 4096, 8, 32)
 
@@ -78,9 +80,16 @@ def exact(head: Head) -> Factors:
     return [(head.q, head.k)]
 
 
-def int8(head: Head, steps: tuple[int, ...] = (-2, -1), turn: bool = True) -> Factors:
+def int8(head: Head, steps: tuple[int, ...] | Tensor = (-2, -1), turn: bool = True) -> Factors:
     q, k = (_turned(x) if turn else x for x in (head.q, head.k))
     return [(rounded(q), rounded(k - k.mean(0), steps))]
+
+
+def granules(head: Head, size: int = KEY_GRANULE) -> Tensor:
+    """Of each key, the number of the run of that many keys that it is in, in the order of blocks."""
+    place = torch.empty_like(head.key_block)
+    place[head.key_block.argsort(stable=True)] = torch.arange(len(place))
+    return place // size
 
 
 def without_block_means(head: Head, queries: bool, each: bool) -> Factors:
@@ -121,7 +130,7 @@ def balanced(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q @ power(square, 0.5), k @ power(square, -0.5)
 
 
-def int8_balanced(head: Head, steps: tuple[int, ...] = (-2, -1), centred: bool = False) -> Factors:
+def int8_balanced(head: Head, steps: tuple[int, ...] | Tensor = (-2, -1), centred: bool = False) -> Factors:
     """centred: also q minus its mean, whose products with the keys are not rounded."""
     mean = head.q.mean(0) if centred else torch.zeros_like(head.q[0])
     k = head.k - head.k.mean(0)
@@ -164,10 +173,13 @@ SCHEMES: dict[str, Callable[[Head], Factors]] = {
     "INT8, as it is": int8,
     "INT8, no turn": lambda head: int8(head, turn=False),
     "INT8, a step per key": lambda head: int8(head, (-1,)),
+    "INT8, a step per 32 keys": lambda head: int8(head, granules(head)),
+    "INT8, a step per key block": lambda head: int8(head, head.key_block),
     "INT8, a step per head that reaches 85 % of the largest key": lambda head: cut_off(head, 0.85),
     "INT8, columns of q and k balanced": scaled_columns,
     "INT8, second moments of q and k balanced": int8_balanced,
     "INT8, second moments balanced, a step per key": lambda head: int8_balanced(head, (-1,)),
+    "INT8, second moments balanced, a step per key block": lambda head: int8_balanced(head, head.key_block),
     "INT8, Q minus its mean": without_query_mean,
     "INT8, Q minus its mean, second moments balanced": lambda head: int8_balanced(head, centred=True),
     "INT8, K minus its block's mean": lambda head: without_block_means(head, False, False),
@@ -225,24 +237,29 @@ def heads_of(q: Tensor, k: Tensor, v: Tensor, density: float) -> Iterator[Head]:
         yield Head(q[0, h].double(), k[0, h].double(), v[0, h].double(), *names, plan.mask[0, h])
 
 
-def problems(calls: Path) -> Iterator[tuple[str, list[tuple[Tensor, Tensor, Tensor]]]]:
+def problems(calls: Path) -> Iterator[tuple[str, tuple[float, ...], list[tuple[Tensor, Tensor, Tensor]]]]:
+    """With the densities that each is computed at."""
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     q, k, v = (mixture(GAUSSIAN, 64, cpu) for _ in range(3))
-    yield "Gaussian mixtures", [(q, k, v)]
+    yield "Gaussian mixtures", DENSITIES, [(q, k, v)]
+    for times in LARGER:
+        larger = k.clone()
+        larger[:, :, ONE_KEY] *= times
+        yield f"mixtures, one key x {times}", ONE_DENSITY, [(q, larger, v)]
     found = []
     for call in read_captures(calls)[0]:
         assert call.site.values is not None
         found.append((call.q, call.k, call.site.values))
-    yield "captures", found
+    yield "captures", DENSITIES, found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calls", type=Path, help="file of park capture --values")
     table = []
-    for problem, tensors in problems(parser.parse_args().calls):
-        for density in DENSITIES:
+    for problem, densities, tensors in problems(parser.parse_args().calls):
+        for density in densities:
             wrong, whole = dict.fromkeys([*SCHEMES, *PRODUCTS], 0.0), 0.0
             for head in (head for given in tensors for head in heads_of(*given, density)):
                 picked = torch.linspace(0, len(head.q) - 1, ROWS).long()
