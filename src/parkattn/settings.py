@@ -371,10 +371,9 @@ class RuntimeOptions(MethodConfig):
     backend: BackendName = "auto"
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
     precision: Precision = "bf16"
-    """What the backend's attention takes Q K^T in: bf16 stands for the model's own dtype, int8 for q and k rounded to 8
-    bits (`attend.Rounding`); plans are made in the model's dtype. Keys of a head share one step, so one that is much
-    larger than the others makes all scores coarse. Where no INT8 kernel exists the model's dtype stays, and `summary`
-    says why.
+    """What the backend's attention takes Q K^T in: bf16 stands for the model's own dtype, int8 for q and k in 8 bits
+    (`attend.Rounding`), where one key that is much larger than the others of its head makes all its scores coarse. Plans
+    are made in the model's dtype, which stays where no INT8 kernel exists; `summary` says why.
     """
     sage_dense: bool = False
     """Dense steps by SageAttention, of the package sageattention, whose scores are INT8. Where it cannot take a call,
