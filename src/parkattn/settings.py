@@ -372,7 +372,7 @@ class RuntimeOptions(MethodConfig):
     """auto: the Triton kernels on CUDA, the PyTorch definitions elsewhere."""
     precision: Precision = "bf16"
     """What the backend's attention takes Q K^T in: bf16 stands for the model's own dtype, int8 for q and k in 8 bits
-    (`attend.Rounding`), where one key that is much larger than the others of its head makes all its scores coarse. Plans
+    (`attend.Rounding`), where a key that is much larger than the others of its head makes all scores coarse. Plans
     are made in the model's dtype, which stays where no INT8 kernel exists; `summary` says why.
     """
     sage_dense: bool = False
