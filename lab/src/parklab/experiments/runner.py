@@ -28,7 +28,6 @@ from parkattn.checks import first_line
 from parkattn.methods import make_method
 from parkattn.settings import MethodConfig
 from parklab.experiments.bench_lines import measure_benchmark
-from parklab.experiments.blocks import preset_in
 from parklab.experiments.calibration import (
     budget_cell,
     budget_field,
@@ -43,6 +42,7 @@ from parklab.experiments.captures import (
     Selection,
     capture_calls,
     pack_captures,
+    preset_in,
     read_captures,
     spread_layers,
 )
