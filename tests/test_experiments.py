@@ -18,7 +18,7 @@ import typer
 
 pytest.importorskip("diffusers")
 
-import reproduce_campaign
+import reproduce_cases
 from parklab.experiments import commands, paper_numbers, reproduce, runner
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.campaign import read_campaign
@@ -175,7 +175,7 @@ def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
 
 
 def test_a_run_that_is_stopped_before_some_file_operations_goes_on_to_the_same_bytes():
-    for part, found in reproduce_campaign.trials(every=101):
+    for part, found in reproduce_cases.trials(every=101):
         assert found.clean, (part, found)
 
 

@@ -42,7 +42,7 @@ def store() -> bool:
 
 
 def reproduce() -> bool:
-    return _python(TESTS / "reproduce_campaign.py")
+    return _python(TESTS / "reproduce_cases.py")
 
 
 def calls() -> bool:
