@@ -249,7 +249,7 @@ def _rows(folder):
 def _evaluation(**given):
     """Two prompts, so that one's steps could be taken for the other's."""
     return dataclasses.replace(
-        quick(methods=("park",), guidances=(5.0,), **given),
+        quick(methods=("park",), guidances=(5.0,), frames=5, **given),
         prompts=tuple(reproduce.held_out_prompts(2)[0]),
     )
 
