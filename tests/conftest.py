@@ -8,12 +8,15 @@ import torch
 
 from interpreted import hasten_the_interpreter
 
-# those of half a minute, and the one that waits for the network, start first: then the workers end together
+# those of ten seconds and more, and the one that waits for the network, start first: then the workers end together
 LONG = (
-    "test_setup", "test_hosts_diffusers_fused", "test_hosts_diffusers_balance", "test_solids_model", "test_experiments", "test_baselines_pipelines", "test_golden",
-    "test_hosts_diffusers_compile", "test_devices", "test_kernels_gluon", "test_bench_e2e_profile", "test_baselines_routed",
-    "test_kernels_gluon_kinds", "test_bench_e2e", "test_campaign", "test_sprites", "test_properties_attention", "test_kernels_retrieval",
-    "test_solids_packing", "test_docs", "test_hosts_diffusers_parallel", "test_cli", "test_backend", "test_profiles_around", "test_hosts_diffusers_lora",
+    "test_setup", "test_hosts_diffusers_fused", "test_solids_model", "test_golden", "test_kernels_gluon_kinds",
+    "test_hosts_diffusers_compile", "test_experiments", "test_campaign", "test_kernels_attend_builds", "test_kernels_gluon",
+    "test_hosts_diffusers_balance", "test_experiments_captures", "test_kernels_retrieval", "test_hosts_diffusers_lora",
+    "test_hosts_diffusers_parallel", "test_solids_packing", "test_baselines_pipelines", "test_baselines_routed",
+    "test_bench_e2e", "test_hosts_diffusers_pipelines", "test_kernels_lists_and_residual", "test_docs", "test_properties_attention",
+    "test_experiments_costs", "test_bench_e2e_profile", "test_sprites", "test_devices", "test_methods", "test_backend",
+    "test_hosts_diffusers_session", "test_studio_prompts", "test_hosts_diffusers_forecast", "test_profiles_around", "test_cli",
 )  # fmt: skip
 
 # Debian's chromium, or PARK_CHROMIUM=/path

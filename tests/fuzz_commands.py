@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import hostile_files
-import reproduce_campaign
+import reproduce_cases
 from fuzz_calls import Tally, report
 from parklab import cli, demo
 from parklab.baselines.density_profile import DensityProfile
@@ -257,7 +257,7 @@ def nothing_runs() -> Iterator[None]:
     find_model = checkpoints.find_model
     tested = doctor.self_test()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(reproduce_campaign.without_a_model())
+        stack.enter_context(reproduce_cases.without_a_model())
         for module, name, value in (
             (checkpoints, "_download", offline),
             (checkpoints, "find_model", lambda model: find_model(model)),

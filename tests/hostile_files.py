@@ -28,8 +28,8 @@ import torch
 
 from fuzz_calls import no_hang
 from parklab import cli
-from parklab.experiments.bench_lines import FIELDS
 from parklab.experiments.captures import ABOUT, FORMAT
+from parklab.experiments.record_fields import FIELDS_OF_LINES
 from parklab.sealed import sealed
 from parklab.sprites.grammar import EXAMPLE
 
@@ -97,7 +97,7 @@ def put_cell(path: Path, kind: str, place: str, value: Any) -> None:
 
 def optional(line: dict[str, Any]) -> list[str]:
     """Fields that a line of this kind may lack."""
-    return [name[:-1] for name in FIELDS[line.get("format") or line["benchmark"]] if name.endswith("?")]
+    return [name[:-1] for name in FIELDS_OF_LINES[line.get("format") or line["benchmark"]] if name.endswith("?")]
 
 
 def put(path: Path, content: bytes | str) -> None:

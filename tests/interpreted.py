@@ -80,8 +80,9 @@ def hasten_the_interpreter() -> None:
     """Triton's interpreter patches the language anew at every call of a device function; here once in a launch, with
     the same results.
 
-    So are exclusive ors, the inside of a sort, reduced by numpy and not one by one. A Triton with other insides stays
-    as slow as it is.
+    So are exclusive ors, the inside of a sort, reduced by numpy and not one by one, scans of whole numbers made in
+    doublings, and shapes of tensors made once each. What a sum would be in 64 bits is not computed where nothing
+    compares it. A Triton with other insides stays as slow as it is.
     """
     try:
         import numpy
@@ -90,6 +91,9 @@ def hasten_the_interpreter() -> None:
         tl, executor, operations = interpreter.tl, interpreter.GridExecutor, interpreter.ReduceOps
         patch, launch, reduce = interpreter._patch_lang, executor.__call__, operations.apply_impl
         xor, numpy_dtype = tl.standard._xor_combine, functools.cache(interpreter._get_np_dtype)
+        scans, core, semantic = interpreter.ScanOps, tl.core, interpreter.interpreter_semantic
+        scan, sanitise = scans.generic_scan, type(semantic).binary_op_sanitize_overflow_impl
+        assert isinstance(semantic.builder.options.debug, bool) and core.block_type and core.tensor and core.constexpr
         assert hasattr(interpreter, "_LangPatchScope")  # what a launch patches it takes back, and nothing else
     except (ImportError, AttributeError, AssertionError):
         return
@@ -115,11 +119,66 @@ def hasten_the_interpreter() -> None:
             numpy.bitwise_xor.reduce(given[0].handle.data, axis=self.axis, keepdims=self.keep_dims), given[0].dtype
         )
 
+    def scan_in_doublings(self, given):
+        """A function that may be scanned with is associative, and exact on whole numbers."""
+        values = [each.handle.data for each in given]
+        if not all(value.dtype.kind in "iu" for value in values):
+            return scan(self, given)
+        length, ones = values[0].shape[self.axis], [1] * values[0].ndim
+        ones[self.axis] = length
+        place, step = numpy.arange(length).reshape(ones), 1
+        while step < length:
+            before = [
+                self.to_tensor(numpy.roll(x, step, self.axis), y.dtype) for x, y in zip(values, given, strict=True)
+            ]
+            here = [self.to_tensor(x, y.dtype) for x, y in zip(values, given, strict=True)]
+            found = self.combine_fn.fn(*before, *here)
+            both = zip(found if isinstance(found, tuple) else (found,), values, strict=True)
+            values = [numpy.where(place < step, x, made.handle.data) for made, x in both]
+            step *= 2
+        return [self.to_tensor(x, y.dtype) for x, y in zip(values, given, strict=True)]
+
+    def sanitise_where_it_is_asserted(self, left, right, operation):
+        return sanitise(self, left, right, operation) if self.builder.options.debug else None
+
+    make_shapes_once(core)
+    scans.generic_scan = scan_in_doublings
+    type(semantic).binary_op_sanitize_overflow_impl = sanitise_where_it_is_asserted
     interpreter._patch_lang, executor.__call__ = patch_once, launch_with_nothing_patched
     operations.apply_impl = reduce_by_numpy
     interpreter._get_np_dtype = lambda kind: numpy_dtype(
         tl.uint64 if isinstance(kind.scalar, tl.pointer_type) else kind.scalar
     )
+
+
+def make_shapes_once(core: Any) -> None:
+    """Types and tensors of one shape share what they hold of it; core is triton.language.core."""
+    begin_type, begin_tensor = core.block_type.__init__, core.tensor.__init__
+
+    @functools.cache
+    def parts_of(sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a type of that shape and a tensor of that type hold, whatever their elements."""
+        made, held = core.int32, core.tensor.__new__(core.tensor)
+        if sizes:
+            made = core.block_type.__new__(core.block_type)
+            begin_type(made, core.int32, list(sizes))
+        begin_tensor(held, None, made)
+        own = ("handle", "type", "dtype")
+        return vars(made), {name: value for name, value in vars(held).items() if name not in own}
+
+    def type_of_known_shape(self, element_ty, shape):
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if not sizes or not all(type(size) is int for size in sizes):
+            begin_type(self, element_ty, shape)
+            return
+        known = parts_of(sizes)[0]
+        vars(self).update(known, element_ty=element_ty, name=known["name"].replace(str(core.int32), str(element_ty)))
+
+    def tensor_of_known_shape(self, handle, type):
+        known = parts_of(tuple(type.shape) if type.is_block() else ())[1]
+        vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = type_of_known_shape, tensor_of_known_shape
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from fuzz_commands import fuzz_commands
 pytest.importorskip("av")
 
 import hostile_files as hostile
-from parklab.experiments.bench_lines import read_lines
 from parklab.experiments.campaign import CampaignStore
+from parklab.experiments.record_fields import read_lines
 from parklab.experiments.tables import Column, Finding, Table, to_csv
 from parklab.sealed import sealed
 from parklab.store import Cell, Store

@@ -223,8 +223,7 @@ def test_everything_public_has_a_docstring(thing):
 def test_everything_public_is_in_the_reference():
     told = {
         name.rpartition(".")[2]
-        for path in (DOCS / "api").glob("*.md")
-        for name in re.findall(r"^::: ([\w.]+)$", path.read_text(), flags=re.MULTILINE)
+        for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
     }
     assert set(parkattn.__all__) <= told
     groups = {

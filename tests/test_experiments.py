@@ -18,7 +18,7 @@ import typer
 
 pytest.importorskip("diffusers")
 
-import reproduce_campaign
+import reproduce_cases
 from parklab.experiments import commands, paper_numbers, reproduce, runner
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.campaign import read_campaign
@@ -29,6 +29,10 @@ from parklab.studio.prompts import Shard
 from reproduce_cases import quick
 
 NAMES = ["tab:query_key_compression", "tab:module_ablation", "matched_densities"]
+
+
+def short(**given):
+    return quick(frames=5, **given)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,8 @@ def run(tmp_path_factory):
         "reproduce",
         *NAMES,
         "--quick",
+        "--frames",
+        "5",
         "--methods",
         "park,svg",
         "--device",
@@ -58,7 +64,7 @@ def run(tmp_path_factory):
     process.wait()
     process.stderr.close()
     before = {path.name: path.read_bytes() for path in out.glob("cells/quality-*.json")}
-    return out, before, reproduce.run_experiments(NAMES, quick(), out)
+    return out, before, reproduce.run_experiments(NAMES, short(), out)
 
 
 def test_a_killed_run_goes_on_where_it_stood(run):
@@ -74,7 +80,7 @@ def test_a_second_run_loads_no_model_and_makes_nothing(run, monkeypatch):
     out, _, first = run
     report = (out / "tables/tab-module_ablation.csv").read_bytes()
     monkeypatch.setattr(checkpoints, "load_pipeline", lambda *_, **__: pytest.fail("a finished run loaded the model"))
-    again = reproduce.run_experiments(NAMES, quick(), out)
+    again = reproduce.run_experiments(NAMES, short(), out)
     assert (again.made, again.kept) == (0, first.made + first.kept)
     assert (out / "tables/tab-module_ablation.csv").read_bytes() == report
 
@@ -85,20 +91,20 @@ def test_what_is_there_is_drawn_without_a_model_and_for_a_device_that_this_machi
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = shutil.copytree(out, tmp_path / "copy")
     (folder / "tables/matched_densities.csv").unlink()
-    drawn = reproduce.run_experiments(NAMES, quick(draw=True), folder)
+    drawn = reproduce.run_experiments(NAMES, short(draw=True), folder)
     assert (drawn.made, drawn.kept, drawn.failures, drawn.left_out) == (0, first.made + first.kept, {}, 1)
     assert (folder / "tables/matched_densities.csv").read_bytes() == (out / "tables/matched_densities.csv").read_bytes()
-    elsewhere = reproduce.run_experiments([*NAMES, "scaling"], quick(draw=True, device="cuda"), folder)
+    elsewhere = reproduce.run_experiments([*NAMES, "scaling"], short(draw=True, device="cuda"), folder)
     assert (elsewhere.made, elsewhere.kept) == (0, 0)
     with pytest.raises(ValueError, match="device: expected one this machine has"):
-        reproduce.run_experiments(NAMES, quick(device="cuda"), folder)
+        reproduce.run_experiments(NAMES, short(device="cuda"), folder)
 
 
 def test_a_packed_folder_draws_the_same_report_and_nothing_of_it_is_made_again(run, tmp_path):
     out, file = run[0], tmp_path / "campaign.jsonl"
     commands.reproduce(out=out, pack=file)
     for number, draw in enumerate((True, False)):
-        outcome = reproduce.run_experiments(NAMES, quick(draw=draw, records=(file,)), tmp_path / str(number))
+        outcome = reproduce.run_experiments(NAMES, short(draw=draw, records=(file,)), tmp_path / str(number))
         assert (outcome.made, outcome.kept, outcome.failures) == (0, run[2].made + run[2].kept, {})
         assert not list(tmp_path.glob("*/cells/*"))
         for name in ("report.md", "tables/matched_densities.csv", "tables/tab-query_key_compression.csv"):
@@ -119,7 +125,7 @@ def test_a_packed_file_holds_every_record_as_it_was_sealed_and_a_changed_one_is_
     lines[2] = lines[2].replace('"seed":0', '"seed":1')
     file.write_text("\n".join(lines))
     with pytest.raises(ValueError, match="sealed cell in line 3 of"):
-        runner.Lab(quick(draw=True, records=(file,)), tmp_path)
+        runner.Lab(short(draw=True, records=(file,)), tmp_path)
     with pytest.raises(ValueError, match="got none that are records alone; run some first"):
         commands.reproduce(out=tmp_path, pack=file)
 
@@ -131,7 +137,7 @@ def test_a_corrupt_record_is_made_again_and_no_other(run):
     others = {path: path.read_bytes() for path in records if path != damaged}
     damaged.write_bytes(damaged.read_bytes()[:100])
     said = []
-    again = reproduce.run_experiments(NAMES, quick(), out, say=said.append)
+    again = reproduce.run_experiments(NAMES, short(), out, say=said.append)
     assert again.made == 1 and read_record(damaged)["row"]["psnr"] == 100.0
     assert all(path.read_bytes() == data for path, data in others.items())
     assert any("made again" in line for line in said)
@@ -175,7 +181,7 @@ def test_equal_density_is_reached_or_the_method_is_marked_not_run(run):
 
 
 def test_a_run_that_is_stopped_before_some_file_operations_goes_on_to_the_same_bytes():
-    for part, found in reproduce_campaign.trials(every=101):
+    for part, found in reproduce_cases.trials(every=101):
         assert found.clean, (part, found)
 
 
@@ -185,7 +191,7 @@ def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_row
     made = []
     dense = runner.Lab._dense_video
     monkeypatch.setattr(runner.Lab, "_dense_video", lambda lab, cell: made.append(cell.name) or dense(lab, cell))
-    outcome = reproduce.run_experiments(["tab:module_ablation"], quick(keep="records"), tmp_path)
+    outcome = reproduce.run_experiments(["tab:module_ablation"], short(keep="records"), tmp_path)
     assert (outcome.made, len(made)) == (4, 1)
     assert not [path for path in (tmp_path / "cells").iterdir() if path.suffix != ".json"]
     found = {r["request"]["method"]: r for r in map(read_record, tmp_path.glob("cells/quality-*.json"))}
@@ -195,7 +201,7 @@ def test_frames_that_are_not_kept_are_made_once_per_prompt_and_give_the_same_row
         if name in found
         for part in ("psnr", "ssim", "error")
     )
-    assert len(found["park"]["by_frame"]["psnr"]) == 9
+    assert len(found["park"]["by_frame"]["psnr"]) == 5
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_and_a_missing_package_of_a_method_fails_its_cell(

@@ -16,9 +16,8 @@ from parklab.bench import step_caches
 from parklab.experiments import reproduce
 from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.forwards import TOKENS_AT_ONCE, WatchedForwards, compared, plan_steps
-from parklab.experiments.likeness import GUIDED
+from parklab.experiments.likeness import CONDITIONAL, GUIDED, PUBLISHED, STEPS, UNCONDITIONAL
 from parklab.experiments.mismatches import REPRESENTATIONS
-from parklab.experiments.residual_curves import CONDITIONAL, PUBLISHED, STEPS, UNCONDITIONAL
 from parklab.experiments.runner import Lab
 from parklab.research import ResearchConfig
 from parklab.sprites.grammar import EXAMPLE

@@ -17,7 +17,48 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 
 from parkattn.hosts import served, sglang
-from sglang_requests import DIM, GRID, HEADS, KEEP_ALL, LAYERS, ROOT, SPARSE, STEPS, VIDEO, Request, arguments
+
+ROOT = "sglang.multimodal_gen.runtime"
+GRID, STEPS, LAYERS, HEADS, DIM = (5, 8, 8), 4, 2, 2, 32
+VIDEO = 5 * 8 * 8
+SMALL = {
+    "profile": "paper",
+    "query_clusters": 4,
+    "key_clusters": 8,
+    "dense_steps": 0,
+    "min_tokens": 0,
+}
+KEEP_ALL, SPARSE = {**SMALL, "top_p": 1.0}, {**SMALL, "top_p": 0.5}
+
+
+class Request(types.SimpleNamespace):
+    """What is read of a Req, by PARK and by SGLang's transformers."""
+
+    def __init__(self, seed: int = 0, steps: int = STEPS) -> None:
+        super().__init__(
+            seed=seed,
+            extra={},
+            is_cfg_negative=False,
+            raw_latent_shape=torch.Size((1, 4, 5, 16, 16)),
+            num_inference_steps=steps,
+        )
+        self.timesteps, self.scheduler = (
+            torch.arange(steps, 0, -1),
+            types.SimpleNamespace(sigmas=torch.linspace(1, 0, steps + 1)),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def arguments(park: Any = None, prefix: str = "wan", **others: Any) -> Any:
+    config = types.SimpleNamespace(patch_size=(1, 2, 2), prefix=prefix)
+    pipeline = types.SimpleNamespace(dit_config=config)
+    return types.SimpleNamespace(
+        attention_backend_config={"park": park} if park else {}, pipeline_config=pipeline, **others
+    )
 
 
 class Member(enum.Enum):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from parkattn.hosts import sglang
-from sglang_requests import DIM, GRID, HEADS, KEEP_ALL, LAYERS, ROOT, SPARSE, STEPS, VIDEO, Request, arguments
+from test_hosts_sglang import DIM, GRID, HEADS, KEEP_ALL, LAYERS, ROOT, SPARSE, STEPS, VIDEO, Request, arguments
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
 

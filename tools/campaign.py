@@ -42,7 +42,7 @@ def store() -> bool:
 
 
 def reproduce() -> bool:
-    return _python(TESTS / "reproduce_campaign.py")
+    return _python(TESTS / "reproduce_cases.py")
 
 
 def calls() -> bool:
@@ -188,7 +188,7 @@ def own_tests_of_diffusers(source: Path | None) -> bool | None:
     if not files:
         print(f"diffusers: expected its tests under {source}, got none; pass a clone of its repository", flush=True)
         return False
-    stock, kept = _outcomes(source, files, []), _outcomes(source, files, ["-p", "every_block_kept"])
+    stock, kept = _outcomes(source, files, []), _outcomes(source, files, ["--keep-every-block"])
     passed = {name for name, outcome in stock.items() if outcome == "passed"}
     lost = sorted(name for name in passed if kept.get(name) != "passed")
     for name in lost:
@@ -212,7 +212,7 @@ def _outcomes(source: Path, files: list[Path], options: list[str]) -> dict[str, 
             "-p",
             "no:cacheprovider",
             "-p",
-            "made_up_encoders",
+            "diffusers_own_tests",
             *options,
             f"--junitxml={report}",
             *map(str, files),

@@ -120,9 +120,8 @@ def budget_sweep() -> str:
 
 @published
 def anchor_spreads() -> str:
-    return page_table(
-        "anchors | at | sum of e^2", residual_age.spreads(json.loads((RESULTS / "residual_age.json").read_text()))
-    )
+    with_the_budget_of_fast, _ = lines("residual_age.jsonl", "residual age")
+    return page_table("anchors | at | sum of e^2", residual_age.spreads(with_the_budget_of_fast))
 
 
 @published
@@ -137,8 +136,8 @@ def borders_on_scene() -> str:
 def borders_in_videos() -> str:
     """Means over prompts."""
     runs: dict[str, list[Record]] = {}
-    for row in lines("ablation_borders.jsonl"):
-        if row["method"] == "park":
+    for row in lines("ablation.jsonl"):
+        if row.get("method") == "park":
             runs.setdefault("{query_multiple}, {key_multiple}".format(**row["changes"]), []).append(row)
 
     def mean(multiples: str, name: str) -> float:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"parkattn": ROOT, "parklab": ROOT / "lab"}
 PROJECTS = {name: tomllib.loads((place / "pyproject.toml").read_text())["project"] for name, place in PLACES.items()}
 
-CORE = ("test_reuse", "test_theory", "test_cli", "test_errors", "test_engine", "test_models", "test_models_layouts",
+CORE = ("test_park", "test_theory", "test_cli", "test_errors", "test_engine", "test_models", "test_models_layouts",
         "test_model_folder", "test_hosts_diffusers", "test_hosts_diffusers_pipelines", "test_hosts_diffusers_fused",
         "test_hosts_diffusers_lora", "test_studio")  # fmt: skip
 SMALL = "--height 96 --width 160 --frames 17 --steps 4"
@@ -124,7 +124,7 @@ ENVIRONMENTS = (
     ),
     Environment(
         "lowest core", "the lowest versions of the library without extras", "parkattn",
-        {"import": IMPORT, **STEP_ASIDE, "core tests": tests("test_reuse", "test_theory")},
+        {"import": IMPORT, **STEP_ASIDE, "core tests": tests("test_park", "test_theory")},
         lowest("parkattn"),
     ),
     Environment(
@@ -145,7 +145,7 @@ ENVIRONMENTS = (
     Environment("cache-dit", "a host: cache-dit", "parkattn[triton] parklab", hosted("engines"), ("cache-dit",), True),
     Environment("quantised", "weights by torchao, bitsandbytes, GGUF", "parkattn[triton,quant] parklab",
                 hosted("quantised"), constrained=True),
-    Environment("xfuser", "a host: xDiT", "parkattn[triton] parklab", hosted("xdit"), ("xfuser",), True),
+    Environment("xfuser", "a host: xDiT", "parkattn[triton] parklab", hosted("engines"), ("xfuser",), True),
     Environment(
         "comfyui", "a host: ComfyUI's environment with torch 2.9.1", "parkattn",
         {"its packages keep their versions": BESIDE, "the node loads": f'python -c "{NODE}"',

@@ -287,7 +287,7 @@ def _settings(entry: MethodEntry) -> str:
     if not lines:
         return "None.\n"
     table = "\n".join(["| setting | default | meaning |", "|---|---|---|", *lines])
-    shared_by_all = "Schedule, corrections and backend are [those of every method](../api/settings.md)"
+    shared_by_all = "Schedule, corrections and backend are [those of every method](../api.md#settings)"
     return f"{table}\n\n{shared_by_all} unless they are listed here.\n"
 
 

@@ -1,6 +1,6 @@
 """How a plan and its residual age: errors some steps after the anchor, and what spreads of anchors leave in all.
 
-    python tools/residual_age.py --out benchmarks/results/residual_age.json    # measures once, then prints the file
+    python tools/residual_age.py --out benchmarks/results/residual_age.jsonl    # measures once, then prints the file
 
 One dense run of the small model is captured. The plan and the residual of step s answer the calls of later steps t; e
 is the relative error of the output, root mean square over the layers.
@@ -134,7 +134,12 @@ def main() -> None:
     path = parser.parse_args().out
     if not path.exists():
         path.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    for line in path.read_text(encoding="utf-8").splitlines():
+        print_record(json.loads(line))
+
+
+def print_record(found: dict[str, Any]) -> None:
+    print(f"top_p {found['asked']['top_p']}")
     errors = {(first, step): error for first, step, error in found["errors"]}
     levels, steps = tuple(found["noise_levels"]), len(found["noise_levels"])
     reached = log_signal_to_noise(steps, levels)

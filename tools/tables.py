@@ -195,7 +195,7 @@ def whole_models_and_memory() -> str:
 @published
 def pama() -> str:
     shapes: dict[str, dict[str, Record]] = {}
-    for found in lines("gpu_pama.jsonl", "pama"):
+    for found in lines("gpu_plans.jsonl", "pama"):
         shape = "({heads}, {tokens:,}, {key_blocks:,})".format(**found["shape"])
         shapes.setdefault(shape, {})[found["kernel"]] = found
     kernels = ("Triton (Full-K)", "Triton (two-pass)", "TileLang (Full-K)", "TileLang (two-pass)")
@@ -214,14 +214,14 @@ def pama() -> str:
 
 @published
 def clustering() -> str:
-    found = lines("gpu_clustering.jsonl", "kmeans")
+    found = lines("gpu_plans.jsonl", "kmeans")
     rows = []
     for row in found:
         clusters = row["shape"]["clusters"]
         bar = "flash-kmeans" if clusters < 1024 else ""
         times = (f"{row['iteration_ms']:.2f} ms", f"{row['flash_kmeans_ms']:.2f} ms")
         rows.append((f"k-means iteration, {clusters:,} clusters", *times, bar))
-    (qrkc,) = lines("gpu_clustering.jsonl", "qrkc")
+    (qrkc,) = lines("gpu_plans.jsonl", "qrkc")
     parts = ", ".join(f"{qrkc[f'{name}_ms']:.2f}" for name in ("metric", "cholesky", "transform", "means"))
     rows.append(("QRKC without k-means, its parts one after the other", f"{qrkc['ms']:.2f} ms", "", "2 ms"))
     rows.append(("its parts alone: metric, Cholesky, transform, means", f"{parts} ms", "", ""))
@@ -262,7 +262,7 @@ def attention() -> str:
 
 @published
 def flashinfer() -> str:
-    found = lines("gpu_flashinfer.jsonl", "flashinfer")
+    found = lines("gpu_official.jsonl", "flashinfer")
     rows = []
     for kernel in ("fa3", "fa2"):
         parts = [

@@ -21,8 +21,7 @@ import math
 
 import torch
 
-from restated.anchored import anchored, heaviest, log_sum, mass_of
-from restated.problem import Restated, cells, tokens_by_role
+from restated.problem import Restated, anchored, cells, heaviest, log_sum, mass_of, tokens_by_role
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, top_k=0.05, random_keys=0.01, voxel=(4, 6, 8), local_voxels=0,

@@ -22,8 +22,7 @@ import math
 
 import torch
 
-from restated.anchored import anchored, heaviest, log_sum, mass_of
-from restated.problem import Restated, dot, mean, tokens_by_role, whole_part
+from restated.problem import Restated, anchored, dot, heaviest, log_sum, mass_of, mean, tokens_by_role, whole_part
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, top_k=0.25, group=128, multiple=128, power_iterations=4,

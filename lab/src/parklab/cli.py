@@ -65,7 +65,7 @@ def scene(
     from parkattn.checks import expect_count
     from parkattn.files import explained, make_folder
     from parkattn.settings import LARGEST_SEED
-    from parklab.demo import METHOD_ORDER, run_method, save_report, scene_for
+    from parklab.demo import METHOD_ORDER, Truth, run_method, save_report, scene_for
     from parklab.extras import pyplot
 
     expect_count("seed", seed, least=0, most=LARGEST_SEED)
@@ -73,8 +73,9 @@ def scene(
     with explained(out):
         make_folder(out)
     built = scene_for(seed)
+    truth = Truth(built)
     results = [
-        run_method(name, built) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)
+        run_method(name, truth) for name in track(METHOD_ORDER, "running methods", console=console, transient=True)
     ]
     table = Table(
         "method", "density", "recall", "output error", "plan ms", "attention ms", title="8,192 tokens, 4 heads, p = 0.9"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,19 @@ from parkattn.checks import (
 )
 from parkattn.dense import Dense
 from parkattn.hosts.diffusers.session import transformers_of
-from parkattn.models import row_for
+from parkattn.models import MODELS, row_for
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionOutput, CallSite
+from parklab.research import ResearchConfig
 from parklab.studio.generate import generate_frames
+from parklab.studio.model_folder import judge_index
 from parklab.studio.request import Request
 
 FORMAT = "parkattn.capture.2"
 ABOUT = "parkattn"  # the one name of the metadata
 MODEL = "model_preset"  # in what a file says about itself: whose settings suit the model
 CALIBRATION_LAYERS = 6
+COUNTS = {"query_clusters", "key_clusters"}
 LIMIT = 2**31  # bytes of tensors
 LARGEST_FILE = 2**36  # bytes that are read
 LARGEST_SCALE = 1e3  # of scores: models divide by the root of the head dimension
@@ -277,3 +280,39 @@ def _call(path: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tenso
     except (TypeError, ValueError) as error:
         raise ValueError(f"captures: expected whole calls in {path}, got {shown(name)} with {error}") from None
     return call
+
+
+# Numbers of blocks that retrieval is measured with: those that are asked for, or those of the model that attends ------
+
+
+def preset_in(folder: Path) -> str | None:
+    """The preset of the model in a diffusers folder, by its transformer's class."""
+    row = MODELS.get(judge_index(folder)["transformer"][1])
+    return None if row is None else row.preset
+
+
+def preset_of_capture(path: Path, changes: Mapping[str, Any]) -> str | None:
+    """As the capture says it; None where numbers of blocks are asked for and nothing else depends on it."""
+    named: str | None = read_about(path).get(MODEL)
+    if named is None and not changes.keys() >= COUNTS:
+        wanted = f"model: expected the model of {path.name}, which does not say it, got none"
+        raise ValueError(f"{wanted}; pass --model FOLDER, or --set query_clusters=N --set key_clusters=N.")
+    return named
+
+
+def blocks_for(preset: str | None, changes: Mapping[str, Any]) -> ResearchConfig:
+    """What measuring retrieval depends on, and no other setting of the preset: equal measurements have equal cells."""
+    known = {field.name for field in dataclasses.fields(ResearchConfig)}
+    counts = ResearchConfig.for_model(preset).long_video_blocks
+    return ResearchConfig(long_video_blocks=counts).replace(
+        **{name: value for name, value in changes.items() if name in known}
+    )
+
+
+def settings_of_plans(config: ResearchConfig) -> dict[str, Any]:
+    """What a cell about retrieval asks for: a plan by itself depends neither on the precision of attention nor on what
+    the steps of a run do; anchors by error were a setting once.
+    """
+    left_out = ("precision", "tolerance", "refresh_falls", "sage_dense", "noise_tau", "exact_anchors")
+    asked = {name: value for name, value in config.to_dict().items() if name not in left_out}
+    return {**asked, "anchor_error": None}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from parkattn.methods import configured_method
-from parklab.experiments.bench_lines import FRONTIER, Line, read_lines
-from parklab.experiments.blocks import blocks_for, preset_in, preset_of_capture, settings_of_plans
 from parklab.experiments.calibration import cost_at, dense_share, layers_in, named_profile
 from parklab.experiments.campaign import CampaignStore, is_campaign
+from parklab.experiments.captures import blocks_for, preset_in, preset_of_capture, settings_of_plans
 from parklab.experiments.evaluation import ALL_DENSE, FLOOR, OWN_FLOOR, Evaluation, file_hash, named_cell
 from parklab.experiments.mismatches import TOP_P
 from parklab.experiments.quality import named_measures
+from parklab.experiments.record_fields import FRONTIER, Line, read_lines
 from parklab.research import studied_entry
 from parklab.store import FINISHED, Cell, Record, Say
 from parklab.studio import checkpoints, generate

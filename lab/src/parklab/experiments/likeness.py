@@ -1,6 +1,6 @@
 """How like the real models a model is: recall, densities, residuals from step to step, spread over heads.
 
-Beside them stand the paper's figures (`paper_numbers`) and MagCache's (`residual_curves`). A finding holds where a
+Beside them stand the paper's figures (`paper_numbers`) and MagCache's (`PUBLISHED`). A finding holds where a
 model is as near to two real models as those are to each other: it needs no tolerance of ours.
 """
 
@@ -17,11 +17,62 @@ import torch
 
 from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.paper_numbers import PAPER
-from parklab.experiments.residual_curves import CONDITIONAL, PUBLISHED, STEPS, UNCONDITIONAL
 from parklab.experiments.results import CellRecords, Panel, Plot, Result, Series, nothing_run
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
 from parklab.store import Cell, Record
+
+CONDITIONAL, UNCONDITIONAL = "conditional", "unconditional"
+STEPS = 50  # so that there are 49 ratios
+# Ratios of successive residuals of real models, as MagCache publishes them: model, branch, ratios. A residual is the
+# output of the last block less the input of the first one; a ratio is the mean over tokens of its norm over that of the
+# step before. Taken from the calibrations in https://github.com/Zehong-Ma/MagCache (Apache-2.0), commit df81cb1:
+# MagCache4Wan2.1/magcache_generate.py and MagCache4HunyuanVideo/magcache_sample_video.py (720p), 50 steps of one prompt.
+# The scripts say neither prompt, size nor shift of Wan2.1's; their defaults are 1280 x 720, UniPC, shift 5 and guidance
+# 5. Their spread over tokens and their cosine distances are drawn in the paper (arXiv 2506.09045), not printed.
+PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
+    "Wan2.1-1.3B": {
+        CONDITIONAL: (
+            1.0124, 1.00166, 0.99791, 0.99682, 0.99634, 0.99567, 0.99416, 0.99578, 0.9957, 0.99511, 0.99535,
+            0.99552, 0.99541, 0.9954, 0.99489, 0.99518, 0.99484, 0.99481, 0.99415, 0.99419, 0.99396, 0.99388,
+            0.99349, 0.99309, 0.9927, 0.99228, 0.99171, 0.99137, 0.99068, 0.99005, 0.98944, 0.98849, 0.98758,
+            0.98644, 0.98504, 0.9836, 0.98202, 0.97977, 0.97717, 0.9741, 0.97003, 0.96538, 0.9593, 0.95086,
+            0.94013, 0.92402, 0.90241, 0.86821, 0.81838,
+        ),
+        UNCONDITIONAL: (
+            1.02213, 1.0041, 1.00061, 0.99762, 0.99685, 0.99586, 0.99422, 0.99575, 0.99563, 0.99506, 0.99531,
+            0.99549, 0.99539, 0.99536, 0.99485, 0.99514, 0.99478, 0.99479, 0.99413, 0.99416, 0.99393, 0.99386,
+            0.99349, 0.99304, 0.9927, 0.99226, 0.9917, 0.99135, 0.99063, 0.99003, 0.98942, 0.98849, 0.98757,
+            0.98643, 0.98503, 0.98359, 0.98201, 0.97978, 0.97718, 0.97411, 0.97002, 0.96541, 0.95933, 0.95089,
+            0.94019, 0.92414, 0.9026, 0.86868, 0.81939,
+        ),
+    },
+    "Wan2.1-14B": {
+        CONDITIONAL: (
+            1.02504, 1.00025, 0.9985, 0.99779, 0.9966, 0.99482, 0.99467, 0.99664, 0.99434, 0.99533, 0.99468,
+            0.99438, 0.99516, 0.99384, 0.99404, 0.99517, 0.99409, 0.99428, 0.99347, 0.99418, 0.99271, 0.99313,
+            0.99215, 0.99218, 0.99216, 0.99163, 0.99138, 0.98982, 0.98996, 0.9887, 0.98772, 0.98767, 0.98573,
+            0.98501, 0.9838, 0.98177, 0.98037, 0.97678, 0.97546, 0.97184, 0.96711, 0.96349, 0.95629, 0.94926,
+            0.93964, 0.92511, 0.90693, 0.8796, 0.86111,
+        ),
+        UNCONDITIONAL: (
+            1.03017, 1.00251, 0.99962, 0.99771, 0.99658, 0.99476, 0.99451, 0.99656, 0.99431, 0.99545, 0.99465,
+            0.99434, 0.99517, 0.9938, 0.99401, 0.99516, 0.99408, 0.99426, 0.99343, 0.99416, 0.99269, 0.99311,
+            0.99215, 0.99215, 0.99217, 0.99161, 0.99135, 0.9898, 0.98995, 0.98866, 0.9877, 0.98765, 0.9857,
+            0.98498, 0.98376, 0.98173, 0.98035, 0.97677, 0.97543, 0.97183, 0.96708, 0.96345, 0.95625, 0.94929,
+            0.93961, 0.92504, 0.90678, 0.87945, 0.86189,
+        ),
+    },
+    "HunyuanVideo": {
+        CONDITIONAL: (
+            1.0754, 1.27807, 1.11596, 1.09504, 1.05188, 1.00844, 1.05779, 1.00657, 1.04142, 1.03101, 1.00679,
+            1.02556, 1.00908, 1.06949, 1.05438, 1.02214, 1.02321, 1.03019, 1.00779, 1.03381, 1.01886, 1.01161,
+            1.02968, 1.00544, 1.02822, 1.00689, 1.02119, 1.0105, 1.01044, 1.01572, 1.02972, 1.0094, 1.02368,
+            1.0226, 0.98965, 1.01588, 1.02146, 1.0018, 1.01687, 0.99436, 1.00283, 1.01139, 0.97122, 0.98251,
+            0.94513, 0.97656, 0.90943, 0.85703, 0.75456,
+        ),
+    },
+}  # fmt: skip
 
 GUIDED = 5.0  # where the model's own is none: the branch without the prompt is measured too
 # as diffusers calls them; pipelines that say nothing run the branch with the prompt first, or both in one batch

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parklab.experiments.blocks import preset_in
-from parklab.experiments.captures import MODEL, Selection, capture_calls, pack_captures
+from parklab.experiments.captures import MODEL, Selection, capture_calls, pack_captures, preset_in
 from parklab.experiments.catalogue import choose_experiments
 from parklab.experiments.evaluation import Evaluation, FilledCells
 from parklab.experiments.methods_compared import times_cells

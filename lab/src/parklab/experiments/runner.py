@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from parkattn.checks import first_line
 from parkattn.methods import make_method
 from parkattn.settings import MethodConfig
-from parklab.experiments.bench_lines import measure_benchmark
-from parklab.experiments.blocks import preset_in
 from parklab.experiments.calibration import (
     budget_cell,
     budget_field,
@@ -43,6 +42,7 @@ from parklab.experiments.captures import (
     Selection,
     capture_calls,
     pack_captures,
+    preset_in,
     read_captures,
     spread_layers,
 )
@@ -61,6 +61,7 @@ from parklab.experiments.forwards import WatchedForwards, plan_steps
 from parklab.experiments.mismatches import measure_call
 from parklab.experiments.opening import Openings
 from parklab.experiments.quality import measure_frames, takeable_measures, video_row
+from parklab.experiments.record_fields import Line
 from parklab.experiments.times import time_method
 from parklab.metrics.measures import MEASURES, Setting
 from parklab.record import environment
@@ -71,6 +72,7 @@ from parklab.studio.generate import generate_frames
 from parklab.studio.request import Request, config_for, fit_to_pipeline
 from parklab.studio.video import Frames, to_npy
 
+GATED_BY = {"scaling": "attend"}  # benchmarks
 UNTIMED = dict.fromkeys(("total", "denoise", "attention"))
 
 
@@ -344,3 +346,16 @@ class Lab(Cells):
         fields = {field.name for field in dataclasses.fields(Request)} - {"changes", "method"}
         asked = {name: value for name, value in cell.request.items() if name in fields}
         return fit_to_pipeline(Request(**asked, method="dense", model=self.base.model), self.pipe)
+
+
+def measure_benchmark(name: str) -> list[Line]:
+    """What park bench NAME measures here, after its gate; each line says where it was measured."""
+    from parklab.bench.gpu import GATES, MEASURES
+    from parklab.bench.problems import expect_all_pass
+    from parklab.bench.timing import bench_device, gpu_environment, roofline
+
+    device = bench_device()
+    torch.manual_seed(0)
+    expect_all_pass(GATES[f"gate-{GATED_BY.get(name, name)}"](device))
+    facts, peak = gpu_environment(), roofline(device)
+    return [{**line, "environment": facts} for line in MEASURES[name](device, peak)]

@@ -14,7 +14,7 @@ from typing import Any
 
 TEMPLATE, STYLE = "page.html", "page.css"
 THEME = "theme.js"
-SCRIPTS = (THEME, "base.js", "stage.js", "transport.js", "charts.js", "report.js")  # in the order in which they run
+SCRIPTS = (THEME, "base.js", "stage.js", "charts.js", "report.js")  # in the order in which they run
 
 
 def render_page(report: dict[str, Any], videos: Sequence[dict[str, bytes]], stills: Sequence[bytes] = ()) -> str:
