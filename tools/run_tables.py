@@ -18,7 +18,7 @@ from parklab.bench.frontier import DENSE, Setting
 from parklab.experiments.run_frontier import DRAWN, TITLES, Run, runs_of
 from parklab.experiments.tables import interval, page_table
 
-FILES = {"run_75600.jsonl": "75,600", "run_7168.jsonl": "7,168"}  # tokens
+FILES = {"run_75600.jsonl": "75,600", "run_7168.jsonl": "7,168", "run_1920.jsonl": "1,920"}  # tokens
 FEW = "few_steps.jsonl"
 # of a table of seconds; a later line replaces an earlier one
 LENGTHS = {"75,600": ("frontier.jsonl", "run_75600.jsonl"), "7,168": ("frontier.jsonl", "run_7168.jsonl")}
