@@ -27,7 +27,7 @@ STEPS = 50  # so that there are 49 ratios
 # Ratios of successive residuals of real models, as MagCache publishes them: model, branch, ratios. A residual is the
 # output of the last block less the input of the first one; a ratio is the mean over tokens of its norm over that of the
 # step before. Taken from the calibrations in https://github.com/Zehong-Ma/MagCache (Apache-2.0), commit df81cb1:
-# MagCache4Wan2.1/magcache_generate.py and MagCache4HunyuanVideo/magcache_sample_video.py (720p), 50 steps of one prompt.
+# MagCache4Wan2.1/magcache_generate.py and MagCache4HunyuanVideo/magcache_sample_video.py (720p), 50 steps, one prompt.
 # The scripts say neither prompt, size nor shift of Wan2.1's; their defaults are 1280 x 720, UniPC, shift 5 and guidance
 # 5. Their spread over tokens and their cosine distances are drawn in the paper (arXiv 2506.09045), not printed.
 PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
