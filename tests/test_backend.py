@@ -325,7 +325,7 @@ def test_a_gpu_benchmark_without_a_gpu_is_refused_in_one_line():
 
 
 def test_a_gate_that_fails_or_gives_nan_stops_the_measurement():
-    from parklab.bench.problems import expect_all_pass, verdict
+    from parklab.bench.gates import expect_all_pass, verdict
 
     assert len(expect_all_pass(iter([verdict("equal", 0.5, 0.5)]))) == 1
     for error in (0.6, torch.tensor(torch.nan)):
@@ -335,8 +335,8 @@ def test_a_gate_that_fails_or_gives_nan_stops_the_measurement():
 
 @in_interpreter
 def test_the_gpu_gates_hold_at_tiny_sizes():
-    from parklab.bench import pama, qrkc
-    from parklab.bench.problems import expect_all_pass
+    from parklab.bench import plans
+    from parklab.bench.gates import expect_all_pass
 
-    for gate in (pama.gate, qrkc.gate):
+    for gate in (plans.gate_pama, plans.gate_qrkc):
         assert len(expect_all_pass(gate(CPU, rehearse=True))) == 2

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from parkattn import CallSite, ParkConfig
 from parkattn.ops import REFERENCE, attend
 from parkattn.ops.attend import tiles
-from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.attend.sage import attend_dense_sage, why_no_sage
 from parkattn.park import Park
 from parklab.bench import attend as kernels
@@ -52,8 +51,8 @@ def test_without_a_gpu_it_is_a_rehearsal_with_every_row(tmp_path):
 
 
 def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
-    right = DefinedAttention.over_kept
-    monkeypatch.setattr(DefinedAttention, "over_kept", lambda *given, **how: right(*given, **how) * 1.2)
+    right = attend.over_kept
+    monkeypatch.setattr(attend, "over_kept", lambda *given, **how: right(*given, **how) * 1.2)
     done, kept = run_card(tmp_path)
     assert done.exit_code == 1 and "wrong: error above" in done.stdout
     assert {row["work"] for row in kept["rows"] if row.get("ok") is False} == {
@@ -73,12 +72,12 @@ def test_a_row_is_named_after_its_precision_and_is_there_where_a_kernel_has_it(m
     plain = {"triton": ("bf16", False), "triton k16": ("k16", False)}
     hopper = {"gluon": ("bf16", True), "gluon int8": ("int8", True)}
     assert found == {64: hopper | plain | {"triton int8": ("int8", False)}, 256: plain}
-    engines = dict(card._engines(torch.empty(1, 1, 1, 64), CPU))
+    engines = card.engines_for(torch.empty(1, 1, 1, 64))
     assert {label: ours.precision for label, ours in engines.items()} == {
         "definition": "bf16", "definition int8": "int8", "definition k16": "k16",
     }  # fmt: skip
     labels = ("ours", "ours, int8, padded", "ours, k16", "ours, k16, padded", "cudnn")
-    assert [dense._bar_of(label) for label in labels] == [*dense.DENSE_BARS.values(), None, None, None]
+    assert [dense.bar_of(label) for label in labels] == [*dense.DENSE_BARS.values(), None, None, None]
 
 
 @pytest.mark.parametrize("compensate", [False, True])

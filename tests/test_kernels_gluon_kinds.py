@@ -192,7 +192,7 @@ def test_a_broken_dense_kernel_is_noticed(module, fault, monkeypatch):
 
 def check_pama(module, change, key_blocks: int, dtype: torch.dtype) -> None:
     from parkattn.ops.importance import triton as importance
-    from parklab.bench.pama import pama_torch
+    from parklab.bench.plans import pama_torch
 
     generator = torch.Generator().manual_seed(key_blocks)
     q, centroids = (torch.randn(2, count, 128, generator=generator).to(dtype) for count in (330, key_blocks))

@@ -169,11 +169,6 @@ ENVIRONMENTS = (
          "omegaconf", "janus", "msgpack", "prettytable", "soundfile"),
         tools=TOOLS[:2], alone=("vllm-omni==0.30.0", "cache-dit==1.5.1"),
     ),
-    Environment(
-        "tilelang", "the TileLang kernels", "parkattn[triton] parklab[tilelang]",
-        {"its tests": f"PATH=$NVIDIA/bin:$PATH CUDA_HOME=$NVIDIA {tests('test_bench_gpu', only='tilelang')}"},
-        ("nvidia-cuda-nvcc", "nvidia-cuda-cccl", "nvidia-cuda-runtime"), True,
-    ),
 )  # fmt: skip
 
 ATTEND = (
@@ -191,10 +186,6 @@ ADAPT = LOAD.replace(
     "from peft import LoraConfig; pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=['to_q', 'to_v'])); "
     "parkattn.enable(",
 )
-TRACE = (
-    "import tilelang; from parklab.bench import importance_tilelang as i; "
-    "print(i.full_key_program(tilelang.language, 128, 1024, 'bfloat16', **i.TILES['full-k']))"
-)
 INTERPRETED = f"""TRITON_INTERPRET=1 python -c "{ATTEND.format(", dtype=torch.float16", ", backend='triton'")}" """
 SANITIZE = "from parklab.bench.sanitize import compute_sanitizer; print(compute_sanitizer())"
 EXTRAS = {
@@ -211,7 +202,6 @@ EXTRAS = {
     "parklab[quant]": {"import": "python -c 'import torchao, bitsandbytes, gguf'"},
     "parklab[metrics]": {"a video measured": f"{VIDEO} && park metrics $OUT/video.mp4 $OUT/video.mp4 --measures "
                                              "psnr,ssim,st_lpips,vmaf"},
-    "parklab[tilelang]": {"programs traced (compiling needs nvcc)": f'python -c "{TRACE}"'},
     "parklab[test]": {"its programs answer": "pytest --version && ruff --version && mypy --version && lint-imports "
                                              "--help && playwright --version"},
     "parklab[sanitize]": {"compute-sanitizer answers": f"python -c '{SANITIZE}'"},

@@ -1,22 +1,22 @@
-"""`park bench cpu | decisions | methods | official | pama | kmeans | qrkc | attend | layer | scaling | flashinfer |
-models | sanitize | card | gpu`: gate, measure, table, record.
-"""
+"""`park bench NAME`: gate, measure, table, record."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
-
-from parklab.bench.display import console, run_measures, show_and_keep, shown_in
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure speed; every result has a correctness gate before it and a record beside it."
 )
+console = Console(markup=False, emoji=False)
 
 Record = Annotated[Path | None, typer.Option(help="Append the results to this JSON-lines file.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Calls per median.")]
@@ -28,9 +28,8 @@ def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typ
     """Sparse against dense attention on the CPU at densities 0.5, 0.25 and 0.1."""
     from parklab.bench.cpu import DENSITIES, measure_cpu, rounds
 
-    with Progress(
-        TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
+    bar = TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*bar, console=console, transient=True) as progress:
         task = progress.add_task("scene", total=rounds(len(DENSITIES), repeats))
 
         def advance(doing: str) -> None:
@@ -39,23 +38,8 @@ def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typ
                 console.print(doing, highlight=False)
 
         records = list(measure_cpu(repeats=repeats, threads=threads, advance=advance))
-    table = Table(
-        "density",
-        "dense ms",
-        "sparse ms",
-        "speed-up",
-        "plan ms",
-        "calls to break even",
-        title="4 heads, 8,192 tokens, dim 64",
-    )
-    for row in records:
-        table.add_row(
-            *(
-                str(row[name])
-                for name in ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
-            )
-        )
-    show_and_keep(table, records, record)
+    columns = "density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even"
+    _show_and_keep(_table(columns, records, "4 heads, 8,192 tokens, dim 64"), records, record)
 
 
 @app.command("decisions")
@@ -64,87 +48,65 @@ def decisions(record: Record = None) -> None:
     from parklab.bench.decisions import measure_decisions
 
     records = list(track(measure_decisions(), "measuring", total=42, console=console, transient=True))
-    table = Table("choice", "value", "recall", "density", "QK-score error")
-    for row in records:
-        value = ", ".join(f"{name} = {setting}" for name, setting in row["value"].items())
-        table.add_row(row["choice"], value, *(str(row[name]) for name in ("recall", "density", "score_error")))
-    show_and_keep(table, records, record)
+    _show_and_keep(_table(("choice", "value", "recall", "density", "score_error"), records), records, record)
 
 
-@app.command("pama")
-def pama(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
-    """Fused PAMA against PyTorch: the paper's table, TileLang's rows included where the extra is installed."""
-    run_measures(
-        "pama",
-        record,
-        repeats,
-        rehearse,
-        ("shape.name", "kernel", "ms", "speedup", "extra_mb", "memory_reduction", "share_of_roofline"),
-    )
+def _add(name: str, line: str, calls: int) -> None:
+    """A bench without options of its own."""
+
+    def bench(record: Record = None, repeats: Repeats = calls, rehearse: Rehearse = False) -> None:
+        _run_bench(name, record, repeats, rehearse)
+
+    app.command(name, help=line)(bench)
 
 
-@app.command("kmeans")
-def kmeans(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
-    """One k-means iteration against flash-kmeans (where installed) and the GEMM alone."""
-    run_measures(
-        "kmeans",
-        record,
-        repeats,
-        rehearse,
-        ("shape.clusters", "iteration_ms", "flash_kmeans_ms", "speedup", "gemm_ms_at_roofline"),
-    )
+_add("pama", "Fused PAMA against PyTorch: the paper's table.", 7)
+_add("kmeans", "One k-means iteration against flash-kmeans (where installed) and the GEMM alone.", 7)
+_add("qrkc", "What QRKC adds to k-means.", 7)
+_add("layer", "One whole layer: plan, refresh step, reuse step.", 5)
+_add("official", "The authors' own kernels beside ours, for time only: FlashInfer, comfy-kitchen, sageattention, "
+     "fastvideo-kernel, where installed.", 7)  # fmt: skip
 
 
-@app.command("qrkc")
-def qrkc(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
-    """What QRKC adds to k-means."""
-    run_measures("qrkc", record, repeats, rehearse, ("ms", "metric_ms", "cholesky_ms", "transform_ms", "means_ms"))
+@app.command("flashinfer")
+def flashinfer(record: Record = None, repeats: Repeats = 7) -> None:
+    """FlashInfer's variable-block attention behind our seam: its plan, its kernel, a whole reuse step."""
+    _run_bench("flashinfer", record, repeats, False)
 
 
 @app.command("attend")
 def attend(
-    record: Record = None,
-    repeats: Repeats = 7,
-    rehearse: Rehearse = False,
+    record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False,
     only: Annotated[
         list[str] | None,
         typer.Option(help="A case, as 'wan2.1-14b, density 0.25', with the presets' borders alone; repeatable."),
     ] = None,
-) -> None:
+) -> None:  # fmt: skip
     """A reuse step's sparse attention against dense attention, FlashAttention-3 and FlashInfer (where installed)."""
-    from parkattn.checks import expect_choice
     from parklab.bench.attend import CASES
 
-    for name in only or ():
-        expect_choice("only", name, CASES)
-    columns = ("case", "kernel", "ms", "ratio", "useful_tflops", "share_of_roofline")
-    run_measures("attend", record, repeats, rehearse, columns, measured={"only": tuple(only or ())})
+    _run_bench("attend", record, repeats, rehearse, measured={"only": _expect_known(only, CASES)})
 
 
 @app.command("dense")
 def dense(
-    record: Record = None,
-    repeats: Repeats = 7,
-    rehearse: Rehearse = False,
+    record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False,
     full_gate: Annotated[
         bool, typer.Option("--full-gate", help="Check every head dimension and dtype, not only what is timed.")
     ] = False,
     barred: Annotated[bool, typer.Option("--barred", help="Dense attention of Wan2.1-14B's shape alone.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
-    columns, measured = ("case", "kernel", "ms", "ratio"), {"barred": barred}
-    run_measures("dense", record, repeats, rehearse, columns, measured=measured, full=full_gate)
+    _run_bench("dense", record, repeats, rehearse, measured={"barred": barred}, checked={"full": full_gate})
 
 
 @app.command("methods")
 def methods(
-    record: Record = None,
-    repeats: Repeats = 3,
-    rehearse: Rehearse = False,
+    record: Record = None, repeats: Repeats = 3, rehearse: Rehearse = False,
     method: Annotated[
         list[str] | None, typer.Option(metavar="MODULE:ENTRY", help="A method of yours beside the others; repeatable.")
     ] = None,
-) -> None:
+) -> None:  # fmt: skip
     """What each method's plan, attention and a forward of two blocks cost at the sizes of real videos, at its authors'
     settings.
     """
@@ -152,62 +114,26 @@ def methods(
 
     for where in method or ():
         register_from(where)
-    costs = (
-        "density",
-        "plan_ms",
-        "later_plan_ms",
-        "attend_ms",
-        "repair_ms",
-        "plan_mb",
-        "attend_mb",
-        "forward_s",
-        "failure",
-    )
-    run_measures("methods", record, repeats, rehearse, ("shape", "method", *costs))
-
-
-@app.command("official")
-def official(record: Record = None, repeats: Repeats = 7, rehearse: Rehearse = False) -> None:
-    """The authors' own kernels beside ours, for time only: FlashInfer, comfy-kitchen, sageattention, fastvideo-kernel,
-    where installed.
-    """
-    columns = ("kernel", "version", "compiled", "method", "tokens", "official_ms", "ours_ms", "ours_plan_ms", "absent")
-    run_measures("official", record, repeats, rehearse, columns)
-
-
-@app.command("layer")
-def layer(record: Record = None, repeats: Repeats = 5, rehearse: Rehearse = False) -> None:
-    """One whole layer: plan, refresh step, reuse step."""
-    run_measures("layer", record, repeats, rehearse, ("part", "ms", "ratio", "density", "extra_mb"))
+    _run_bench("methods", record, repeats, rehearse)
 
 
 @app.command("scaling")
 def scaling(
-    record: Record = None,
-    repeats: Repeats = 5,
-    rehearse: Rehearse = False,
+    record: Record = None, repeats: Repeats = 5, rehearse: Rehearse = False,
     plot: Annotated[Path | None, typer.Option(help="Draw to this file (svg, png, pdf).")] = None,
     drawn_from: Annotated[Path | None, typer.Option("--from", help="Draw these records and measure nothing.")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Cost over density and over length, with fitted exponents and a plot."""
-    from parklab.bench.scaling import draw
+    from parklab.bench.layer import draw
 
     if drawn_from is None:
         if plot is not None and record is None:
             raise typer.BadParameter("--plot draws what --record holds: give --record too, or --from.")
-        run_measures(
-            "scaling", record, repeats, rehearse, ("over", "part", "density", "length", "ms", "exponent"), gate="attend"
-        )
+        _run_bench("scaling", record, repeats, rehearse)
         drawn_from = record
     if plot is not None and drawn_from is not None:
         draw(drawn_from, plot)
         console.print(f"wrote {plot}", markup=False)
-
-
-@app.command("flashinfer")
-def flashinfer(record: Record = None, repeats: Repeats = 7) -> None:
-    """FlashInfer's variable-block attention behind our seam: its plan, its kernel, a whole reuse step."""
-    run_measures("flashinfer", record, repeats, False, ("part", "ms", "ratio", "useful_tflops"))
 
 
 @app.command("e2e")
@@ -323,14 +249,12 @@ def card(
     if facts["rehearsal"]:
         console.print("rehearsal: no CUDA GPU is used, sizes are tiny and times mean nothing", highlight=False)
     title = f"{facts.get('gpu', facts['cpu'])}: {shape.heads} heads, {shape.tokens:,} tokens, head dim {shape.dim}"
-    rows, table = [], Table(*COLUMNS, title=title)
-    for row in measure(device, repeats=repeats, budget_s=budget, advance=partial(console.print, highlight=False)):
-        rows.append(row)
-        table.add_row(*(shown_in(row, column) for column in COLUMNS))
-    console.print(table)
+    say = partial(console.print, highlight=False)
+    rows = list(measure(device, repeats=repeats, budget_s=budget, advance=say))
+    console.print(_table(COLUMNS, rows, title))
     for row in rows:
         if row["note"]:
-            console.print(f"{row['dtype']} {row['work']} {row['kernel']}: {row['note']}", highlight=False)
+            say(f"{row['dtype']} {row['work']} {row['kernel']}: {row['note']}")
     write_atomically(out, json.dumps({"environment": facts, "rows": rows}, indent=1, sort_keys=True).encode())
     console.print(f"wrote {out}: docs/cards.md says where to send it", markup=False)
     if not all(row.get("ok", True) for row in rows if row["kernel"].split()[0] in ("gluon", "triton", "definition")):
@@ -359,18 +283,90 @@ def sanitize(
     limit: Annotated[float, typer.Option(help="Seconds for each.")] = 600,
 ) -> None:
     """compute-sanitizer and Triton's ConSan over every kernel at small sizes."""
-    from parkattn.checks import expect_choice
     from parklab.bench.sanitize import ROUNDS, run_rounds
     from parklab.record import append_records
 
-    for name in only or ():
-        expect_choice("only", name, ROUNDS)
-    table, ok = Table("tool", "errors", "must find", "checks passed", "ok"), True
-    for line in track(run_rounds(only, limit), "watching", total=len(only or ROUNDS), console=console, transient=True):
-        ok &= line["ok"]
-        table.add_row(*(shown_in(line, column) for column in ("tool", "errors", "must_find", "checks_passed", "ok")))
+    lines, total = [], len(_expect_known(only, ROUNDS) or ROUNDS)
+    for line in track(run_rounds(only, limit), "watching", total=total, console=console, transient=True):
+        lines.append(line)
         if record is not None:
             append_records(record, [line])
-    console.print(table)
-    if not ok:
+    console.print(_table(("tool", "errors", "must_find", "checks_passed", "ok"), lines))
+    if not all(line["ok"] for line in lines):
         raise typer.Exit(1)
+
+
+def _run_bench(
+    name: str, record: Path | None, repeats: int, rehearse: bool, *,
+    measured: Mapping[str, Any] | None = None, checked: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """measured, checked: what else the measurement and the gate are told."""
+    import torch
+
+    from parklab.bench.gates import expect_all_pass
+    from parklab.bench.registry import BENCHES
+    from parklab.bench.timing import bench_device, gpu_environment, roofline
+    from parklab.record import append_records
+
+    device, bench = bench_device(), BENCHES[name]
+    torch.manual_seed(0)
+    passed = expect_all_pass(_shown_as_they_come(bench.gate(device, rehearse=rehearse, **(checked or {}))))
+    console.print(f"gate: {len(passed)} checks passed")
+    peak, facts = roofline(device), gpu_environment()
+
+    def keep(records: Iterable[dict[str, Any]], **about: Any) -> None:
+        if record is not None:
+            about |= {"rehearsal": rehearse, "environment": facts}
+            append_records(record, [{**each, **about} for each in records])
+
+    keep(passed, section=next(iter(bench.gates)))
+    rows = []
+    for row in bench.measure(device, peak, repeats=repeats, rehearse=rehearse, **(measured or {})):
+        rows.append(row)
+        keep([row], roofline=peak)
+    reached = f"{peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run"
+    console.print(_table(bench.columns, rows, f"{facts.get('gpu', facts['cpu'])}: {reached}"))
+    if record is not None:
+        console.print(f"appended to {record}", markup=False)
+
+
+def _expect_known(only: list[str] | None, known: Iterable[str]) -> tuple[str, ...]:
+    from parkattn.checks import expect_choice
+
+    for name in only or ():
+        expect_choice("only", name, known)
+    return tuple(only or ())
+
+
+def _shown_as_they_come(cases: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A gate's checks, a line each: what runs out of time shows how far it came."""
+    began = time.monotonic()
+    for case in cases:
+        console.print(f"{time.monotonic() - began:6.1f} s  {case['gate']}", highlight=False, markup=False)
+        yield case
+
+
+def _show_and_keep(table: Table, records: list[dict[str, Any]], record: Path | None) -> None:
+    from parklab.record import append_records
+
+    console.print(table)
+    if record is not None:
+        append_records(record, records)
+        console.print(f"appended to {record}", markup=False)
+
+
+def _table(columns: Iterable[str], rows: Iterable[dict[str, Any]], title: str | None = None) -> Table:
+    """A column is the name of a field; `a.b` is field b of field a."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(_shown(row, column) for column in columns))
+    return table
+
+
+def _shown(row: dict[str, Any], column: str) -> str:
+    value: Any = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return ", ".join(f"{name} = {setting}" for name, setting in value.items())
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -23,14 +23,9 @@ BLOCKS = ParkConfig(query_clusters=16, key_clusters=64)  # blocks of about the p
 
 
 def measure_cpu(
-    *,
-    densities: tuple[float, ...] = DENSITIES,
-    heads: int = 4,
-    dim: int = 64,
-    threads: int = 2,
-    repeats: int = 5,
+    *, densities: tuple[float, ...] = DENSITIES, threads: int = 2, repeats: int = 5,
     advance: Advance = lambda doing: None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One record per density. Dense and sparse runs alternate, so that a busy machine slows both alike.
 
     advance(what comes next) is called once before the gate, and for each density before its budget is searched and
@@ -39,7 +34,7 @@ def measure_cpu(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        scene = clustered_scene(heads=heads, grid=GRID, dim=dim)
+        scene = clustered_scene(heads=4, grid=GRID, dim=64)
         advance("correctness gate")
         _expect_dense_when_all_kept(scene.q, scene.k, scene.v)
         for density in densities:
@@ -53,24 +48,36 @@ def rounds(densities: int, repeats: int) -> int:
     return 1 + densities * (2 + repeats)
 
 
-def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int, advance: Advance) -> dict[str, Any]:
-    advance(f"density {density}: budget")
-    config = _config_for(q, k, density)
+def _compare(q: Tensor, k: Tensor, v: Tensor, asked: float, repeats: int, advance: Advance) -> dict[str, Any]:
+    """Kept blocks are larger than the average block, so the share of blocks that comes nearest to the token density is
+    searched.
+    """
+    advance(f"density {asked}: budget")
+
+    def density(share: float) -> float:
+        return build_plan(q, k, BLOCKS.replace(top_p=None, top_k=share)).density().mean().item()
+
+    config = BLOCKS.replace(top_p=None, top_k=solve_budget(density, asked)[0])
     plan = build_plan(q, k, config)
-    times = _alternate(
-        repeats,
-        lambda number: advance(f"density {density}: " + (f"round {number} of {repeats}" if number else "warm-up")),
-        dense=lambda: dense_attention(q, k, v),
-        sparse=lambda: park_attention(q, k, v, config, plan=plan),
-        plan=lambda: build_plan(q, k, config),
-    )
-    dense, sparse, planning = (median(times[name]) for name in ("dense", "sparse", "plan"))
+    calls: dict[str, Callable[[], object]] = {
+        "dense": lambda: dense_attention(q, k, v),
+        "sparse": lambda: park_attention(q, k, v, config, plan=plan),
+        "plan": lambda: build_plan(q, k, config),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(repeats + 1):
+        advance(f"density {asked}: " + (f"round {number} of {repeats}" if number else "warm-up"))
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begin)
+    dense, sparse, planning = (median(found[1:]) for found in times.values())
     saved = dense - sparse
     return {
         "benchmark": "cpu",
         "shape": {"heads": q.shape[1], "tokens": q.shape[2], "dim": q.shape[3]},
         "blocks": [config.query_clusters, config.key_clusters],
-        "asked_density": density,
+        "asked_density": asked,
         "density": round(plan.density().mean().item(), 4),
         "dense_ms": round(dense * 1e3, 1),
         "sparse_ms": round(sparse * 1e3, 1),
@@ -81,39 +88,12 @@ def _compare(q: Tensor, k: Tensor, v: Tensor, density: float, repeats: int, adva
     }
 
 
-def _config_for(q: Tensor, k: Tensor, density: float) -> ParkConfig:
-    """Kept blocks are larger than the average block, so the share of blocks that comes nearest to a token density is
-    searched.
-    """
-    ratio, _ = solve_budget(lambda ratio: build_plan(q, k, _keeping(ratio)).density().mean().item(), density)
-    return _keeping(ratio)
-
-
-def _keeping(ratio: float) -> ParkConfig:
-    return BLOCKS.replace(top_p=None, top_k=ratio)
-
-
 def _expect_dense_when_all_kept(q: Tensor, k: Tensor, v: Tensor) -> None:
     """The correctness gate: a fast wrong answer is not a result."""
-    config = BLOCKS.replace(top_p=1.0)
-    out, reference = park_attention(q, k, v, config), dense_attention(q, k, v)
+    out, reference = park_attention(q, k, v, BLOCKS.replace(top_p=1.0)), dense_attention(q, k, v)
     error = ((out - reference).norm() / reference.norm()).item()
     if not error < 1e-5:
         raise RuntimeError(
             "with every block kept the output should be dense attention; "
             f"the relative error is {error:.1e}, so nothing was timed."
         )
-
-
-def _alternate(repeats: int, advance: Callable[[int], None], **calls: Callable[[], object]) -> dict[str, list[float]]:
-    advance(0)
-    for call in calls.values():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(1, repeats + 1):
-        advance(number)
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - begin)
-    return times

@@ -1,14 +1,13 @@
 """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, what the residual and tiles
 cost.
 
-Everything is timed twice, the second time in reverse order. The bars: a dense call takes at most 0.81 of cuDNN's time,
-0.64 with INT8, adding the residual at most 3 % of a reuse call.
+The bars: a dense call takes at most 0.81 of cuDNN's time, 0.64 with INT8, adding the residual at most 3 % of a reuse
+call.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,24 +21,23 @@ from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.attend.sage import attend_dense_sage, sage_version, why_no_sage
 from parkattn.ops.residual.definition import add_residual, factor
 from parkattn.park import ParkConfig
+from parkattn.plan import Plan
 from parkattn.planned import sampled_error
 from parkattn.reuse import History, PlanStore
 from parkattn.settings import LONG_VIDEO, PRECISIONS, Precision
 from parkattn.site import CallSite, SiteKey
-from parklab.bench.attend import dense_calls
-from parklab.bench.problems import (
-    HUNYUAN,
-    TINY,
-    WAN_14B,
+from parklab.bench.attend import dense_calls, in_precisions, kernels_for
+from parklab.bench.gates import (
     Case,
-    Shape,
-    random_plan,
-    repeats_equal,
-    rows,
-    tiled_plan,
+    against_exact,
+    in_float64_and_own,
+    quick_as_careful,
+    repeated,
+    unsynchronised,
     verdict,
 )
-from parklab.bench.timing import Call, extra_mb, free_memory, steady_ms
+from parklab.bench.problems import HUNYUAN, TINY, WAN_14B, Shape, random_plan, rows, tiled_plan
+from parklab.bench.timing import Call, Calls, Peak, Record, Row, free_memory, measured
 from parklab.research import AdaptiveSchedule
 
 RANK, QUERY_TILE = ParkConfig.profile("fast").rank_for(LONG_VIDEO), ParkConfig.PROFILES["fast"]["query_tile"]
@@ -48,6 +46,7 @@ DENSITY = 0.10
 RUN_STEPS = 50
 DENSE_BARS: dict[Precision, float] = {"bf16": 0.81, "int8": 0.64}
 RESIDUAL_BAR = 0.03
+REUSE = "reuse, compensated"
 
 
 def gate(device: torch.device, *, rehearse: bool = False, full: bool = False) -> Iterator[Case]:
@@ -74,7 +73,7 @@ def _gate_adaptive(device: torch.device) -> Iterator[Case]:
     """Anchors by measured errors are those of the CPU, and no step waits for its errors before they are read."""
     wanted = _adaptive_phases(torch.device("cpu"))
     _adaptive_phases(device)  # whatever a first call sets up
-    with _unsynchronised(device):
+    with unsynchronised(device):
         found = _adaptive_phases(device)
     differing = sum(ours != theirs for ours, theirs in zip(found, wanted, strict=True))
     yield verdict("adaptive anchors", differing if wanted.count("anchor") > 1 else 1, 0, phases=found)
@@ -101,26 +100,18 @@ def _gate_dense(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.d
     from parkattn.ops.attend.kernels import AttentionKernel  # Triton, where there is none this module is read too
 
     q, k, v = rows(shape, device, dtype)
-    k, v = k[:, :, : min(shape.tokens, 1500)], v[:, :, : min(shape.tokens, 1500)]
+    k, v = k[:, :, :1500], v[:, :, :1500]
     keys = k.shape[2]
-    paddings = {
-        "": None,
-        ", padded": torch.arange(keys, device=device)[None] < keys - keys // 5,
-        ", scattered": torch.rand(1, keys, device=device) < 0.7,
-    }
-    for padding, valid in paddings.items():
-        with _unsynchronised(device):
+    scattered = torch.rand(1, keys, device=device) < 0.7
+    for padding, valid in {"": None, ", padded": _all_but_a_fifth(k), ", scattered": scattered}.items():
+        with unsynchronised(device):
             out, lse = AttentionKernel(ours.hopper).over_all_with_lse(q, k, v, scale=None, key_valid=valid)
-        exact = dense_attention(q.double(), k.double(), v.double(), key_valid=valid)
-        plain = dense_attention(q, k, v, key_valid=valid).double()
-        allowed = 2 * (plain - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
         name = f"dense d{shape.dim} {str(dtype)[6:]} {shape.tokens} x {keys}{padding}"
-        yield verdict(name, (out.double() - exact).abs().max(), allowed)
+        yield against_exact(name, out, *in_float64_and_own(partial(dense_attention, key_valid=valid), q, k, v))
         scores = q.double() @ k.double().mT * shape.dim**-0.5
         exact_lse = (scores if valid is None else scores.masked_fill(~valid[:, None, None], -torch.inf)).logsumexp(-1)
         yield verdict(f"{name}: lse", (lse.double() - exact_lse).abs().max(), 2e-3)
-        again = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid)
-        yield verdict(f"{name}: repeats bit-equal", 0 if repeats_equal(again, 3) else 1, 0)
+        yield repeated(name, partial(attend.over_all, ours, q, k, v, key_valid=valid), 3)
         del scores, exact_lse
 
 
@@ -133,26 +124,21 @@ def gate_int8(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterato
     k, v = k[:, :, :keys], v[:, :, :keys]
     ours = resolve("triton", device, dtype, shape.dim, "int8")
     name = f"dense int8 d{shape.dim} {str(dtype)[6:]} {shape.tokens} x {keys}"
-    for padding, valid in (
-        ("", None),
-        (", padded", torch.arange(keys, device=device)[None] < keys - keys // 5),
-        (", no key", torch.zeros(1, keys, device=device, dtype=torch.bool)),
-    ):
-        call = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid)
-        out = call()
-        if padding == ", no key":
-            yield verdict(f"{name}{padding}", out.abs().max(), 0)
-            continue
-        exact, plain = (
-            dense_attention(q.to(kind), k.to(kind), v.to(kind), key_valid=valid, precision="int8").double()
-            for kind in (torch.float64, dtype)
-        )
+    for padding, valid in {"": None, ", padded": _all_but_a_fifth(k)}.items():
+        call = partial(attend.over_all, ours, q, k, v, key_valid=valid)
+        definition = partial(dense_attention, key_valid=valid, precision="int8")
         # weights are rounded in the kernel alone
-        allowed = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
-        yield verdict(f"{name}{padding}", (out.double() - exact).abs().max(), allowed)
-        yield verdict(f"{name}{padding}: repeats bit-equal", 0 if repeats_equal(call, 3) else 1, 0)
+        yield against_exact(f"{name}{padding}", call(), *in_float64_and_own(definition, q, k, v), units=2)
+        yield repeated(f"{name}{padding}", call, 3)
+    nothing = attend.over_all(ours, q, k, v, key_valid=torch.zeros(1, keys, device=device, dtype=torch.bool))
+    yield verdict(f"{name}, no key", nothing.abs().max(), 0)
     if ours.hopper and dtype == torch.bfloat16:
         yield _gate_steep(q, k, v, name)
+
+
+def _all_but_a_fifth(k: Tensor) -> Tensor:
+    keys = k.shape[2]
+    return torch.arange(keys, device=k.device)[None] < keys - keys // 5
 
 
 def _gate_steep(q: Tensor, k: Tensor, v: Tensor, name: str) -> Case:
@@ -161,16 +147,9 @@ def _gate_steep(q: Tensor, k: Tensor, v: Tensor, name: str) -> Case:
 
     q = q.clone()
     q[:, 0] *= 300
-    (given, row_steps), (keys, step) = (
-        permute.round_rows(q, None),
-        permute.round_rows(k, None, permute.key_rounding(k)),
-    )
+    (given, row_steps), (keys, step) = permute.round_rows(q, None), permute.round_rows(k, None, permute.key_rounding(k))
     values, steps = permute.gather_rows(v, None), (row_steps, step / q.shape[-1])
-    out, careful = (attend_dense_hopper(given, keys, values, quick=quick, steps=steps)[0] for quick in (True, False))
-    allowed = 2 * torch.finfo(q.dtype).eps * careful.abs().max()
-    return verdict(
-        f"{name}: quick as careful where scores are steep", (out.double() - careful.double()).abs().max(), allowed
-    )
+    return quick_as_careful(name, lambda quick: attend_dense_hopper(given, keys, values, quick=quick, steps=steps)[0])
 
 
 def _gate_anchor(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -180,145 +159,107 @@ def _gate_anchor(ours: Backend, shape: Shape, dtype: torch.dtype, device: torch.
     unit = torch.finfo(dtype).eps * exact.abs().max()
     for compensate in (False, True):
         name = f"anchor d{shape.dim} {str(dtype)[6:]}{' compensated' if compensate else ''}"
-        with _unsynchronised(device):
+        with unsynchronised(device):
             dense, missed = attend.over_both(ours, q, k, v, plan, scale=None, compensate=compensate)
             kept = residual.factor(ours, missed, RANK)
         # two parts are rounded, and their sum
         yield verdict(f"{name}: dense", (dense.double() - exact).abs().max(), 2 * unit)
-        sparse = attend.over_kept(ours, q, k, v, plan, scale=None, compensate=compensate)
+        sparse = attend.over_kept(ours, q, k, v, plan, compensate=compensate)
         yield verdict(f"{name}: residual", (missed.double() - (exact - sparse.double())).abs().max(), 4 * unit)
         energy, best = missed.double().square().sum(), factor(missed, RANK)
         left, least = ((missed.double() - x.expand().double()).square().sum() for x in (kept, best))
         yield verdict(f"{name}: energy that rank {RANK} leaves out", left, least + 0.01 * energy)
         wanted = sparse.double() + kept.expand().double()
-        plain = (add_residual(sparse, kept).double() - wanted).abs().max()
-        with _unsynchronised(device):
+        plain = add_residual(sparse, kept)
+        with unsynchronised(device):
             added = residual.add_residual(ours, sparse.clone(memory_format=torch.preserve_format), kept)
-        yield verdict(f"{name}: residual added", (added.double() - wanted).abs().max(), 2 * plain + unit)
+        yield against_exact(f"{name}: residual added", added, wanted, plain, unit=unit)
 
 
 def measure(
-    device: torch.device,
-    peak: dict[str, float],
-    *,
-    repeats: int = 7,
-    rehearse: bool = False,
-    barred: bool = False,
-) -> Iterator[dict[str, Any]]:
+    device: torch.device, peak: Peak, *, repeats: int = 7, rehearse: bool = False, barred: bool = False
+) -> Iterator[Record]:
     """barred: of the first shape dense attention alone, beside the bars."""
     shape = TINY if rehearse else WAN_14B
-    ours, *rounded = _in_precisions(device, shape.dim)
-    plan = random_plan(shape, DENSITY, device, multiples=(64, 32))
     q, k, v = rows(shape, device)
-    together = [x.contiguous() for x in (q, k, v)]
-    calls: dict[str, Call] = dict(dense_calls(q, k, v))
-    calls["ours"] = partial(attend.over_all, ours, q, k, v, scale=None, key_valid=None)
-    for other in rounded:
-        calls[f"ours, {other.precision}"] = partial(attend.over_all, other, q, k, v, scale=None, key_valid=None)
+    dense: Calls = {**dense_calls(q, k, v), **_ours(q, k, v)}
     if why_no_sage(q, k, v) is None:
-        calls[f"sageattention {sage_version()}"] = partial(attend_dense_sage, q, k, v, scale=None)
+        dense[f"sageattention {sage_version()}"] = partial(attend_dense_sage, q, k, v, scale=None)
+    table = _rows(dense, shape.flops())
+    if not barred:
+        table |= _around_anchors(q, k, v, shape)
     case = "tiny" if rehearse else "wan2.1-14b"
-    if barred:
-        yield from _timed(case, shape, calls, dict.fromkeys(calls, 1.0), repeats, {}, None)
-        return
-    calls["ours, rows of a head together"] = partial(attend.over_all, ours, *together, scale=None, key_valid=None)
-    calls["anchor, compensated"] = partial(attend.over_both, ours, q, k, v, plan, scale=None, compensate=True)
-    flops = dict.fromkeys(calls, 1.0)
-    _, missed = attend.over_both(ours, q, k, v, plan, scale=None, compensate=True)
-    kept = residual.factor(ours, missed, RANK)
-    calls["factor"] = partial(residual.factor, ours, missed, RANK)
-    reuse = "reuse, compensated"
-    calls[reuse] = partial(attend.over_kept, ours, q, k, v, plan, scale=None, compensate=True)
-    calls["add residual"] = partial(residual.add_residual, ours, torch.empty_like(q), kept)
-    beside = {"add residual": reuse}
-    tiled = {
-        "tiles": tiled_plan(plan, QUERY_TILE, apart=False),
-        "tiles apart": tiled_plan(plan, QUERY_TILE, apart=True),
-    }
-    for name, cut in tiled.items():
-        calls[f"{reuse}, {name}"] = partial(attend.over_kept, ours, q, k, v, cut, scale=None, compensate=True)
-        beside[f"{reuse}, {name}"] = reuse
-    for name, cut in {"blocks": plan, "tiles": tiled["tiles"]}.items():
-        held = PlanStore()
-        held.put(HERE, cut, 0)
-        calls[f"{name} out of the store"] = partial(held.get, HERE, ours)
-        beside[f"{name} out of the store"] = reuse
-    yield from _timed(case, shape, calls, flops, repeats, beside, kept.nbytes)
-    del q, k, v, together, calls, missed, kept, plan, tiled, held
+    yield from measured("dense", table, repeats, peak, case=case, shape=shape._asdict())
+    del q, k, v, dense, table
     free_memory()
-    yield from _measure_padded(device, repeats, rehearse)
+    if not barred:
+        yield from _measure_padded(device, peak, repeats, rehearse)
 
 
-def _measure_padded(device: torch.device, repeats: int, rehearse: bool) -> Iterator[dict[str, Any]]:
+def _around_anchors(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> dict[str, Row]:
+    """An anchor, and what the reuse steps after it do: attention over blocks or tiles, the residual, the plan kept."""
+    ours = resolve("triton", q.device, q.dtype, shape.dim)
+    plan = random_plan(shape, DENSITY, q.device, multiples=(64, 32))
+    tiles, apart = (tiled_plan(plan, QUERY_TILE, apart=each) for each in (False, True))
+    together = [x.contiguous() for x in (q, k, v)]
+    anchor = partial(attend.over_both, ours, q, k, v, plan, scale=None, compensate=True)
+    missed = anchor()[1]
+    kept = residual.factor(ours, missed, RANK)
+    reuse = partial(attend.over_kept, ours, q, k, v, compensate=True)
+
+    def out_of_the_store(held: Plan) -> Call:
+        store = PlanStore()
+        store.put(HERE, held, 0)
+        return partial(store.get, HERE, ours)
+
+    whole: Calls = {
+        "ours, rows of a head together": partial(attend.over_all, ours, *together),
+        "anchor, compensated": anchor,
+    }
+    steps: Calls = {"factor": partial(residual.factor, ours, missed, RANK), REUSE: partial(reuse, plan)}
+    added = {"add residual": partial(residual.add_residual, ours, torch.empty_like(q), kept)}
+    others = {f"{REUSE}, tiles": partial(reuse, tiles), f"{REUSE}, tiles apart": partial(reuse, apart)}
+    held = {"blocks out of the store": out_of_the_store(plan), "tiles out of the store": out_of_the_store(tiles)}
+    return (
+        _rows(whole, shape.flops())
+        | _rows(steps)
+        | _rows(added, beside=REUSE, residual_mb=kept.nbytes / 1e6)
+        | _rows(others | held, beside=REUSE)
+    )
+
+
+def _measure_padded(device: torch.device, peak: Peak, repeats: int, rehearse: bool) -> Iterator[Record]:
     """Dense attention of HunyuanVideo's shape, whose text ends in padding."""
     shape = TINY if rehearse else HUNYUAN._replace(tokens=HUNYUAN.tokens + 256)
-    ours, *rounded = _in_precisions(device, shape.dim)
     q, k, v = rows(shape, device)
     valid = torch.arange(shape.tokens, device=device)[None] < shape.tokens - shape.tokens // 600
-    padded: dict[str, Call] = {
+    calls: Calls = {
         "without a mask": next(iter(dense_calls(q, k, v).values())),
         "stock, with a mask": partial(dense_attention, q, k, v, key_valid=valid),
-        "ours, padded": partial(attend.over_all, ours, q, k, v, scale=None, key_valid=valid),
     }
-    for other in rounded:
-        padded[f"ours, {other.precision}, padded"] = partial(attend.over_all, other, q, k, v, key_valid=valid)
+    calls |= {f"{label}, padded": partial(call, key_valid=valid) for label, call in _ours(q, k, v).items()}
     case = "tiny, padded" if rehearse else "hunyuan, padded"
-    yield from _timed(case, shape, padded, dict.fromkeys(padded, 1.0), repeats, {}, None)
+    yield from measured("dense", _rows(calls, shape.flops()), repeats, peak, case=case, shape=shape._asdict())
     free_memory()
 
 
-def _in_precisions(device: torch.device, dim: int) -> list[Backend]:
-    """bf16 first; a precision that has no kernel here has no row."""
-    found = [resolve("triton", device, torch.bfloat16, dim, precision) for precision in PRECISIONS]
-    return [backend for precision, backend in zip(PRECISIONS, found, strict=True) if backend.precision == precision]
+def _ours(q: Tensor, k: Tensor, v: Tensor) -> dict[str, partial[Tensor]]:
+    """Our dense attention in every precision, bf16 first, by the name that bars go by."""
+    found = in_precisions(kernels_for(q.device, q.shape[-1])[:1], q.shape[-1]).values()
+    labels = (f"ours, {ours.precision}".removesuffix(", bf16") for ours in found)
+    return {label: partial(attend.over_all, ours, q, k, v) for label, ours in zip(labels, found, strict=True)}
 
 
-def _timed(
-    case: str,
-    shape: Shape,
-    calls: dict[str, Call],
-    flops: dict[str, float],
-    repeats: int,
-    beside: dict[str, str],
-    kept_bytes: int | None,
-) -> Iterator[dict[str, Any]]:
-    """beside: what a call's time is a share of, where that is not the first one."""
-    rounds = [steady_ms(turn, repeats) for turn in (calls, dict(reversed(calls.items())))]
-    found = {label: sum(ms[label] for ms in rounds) / 2 for label in calls}
-    for label, ms in found.items():
-        baseline = beside.get(label, next(iter(calls)))
-        work = 4 * shape.heads * shape.tokens**2 * shape.dim * flops.get(label, 0.0)
-        yield {
-            "benchmark": "dense",
-            "case": case,
-            "shape": shape._asdict(),
-            "kernel": label,
-            "ms": ms,
-            "baseline": baseline,
-            "ratio": ms / found[baseline],
-            "bar": _bar_of(label),
-            "useful_tflops": work / ms / 1e9 if work else None,
-            "residual_mb": kept_bytes / 1e6 if label == "add residual" and kept_bytes else None,
-            "extra_mb": extra_mb(calls[label]),
-        }
+def _rows(calls: Mapping[str, Call], flops: float = 0.0, beside: str = "", **facts: Any) -> dict[str, Row]:
+    return {
+        label: Row(call, flops, beside, {"bar": bar_of(label), "residual_mb": None, **facts})
+        for label, call in calls.items()
+    }
 
 
-def _bar_of(label: str) -> float | None:
+def bar_of(label: str) -> float | None:
     """A precision without a bar of its own has none."""
     if label == "add residual":
         return RESIDUAL_BAR
     rounded: Precision = next((name for name in PRECISIONS if f", {name}" in label), "bf16")
     return DENSE_BARS.get(rounded) if label.startswith("ours") else None
-
-
-@contextlib.contextmanager
-def _unsynchronised(device: torch.device) -> Iterator[None]:
-    """What waits for the GPU in here fails."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -17,7 +17,7 @@ from parkattn.hosts.diffusers.fused import AS_ASKED
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
 from parklab.bench.e2e_run import generate, pipeline
-from parklab.bench.problems import Case, verdict
+from parklab.bench.gates import Case, verdict
 from parklab.bench.whole_models import (
     SMALL_HUNYUAN,
     SMALL_WAN,

@@ -16,58 +16,25 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from parklab.bench import attend, dense, flashinfer, kmeans, layer, methods, official, pama, qrkc, sanitize, scaling
-from parklab.bench.timing import bench_device, gpu_environment, roofline
+from parklab.bench import official, sanitize
+from parklab.bench.registry import BENCHES
+from parklab.bench.timing import Record, bench_device, gpu_environment, roofline
 from parklab.record import append_records
 
-SECTIONS = {  # seconds; the gates come first and include compilation
-    "gate-pama": 200,
-    "gate-kmeans": 50,
-    "gate-qrkc": 30,
-    "gate-attend": 80,
-    "gate-layer": 80,
-    "gate-large": 60,
-    "gate-large-retrieval": 50,
-    "gate-large-pama": 50,
-    "gate-flashinfer": 300,
-    "pama": 90,
-    "kmeans": 50,
-    "qrkc": 30,
-    "attend": 200,
-    "layer": 60,
-    "scaling": 60,
-    "flashinfer": 60,
-    "gate-dense": 80,
-    "gate-methods": 90,
-    "dense": 60,
-    "methods": 180,
-}
-BENCHES = {
-    "pama": pama, "kmeans": kmeans, "qrkc": qrkc, "attend": attend, "layer": layer, "scaling": scaling,
-    "flashinfer": flashinfer, "dense": dense, "methods": methods, "official": official,
-}  # fmt: skip
-MEASURES = {name: bench.measure for name, bench in BENCHES.items()}
-GATES = {f"gate-{name}": bench.gate for name, bench in BENCHES.items() if bench is not scaling}
-GATES |= {
-    "gate-large": attend.gate_large,
-    "gate-large-retrieval": kmeans.gate_large,
-    "gate-large-pama": pama.gate_large,
-}
+GATES = {name: gate for bench in BENCHES.values() for name, (gate, _) in bench.gates.items()}
+SECTIONS = {name: seconds for bench in BENCHES.values() for name, (_, seconds) in bench.gates.items() if seconds}
+SECTIONS |= {name: bench.seconds for name, bench in BENCHES.items() if bench.seconds}
 
 
-def run_all(
-    out: Path, *, only: list[str] | None = None, budget_s: float = 570, rehearse: bool = False
-) -> dict[str, str]:
+def run_all(out: Path, *, budget_s: float = 570, rehearse: bool = False) -> dict[str, str]:
     """Section -> "passed", "failed" or "out of time"; the records are in out/gpu.jsonl."""
-    has_flashinfer = flashinfer.installed(bench_device())
-    sections = only or [name for name in SECTIONS if "flashinfer" not in name or has_flashinfer]
+    without = "flashinfer" if official.PACKAGES[official.FLASHINFER].absence(bench_device()) else None
     out.mkdir(parents=True, exist_ok=True)
     began, outcome = time.monotonic(), {}
-    for name in sections:
+    for name in (name for name in SECTIONS if name.removeprefix("gate-") != without):
         left = budget_s - (time.monotonic() - began)
         if left < 5:
             outcome[name] = "out of time"
@@ -84,10 +51,8 @@ def run_all(
             outcome[name] = "out of time"
         sys.stdout.write(f"{name}: {outcome[name]} after {time.monotonic() - began:.0f} s in all\n")
         sys.stdout.flush()
-    append_records(
-        out / "gpu.jsonl",
-        [{"sections": outcome, "seconds": round(time.monotonic() - began, 1), "environment": gpu_environment()}],
-    )
+    seconds = round(time.monotonic() - began, 1)
+    append_records(out / "gpu.jsonl", [{"sections": outcome, "seconds": seconds, "environment": gpu_environment()}])
     return outcome
 
 
@@ -103,7 +68,7 @@ def run_section(name: str, out: Path, *, rehearse: bool = False) -> bool:
     return passed
 
 
-def _records(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[str, Any]]:
+def _records(name: str, device: torch.device, rehearse: bool) -> Iterator[Record]:
     if name in sanitize.SECTIONS:
         yield from sanitize.checks(name, device)
     elif name in GATES:
@@ -111,7 +76,7 @@ def _records(name: str, device: torch.device, rehearse: bool) -> Iterator[dict[s
     else:
         peak = roofline(device)
         yield {"benchmark": "roofline", **peak}
-        yield from MEASURES[name](device, peak, repeats=1 if rehearse else 7, rehearse=rehearse)
+        yield from BENCHES[name].measure(device, peak, repeats=1 if rehearse else 7, rehearse=rehearse)
 
 
 def main() -> None:

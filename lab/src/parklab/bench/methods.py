@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ from parkattn.site import AttentionMethod, CallSite
 from parklab.baselines.settings import KMeans
 from parklab.baselines.token_groups import TokenGroupsConfig
 from parklab.bench.e2e import largest
-from parklab.bench.problems import Case, Shape, mixture, verdict
-from parklab.bench.timing import Call, extra_mb, free_memory, median_ms, watched
+from parklab.bench.gates import Case, verdict
+from parklab.bench.problems import Shape, mixture
+from parklab.bench.timing import Calls, Peak, Record, extra_mb, free_memory, median_ms, watched
 from parklab.bench.whole_models import MODELS, SMALL, WholeModel, forward_inputs, random_transformer, run_forward
 from parklab.research import studied_entry
 
@@ -53,53 +54,41 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
         yield verdict(f"{name}: finite", (~out.isfinite()).sum(), 0)
 
 
-def measure(
-    device: torch.device, peak: dict[str, float], *, repeats: int = 3, rehearse: bool = False
-) -> Iterator[dict[str, Any]]:
+def measure(device: torch.device, peak: Peak, *, repeats: int = 3, rehearse: bool = False) -> Iterator[Record]:
     """One record per method and size; a method that fails says why in its record, and the others go on."""
     for label, (heads, grid, words) in (TINY_SIZES if rehearse else SIZES).items():
         q, k, v, site = _problem(heads, grid, words, device, 64 if rehearse else 128)
         for name in METHODS:
             method = _method(name, rehearse)
-            if not isinstance(method, PlannedMethod):
-                continue
-            record: dict[str, Any] = {"benchmark": "methods", "shape": label, "method": name}
-            try:
-                record |= _costs(method, q, k, v, site, min(repeats, 3))
-            except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
-                record |= {"ok": False, "failure": f"{type(failure).__name__}: {first_line(failure)}"}
-            yield record
-            free_memory()
+            if isinstance(method, PlannedMethod):
+                record = {"benchmark": "methods", "shape": label, "method": name}
+                yield _tried(record, partial(_costs, method, q, k, v, site, min(repeats, 3)))
         del q, k, v, site
     for name in TWO_BLOCKS if importlib.util.find_spec("diffusers") else ():
         yield from through_model((SMALL if rehearse else MODELS)[name], name, device, rehearse=rehearse)
 
 
-def through_model(
-    model: WholeModel, label: str, device: torch.device, *, rehearse: bool = False
-) -> Iterator[dict[str, Any]]:
+def through_model(model: WholeModel, label: str, device: torch.device, *, rehearse: bool = False) -> Iterator[Record]:
     """One record per method: seconds of its forwards, what its calls were, and whether everything was finite."""
     model = dataclasses.replace(model, sizes={**model.sizes, **TWO_BLOCKS[label]})
     transformer = random_transformer(model, device)
     inputs = forward_inputs(model, transformer, device)
     for name in REHEARSED if rehearse else METHODS:
-        record: dict[str, Any] = {
-            "benchmark": "methods through a model",
-            "shape": label,
-            "method": name,
-            "tokens": model.tokens,
-        }
-        try:
-            record |= _forwards(name, transformer, inputs, device, rehearse)
-        except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
-            record |= {"ok": False, "failure": f"{type(failure).__name__}: {first_line(failure)}"}
-        yield record
+        record = {"benchmark": "methods through a model", "shape": label, "method": name, "tokens": model.tokens}
+        yield _tried(record, partial(_forwards, name, transformer, inputs, device, rehearse))
+
+
+def _tried(record: Record, costs: Callable[[], Record]) -> Record:
+    """With what was found, or why it failed."""
+    try:
+        return record | costs()
+    except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
+        return record | {"ok": False, "failure": f"{type(failure).__name__}: {first_line(failure)}"}
+    finally:
         free_memory()
 
 
-def _forwards(
-    name: str, transformer: Any, inputs: dict[str, Any], device: torch.device, rehearse: bool
-) -> dict[str, Any]:
+def _forwards(name: str, transformer: Any, inputs: Record, device: torch.device, rehearse: bool) -> Record:
     method = _method(name, rehearse)
     config = getattr(method, "config", None)
     if isinstance(config, Timetable):
@@ -137,9 +126,7 @@ def _costs(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSit
     return {"density": plan.density().mean().item(), **costs, **memory}
 
 
-def parts_of_call(
-    method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite
-) -> tuple[Plan, dict[str, Call]]:
+def parts_of_call(method: PlannedMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> tuple[Plan, Calls]:
     """A run's first plan, and what can be timed: making it, a later one that may start from it, attention over it, and
     its repair.
     """
@@ -147,7 +134,7 @@ def parts_of_call(
     plan, backend = first(), resolve_for(q, method.config.backend)
     later = partial(make_plan, q, k, method.planner, dataclasses.replace(site, step=site.step + 1), plan)
     attend = partial(method.attend, q, k, v, plan, site, backend)
-    parts: dict[str, Call] = {"plan": first, "later_plan": later, "attend": attend}
+    parts: Calls = {"plan": first, "later_plan": later, "attend": attend}
     if method.repair is not None:
         parts["repair"] = partial(method.repair.repair, q, k, v, plan, attend(), site)
     return plan, parts

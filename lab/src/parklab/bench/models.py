@@ -24,7 +24,7 @@ from parkattn.hosts.diffusers import Session, enable
 from parkattn.models import row_for
 from parklab.bench.e2e import expect_phases, first_blocks, random_transformer
 from parklab.bench.e2e_run import sparse_density
-from parklab.bench.problems import Case, verdict
+from parklab.bench.gates import Case, verdict
 from parklab.bench.real_models import REAL, TINY, RealModel
 from parklab.bench.timing import free_memory, watched
 from parklab.metrics.budget import solve_budget

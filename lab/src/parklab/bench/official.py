@@ -10,15 +10,19 @@
 Theirs get tokens in the order they want; ours in the model's, so that gathering is in our time and not in theirs.
 comfy-kitchen and fastvideo-kernel fall back to another kernel in silence where their compiled one does not load:
 `compiled` says which one was timed.
+
+FlashInfer, the paper's choice, has a bench of its own: is it right behind our seam, and what do its plan and its kernel
+cost. The first use of a kernel compiles it.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +31,26 @@ from parkattn.backend import resolve_for
 from parkattn.checks import first_line
 from parkattn.methods import make_method
 from parkattn.ops import attend
+from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.permute.definition import gather
 from parkattn.planned import PlannedMethod, make_plan
 from parkattn.site import CallSite
 from parklab.baselines.sta import tile_of_cell
-from parklab.bench.problems import TINY, WAN_14B, Case, Shape, random_plan, rows, verdict
-from parklab.bench.timing import free_memory, median_ms, steady_ms
+from parklab.bench.attend import dense_calls
+from parklab.bench.gates import Case, against_exact, in_float64_and_own, verdict
+from parklab.bench.problems import TINY, WAN_14B, Shape, random_plan, rows
+from parklab.bench.timing import Peak, Record, Row, free_memory, in_two_rounds, measured, median_ms
 from parklab.record import installed
+
+if TYPE_CHECKING:
+    from parkattn.ops.attend.flashinfer import FlashInferAttention
 
 STA_GRID, STA_TILE, STA_WINDOW = (18, 48, 80), (6, 8, 8), (3, 3, 3)  # of their kernel
 DENSITY = 0.25
 INT8_ERROR = 0.1  # of the norm: scores of INT8 queries and keys, as their papers have them
 BF16_ERROR = 2.0**-6  # of the norm: weights and output of both sides are rounded to 8 bits
 FASTVIDEO = "pip install fastvideo-kernel==0.3.2"  # later ones want one version of torch
+FLASHINFER, FLASHINFER_KERNELS = "flashinfer-python", ("fa2", "fa3")
 
 
 class Call(NamedTuple):
@@ -66,10 +77,8 @@ class Package(NamedTuple):
 
 
 def with_flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    from parkattn.ops.attend.flashinfer import FlashInferAttention
-
     plan = random_plan(Shape(q.shape[1], q.shape[2], 128, 512, q.shape[3]), DENSITY, q.device)
-    wrapper = FlashInferAttention().planned(q, k, plan)
+    wrapper = flashinfer_attention().planned(q, k, plan)
     in_blocks = [gather(x, side)[0] for x, side in ((q, plan.queries), (k, plan.keys), (v, plan.keys))]
     ours = partial(attend.over_kept, resolve_for(q, "auto"), q, k, v, plan)
     return Call(partial(wrapper.run, *in_blocks), ours, order=plan.queries.permutation().long())
@@ -113,9 +122,7 @@ def _planned(
 
 
 PACKAGES = {
-    "flashinfer-python": Package(
-        "flashinfer", "any blocks", "pip install 'parkattn[flashinfer]'", with_flashinfer, BF16_ERROR
-    ),
+    FLASHINFER: Package("flashinfer", "any blocks", "pip install 'parkattn[flashinfer]'", with_flashinfer, BF16_ERROR),
     "comfy-kitchen": Package("comfy_kitchen", "sol", "pip install comfy-kitchen", with_comfy_kitchen, INT8_ERROR),
     "sageattention": Package("sageattention", "dense", "pip install sageattention", with_sageattention, INT8_ERROR),
     "fastvideo-kernel": Package("fastvideo_kernel", "sta", FASTVIDEO, with_fastvideo, BF16_ERROR, STA_GRID),
@@ -136,17 +143,10 @@ def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
             yield verdict(f"official {name}: as ours", (theirs - ours).norm() / ours.norm(), package.error)
 
 
-def measure(
-    device: torch.device, peak: dict[str, float], *, repeats: int = 7, rehearse: bool = False
-) -> Iterator[dict[str, Any]]:
+def measure(device: torch.device, peak: Peak, *, repeats: int = 7, rehearse: bool = False) -> Iterator[Record]:
     """One record per package; one that is absent, or fails, says so in its record."""
     for name, package in PACKAGES.items():
-        record: dict[str, Any] = {
-            "benchmark": "official",
-            "kernel": name,
-            "method": package.method,
-            "version": installed(name),
-        }
+        record = {"benchmark": "official", "kernel": name, "method": package.method, "version": installed(name)}
         absent = package.absence(device)
         if absent is None:
             try:
@@ -157,15 +157,56 @@ def measure(
         free_memory()
 
 
-def _times(package: Package, shape: Shape, device: torch.device, repeats: int) -> dict[str, Any]:
+def _times(package: Package, shape: Shape, device: torch.device, repeats: int) -> Record:
     q, k, v = _tensors(package, shape, device)
     call = package.make(q, k, v)
-    found = steady_ms({"official_ms": call.official, "ours_ms": call.ours}, repeats)
-    plan = {} if call.our_plan is None else {"ours_plan_ms": median_ms(call.our_plan, 3)}
-    compiled = {} if call.compiled is None else {"compiled": call.compiled}
-    return {"heads": q.shape[1], "tokens": q.shape[2], **found, **plan, **compiled}
+    found: Record = {"heads": q.shape[1], "tokens": q.shape[2]}
+    found |= in_two_rounds({"official_ms": call.official, "ours_ms": call.ours}, repeats)
+    found |= {} if call.our_plan is None else {"ours_plan_ms": median_ms(call.our_plan, 3)}
+    return found | ({} if call.compiled is None else {"compiled": call.compiled})
 
 
 def _tensors(package: Package, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    grid = package.grid
-    return rows(shape if grid is None else shape._replace(tokens=grid[0] * grid[1] * grid[2]), device)
+    return rows(shape if package.grid is None else shape._replace(tokens=math.prod(package.grid)), device)
+
+
+# FlashInfer by itself -----------------------------------------------------------------------------------
+
+
+def flashinfer_attention(kernel: str = "auto") -> FlashInferAttention:
+    from parkattn.ops.attend.flashinfer import FlashInferAttention  # needs Triton
+
+    return FlashInferAttention(kernel=kernel)
+
+
+def gate_flashinfer(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
+    """Against the float64 definition, with empty blocks."""
+    shape = Shape(3, 1500, 12, 70)
+    given: Record = {"plan": random_plan(shape, 0.35, device, empty=True), "scale": None, "compensate": False}
+    for kernel, dtype in itertools.product(FLASHINFER_KERNELS, (torch.bfloat16, torch.float16)):
+        q, k, v = rows(shape, device, dtype)
+        exact, plain = in_float64_and_own(partial(DefinedAttention().over_kept, **given), q, k, v)
+        found = flashinfer_attention(kernel).over_kept(q, k, v, **given)
+        yield against_exact(f"flashinfer {kernel} {str(dtype)[6:]}", found, exact, plain)
+
+
+def measure_flashinfer(
+    device: torch.device, peak: Peak, *, repeats: int = 7, rehearse: bool = False
+) -> Iterator[Record]:
+    shape = WAN_14B
+    plan = random_plan(shape, DENSITY, device)
+    density = plan.density().mean().item()
+    q, k, v = rows(shape, device)
+    in_order = [x[0].contiguous() for x in (q, k, v)]
+    name, dense = next(iter(dense_calls(q, k, v).items()))
+    table = {name: Row(dense)}
+    for kernel in FLASHINFER_KERNELS:
+        attention = flashinfer_attention(kernel)
+        alone = partial(attention.planned(q, k, plan).run, *in_order)
+        step = partial(attention.over_kept, q, k, v, plan, scale=None, compensate=False)
+        table[f"flashinfer {kernel}: its plan"] = Row(partial(attention.planned, q, k, plan))
+        table[f"flashinfer {kernel}: attention alone"] = Row(alone, shape.flops(density))
+        table[f"flashinfer {kernel}: all of a reuse step"] = Row(step)
+    about = shape._asdict()
+    yield from measured("flashinfer", table, repeats, peak, called="part", shape=about, density=density)
+    free_memory()

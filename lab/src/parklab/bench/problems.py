@@ -1,12 +1,9 @@
-"""What the GPU benchmarks run on: the paper's shapes, uneven blocks, clustered tokens, and the error rule of every
-gate.
-"""
+"""What the GPU benchmarks run on: the paper's shapes, uneven blocks, clustered tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +20,10 @@ class Shape(NamedTuple):
     key_blocks: int
     dim: int = 128
 
+    def flops(self, density: float = 1.0) -> float:
+        """Of attention over this share of the token pairs."""
+        return 4 * self.heads * self.tokens**2 * self.dim * density
+
 
 def paper_shape(model: str) -> Shape:
     """One layer's attention over the video that the paper makes with the model, text aside."""
@@ -34,33 +35,6 @@ def paper_shape(model: str) -> Shape:
 
 WAN_14B, WAN_1_3B, HUNYUAN = map(paper_shape, ("wan2.1-14b", "wan2.1-1.3b", "hunyuanvideo"))
 TINY = Shape(2, 96, 4, 8, 64)  # a rehearsal under the interpreter
-
-Case = dict[str, Any]
-
-
-def verdict(name: str, error: Tensor | float, allowed: Tensor | float, **more: Any) -> Case:
-    """One line of a gate. NaN fails."""
-    error, allowed = float(error), float(allowed)
-    return {"gate": name, "ok": error <= allowed, "error": error, "allowed": allowed, **more}
-
-
-def expect_all_pass(cases: Iterator[Case]) -> list[Case]:
-    """The gate before a measurement: a fast wrong answer is not a result."""
-    found = list(cases)
-    failed = [case for case in found if not case["ok"]]
-    if failed:
-        case = failed[0]
-        why = case.get("failure") or f"error {case['error']} is above {case['allowed']}"
-        raise RuntimeError(f"gate {case['gate']!r}: {why}, so nothing was timed.")
-    return found
-
-
-def repeats_equal(call: Any, times: int) -> bool:
-    def parts(found: Any) -> list[Tensor]:
-        return [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
-
-    first = parts(call())
-    return all(all(torch.equal(a, b) for a, b in zip(first, parts(call()), strict=True)) for _ in range(times - 1))
 
 
 def offsets(
@@ -75,27 +49,21 @@ def offsets(
     weight = torch._standard_gamma(torch.full((bh, blocks), 2.0), generator=g).double()
     if empty:
         weight[:, 1 : blocks // 2 : 4] = 0
-    ends = (
-        ((weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens) / multiple).round().mul(multiple).clamp(max=tokens)
-    )
+    ends = weight.cumsum(1) / weight.sum(1, keepdim=True) * tokens
+    ends = (ends / multiple).round().mul(multiple).clamp(max=tokens)
     ends[:, -1] = tokens
     return torch.nn.functional.pad(ends, (1, 0)).int().to(device)
 
 
 def random_plan(
-    shape: Shape,
-    density: float,
-    device: torch.device,
-    *,
-    seed: int = 0,
-    empty: bool = False,
-    multiples: tuple[int, int] = (1, 1),
-) -> Plan:
+    shape: Shape, density: float, device: torch.device, *,
+    seed: int = 0, empty: bool = False, multiples: tuple[int, int] = (1, 1),
+) -> Plan:  # fmt: skip
     """A plan with uneven blocks, random orders and a random mask that leaves no query block without keys.
 
     multiples: where the borders of query and of key blocks lie.
     """
-    h, n = shape.heads, shape.tokens
+    h, n, qb, kb = shape[:4]
     g = torch.Generator().manual_seed(seed)
 
     def blocks(count: int, which: int) -> Blocks:
@@ -106,12 +74,10 @@ def random_plan(
         labels = torch.empty_like(by_position).scatter_(1, order, by_position)
         return Blocks(labels[None], order.int()[None], ends[None])
 
-    queries, keys = blocks(shape.query_blocks, 1), blocks(shape.key_blocks, 2)
-    mask = torch.rand(1, h, shape.query_blocks, shape.key_blocks, generator=g) < density
+    queries, keys = blocks(qb, 1), blocks(kb, 2)
+    mask = torch.rand(1, h, qb, kb, generator=g) < density
     mask[..., -1] |= ~mask.any(-1)
-    return Plan(
-        queries, keys, mask.to(device), shape.query_blocks, shape.key_blocks, False, torch.ones(1, h, device=device)
-    )
+    return Plan(queries, keys, mask.to(device), qb, kb, estimated_mass=torch.ones(1, h, device=device))
 
 
 def tiled_plan(plan: Plan, size: int, *, apart: bool) -> Plan:
@@ -123,19 +89,15 @@ def tiled_plan(plan: Plan, size: int, *, apart: bool) -> Plan:
     kept = plan.mask.gather(2, block.long().unsqueeze(-1).expand(-1, -1, -1, kb))
     if apart:
         # a stride that has no factor in common with the number of blocks, which is a power of two in the paper
-        turned = (
-            torch.arange(kb, device=kept.device) + 37 * torch.arange(tiles, device=kept.device).unsqueeze(-1)
-        ) % kb
-        kept = kept.gather(-1, turned.expand_as(kept))
+        places, strides = (torch.arange(count, device=kept.device) for count in (kb, tiles))
+        kept = kept.gather(-1, ((places + 37 * strides.unsqueeze(-1)) % kb).expand_as(kept))
     return dataclasses.replace(plan, queries=queries, mask=kept, query_clusters=tiles)
 
 
 def rows(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [1 h n d] as views of [1 n h d] memory, as models have them."""
-    q, k, v = (
-        torch.randn(1, shape.tokens, shape.heads, shape.dim, device=device, dtype=dtype).transpose(1, 2)
-        for _ in range(3)
-    )
+    memory = 1, shape.tokens, shape.heads, shape.dim
+    q, k, v = (torch.randn(memory, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
     return q, k, v
 
 

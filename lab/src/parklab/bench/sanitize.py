@@ -30,47 +30,48 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parkattn.backend import INT8_HEAD_DIMS
-from parklab.bench import attend, dense, kmeans, pama, qrkc
-from parklab.bench.problems import Case, Shape
-from parklab.bench.timing import gpu_environment
+from parklab.bench import attend, dense, plans
+from parklab.bench.gates import Case
+from parklab.bench.problems import Shape
+from parklab.bench.registry import BENCHES
+from parklab.bench.timing import Record, gpu_environment
 
 SECTIONS = ("sanitize", "race-control", "consan-pama", "consan-attend", "consan-compensated", "consan-control")
+WATCHED = ("pama", "kmeans", "qrkc", "attend")  # benches whose gates run every kernel but dense attention in INT8
 ALL_RAN = "all checks ran"  # what a watched process says last
 OLDEST = (2026, 3)
 WARP_SPECIALISED = "kns=hopper"  # both have it in their names
-Changes = dict[str, tuple[str, int]]  # text -> what stands there instead, how often it does
+Changes = dict[str, str]  # text of a kernel, which it has once -> what stands there instead
 PAMA, ATTENTION = "parkattn.ops.importance.hopper", "parkattn.ops.attend.hopper"
-FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ("", 1)}
-FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ("", 1)}
+FORGET_THE_BARRIER: Changes = {'        barrier_sync("8")\n': ""}
+FORGET_A_WAIT: Changes = {"            mbarrier.wait(c_full.index(g % STAGES), (g // STAGES) & 1)\n": ""}
 # ConSan sees mbarriers and no hardware barriers, and its checks need more registers than the copying warp has
 FOR_CONSAN: dict[str, Changes] = {
     PAMA: {
-        "[240, 24]": ("[168, 168]", 1),
+        "[240, 24]": "[168, 168]",
         "    bars = (q_full, q_empty, c_full, c_empty)\n": (
             "    met = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())\n"
             "    for i in gl.static_range(4):\n"
             "        mbarrier.init(met.index(i), count=1)\n"
-            "    bars = (q_full, q_empty, c_full, c_empty, met)\n",
-            1,
+            "    bars = (q_full, q_empty, c_full, c_empty, met)\n"
         ),
-        "q_full, q_empty, c_full, c_empty = bars\n": ("q_full, q_empty, c_full, c_empty, met = bars\n", 2),
+        "c_empty = bars\n    for t in": "c_empty, met = bars\n    for t in",
+        "c_empty = bars\n    columns": "c_empty, met = bars\n    columns",
         '        barrier_sync("8")\n': (
             "        thread_barrier()\n"
             "        mbarrier.arrive(met.index(W * 2 + (t & 1)), count=1)\n"
-            "        mbarrier.wait(met.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)\n",
-            1,
+            "        mbarrier.wait(met.index((1 - W) * 2 + (t & 1)), (t >> 1) & 1)\n"
         ),
     },
     ATTENTION: {
-        "exchange = (x_acc, x_rows)\n": ("exchange = (x_acc, x_rows, make_barriers(1, 1), make_barriers(1, 1))\n", 1),
-        "x_acc, x_rows = exchange\n": ("x_acc, x_rows, free, written = exchange\n    shared_tiles = 0\n", 1),
-        "barrier_arrive(FREE)\n": ("mbarrier.arrive(free.index(0), count=1)\n", 1),
-        "barrier_sync(FREE)\n": ("mbarrier.wait(free.index(0), shared_tiles & 1)\n", 1),
-        "barrier_arrive(WRITTEN)\n": ("mbarrier.arrive(written.index(0), count=1)\n", 1),
-        "barrier_sync(WRITTEN)\n": ("mbarrier.wait(written.index(0), shared_tiles & 1)\n", 1),
+        "exchange = (x_acc, x_rows)\n": "exchange = (x_acc, x_rows, make_barriers(1, 1), make_barriers(1, 1))\n",
+        "x_acc, x_rows = exchange\n": "x_acc, x_rows, free, written = exchange\n    shared_tiles = 0\n",
+        "barrier_arrive(FREE)\n": "mbarrier.arrive(free.index(0), count=1)\n",
+        "barrier_sync(FREE)\n": "mbarrier.wait(free.index(0), shared_tiles & 1)\n",
+        "barrier_arrive(WRITTEN)\n": "mbarrier.arrive(written.index(0), count=1)\n",
+        "barrier_sync(WRITTEN)\n": "mbarrier.wait(written.index(0), shared_tiles & 1)\n",
         "            if shared:  # not before": (
-            "            shared_tiles += gl.where(shared, 1, 0)\n            if shared:  # not before",
-            1,
+            "            shared_tiles += gl.where(shared, 1, 0)\n            if shared:  # not before"
         ),
     },
 }
@@ -102,21 +103,17 @@ ROUNDS = {
     "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
     "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
     "racecheck, PAMA without a meeting": _watch(
-        "racecheck",
-        "--kernel-name",
-        WARP_SPECIALISED,
-        section="race-control",
+        "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control",
         finds=r"Race reported between .* at full_key_hopper\S* in hopper\.py",
     ),
     "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
     "ConSan, attention": Round("consan-attend", variables=CONSAN),
     "ConSan, compensated attention": Round("consan-compensated", variables=CONSAN),
     "ConSan, PAMA without a wait": Round(
-        "consan-control",
-        variables=CONSAN,
+        "consan-control", variables=CONSAN,
         finds="Assertion `(Buffer being accessed has outstanding writes|Accessing buffer with pending access)",
     ),
-}
+}  # fmt: skip
 
 
 def checks(section: str, device: torch.device) -> Iterator[Case]:
@@ -128,22 +125,19 @@ def checks(section: str, device: torch.device) -> Iterator[Case]:
     # PyTorch's own fused attention reads past the end of a mask: the definitions must not use it under a sanitizer
     with sdpa_kernel(SDPBackend.MATH):
         if section == "sanitize":
-            for gate in (pama.gate, kmeans.gate, qrkc.gate, attend.gate):
-                yield from gate(device, rehearse=True)
+            for name in WATCHED:
+                yield from BENCHES[name].gate(device, rehearse=True)
             for dim in INT8_HEAD_DIMS if device.type == "cuda" else ():
                 yield from dense.gate_int8(Shape(20, 700, 4, 8, dim), torch.bfloat16, device)
         elif section in ("consan-attend", "consan-compensated"):
             # one head dim and dtype: ConSan takes minutes to compile a kernel
             stand_ins = section == "consan-compensated"
             dtype = torch.float16 if stand_ins else torch.bfloat16
-            yield from attend.gate(
-                device, rehearse=True, kernels=["gluon"], compensated=(stand_ins,), dims=(64,), dtypes=(dtype,)
-            )
+            yield from attend.gate_kernel("gluon", 64, dtype, stand_ins, device, rehearse=True)
         else:
             # several tiles per block, and two chunks of keys: with more of them ConSan takes minutes to compile
-            yield from pama.gate(
-                device, rehearse=True, shapes=[(Shape(2, 600, 3, 200, 128), torch.bfloat16)], only="Full-K"
-            )
+            shape = Shape(2, 600, 3, 200, 128)
+            yield from plans.gate_pama_at(shape, torch.bfloat16, device, repeats=2, kernels=("Triton (Full-K)",))
     sys.stdout.write(f"{ALL_RAN}\n")
 
 
@@ -151,35 +145,32 @@ def compute_sanitizer() -> tuple[str, str]:
     """The program and its version: of the installed package, which may be newer than the CUDA toolkit's, else on the
     PATH.
     """
+
+    def refusal(why: str) -> ValueError:
+        return ValueError(f"park bench sanitize: expected compute-sanitizer{why}; pip install 'parklab[sanitize]'.")
+
     package = importlib.util.find_spec("nvidia")
-    installed = (
-        Path(folder, "cu13", "bin", "compute-sanitizer")
-        for folder in (package and package.submodule_search_locations) or ()
-    )
-    program = next((str(path) for path in installed if os.access(path, os.X_OK)), None) or shutil.which(
-        "compute-sanitizer"
-    )
-    advice = "pip install 'parklab[sanitize]'"
+    folders = [str(Path(folder, "cu13", "bin")) for folder in (package and package.submodule_search_locations) or ()]
+    places = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
+    program = shutil.which("compute-sanitizer", path=places)
     if program is None:
-        raise ValueError(f"park bench sanitize: expected compute-sanitizer, got none on the PATH; {advice}.")
+        raise refusal(", got none on the PATH")
     try:
         printed = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     except OSError as failure:
-        raise ValueError(
-            f"park bench sanitize: expected compute-sanitizer to run, got {failure}; {advice}."
-        ) from failure
+        raise refusal(f" to run, got {failure}") from failure
     version = re.search(r"Version (\d+)\.(\d+)\S*", printed)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         # 2025.3 reports how Triton starts the partitions of any warp-specialised kernel
-        raise ValueError(
-            f"park bench sanitize: expected compute-sanitizer {OLDEST[0]}.{OLDEST[1]} or newer, whose racecheck "
-            f"follows warp-specialised kernels, got {version[0] if version else 'no version'} from "
-            f"{Path(program).name}; {advice}."
+        oldest, found = (
+            ".".join(map(str, OLDEST)),
+            f"{version[0] if version else 'no version'} from {Path(program).name}",
         )
+        raise refusal(f" {oldest} or newer, whose racecheck follows warp-specialised kernels, got {found}")
     return program, version[0].removeprefix("Version ")
 
 
-def run_rounds(only: list[str] | None = None, limit_s: float = 600) -> Iterator[dict[str, Any]]:
+def run_rounds(only: list[str] | None = None, limit_s: float = 600) -> Iterator[Record]:
     """A record per tool. All run at once, since nothing is timed."""
     program, version = compute_sanitizer()
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +193,7 @@ def run_rounds(only: list[str] | None = None, limit_s: float = 600) -> Iterator[
                 _end(process)
 
 
-def judge(name: str, printed: str) -> dict[str, Any]:
+def judge(name: str, printed: str) -> Record:
     """What a tool found, from what it printed."""
     wanted, summary, found = ROUNDS[name], SUMMARY.search(printed), sorted(set(ASSERTION.findall(printed)))
     failed, passed = (printed.count(f'"ok": {word}') for word in ("false", "true"))
@@ -258,12 +249,10 @@ def exchange(name: str, changes: Changes) -> None:
     found = importlib.util.find_spec(name)
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text(encoding="utf-8")
-    for old, (new, times) in changes.items():
-        if source.count(old) != times:
-            raise RuntimeError(
-                f"{name}: expected {old.strip()!r} {times} times, got it {source.count(old)} times; "
-                "bring the change into line with the kernel."
-            )
+    for old, new in changes.items():
+        if (times := source.count(old)) != 1:
+            advice = "bring the change into line with the kernel"
+            raise RuntimeError(f"{name}: expected {old.strip()!r} once, got it {times} times; {advice}.")
         source = source.replace(old, new)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # Triton reads a kernel's source when it compiles it

@@ -1,5 +1,5 @@
-"""How GPU figures are taken: medians of CUDA events, extra memory, the roofline of the same run, and the facts beside
-them.
+"""How GPU figures are taken: medians of CUDA events in two rounds, what each row of a table of kernels says beside its
+time, the roofline of the same run, and the facts beside them.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -17,12 +17,21 @@ import torch
 from parklab.record import environment, installed
 
 Call = Callable[[], object]
+Calls = dict[str, Call]
+Record = dict[str, Any]
+Peak = dict[str, float]
 SETTLING_S = 0.5
+PACKAGES = ("flash-kmeans", "fa3-fwd", "flashinfer-python", "torchao")  # that are timed beside ours
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def bench_device() -> torch.device:
     """The GPU, or the CPU where the interpreter stands in for one (to rehearse a benchmark, not to time it)."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
@@ -42,20 +51,55 @@ def least_ms(call: Call, repeats: int = 5) -> float:
     return min(_each_ms(call, repeats))
 
 
-def steady_ms(calls: Mapping[str, Call], repeats: int = 7) -> dict[str, float]:
+def steady_ms(calls: Mapping[str, Call], repeats: int = 7, settling_s: float = SETTLING_S) -> dict[str, float]:
     """Each call repeated by itself until the card has settled: at its power limit a call takes 10 % longer after a hot
     kernel than after a light one, so calls that take turns would be charged for their neighbours.
     """
     found = {}
     for name, call in calls.items():
         done, began = 0, time.monotonic()
-        while torch.cuda.is_available() and (done < 3 or time.monotonic() - began < SETTLING_S):
+        while torch.cuda.is_available() and (done < 3 or time.monotonic() - began < settling_s):
             call()
             torch.cuda.synchronize()
             done += 1
         # short calls are repeated more often, over as long a time
         found[name] = median(_each_ms(call, max(repeats, min(done, 100))))
     return found
+
+
+def in_two_rounds(calls: Mapping[str, Call], repeats: int, settling_s: float = SETTLING_S) -> dict[str, float]:
+    """The second one in reverse: what drifts during a round weighs on all alike."""
+    turns = list(calls), list(reversed(list(calls)))
+    rounds = [steady_ms({name: calls[name] for name in turn}, repeats, settling_s) for turn in turns]
+    return {name: fmean(ms[name] for ms in rounds) for name in calls}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call of a table of kernels. flops: of its useful work, 0 where nobody asks; beside: the row whose time it is a
+    share of, else the first; facts: what its record says besides.
+    """
+
+    call: Call
+    flops: float = 0.0
+    beside: str = ""
+    facts: Record = field(default_factory=dict)
+
+
+def measured(
+    benchmark: str, table: Mapping[str, Row], repeats: int, peak: Peak, *,
+    called: str = "kernel", settling_s: float = SETTLING_S, **common: Any,
+) -> Iterator[Record]:  # fmt: skip
+    """A record for each row, by its name in the field `called`; common: what all of them say."""
+    times = in_two_rounds({name: row.call for name, row in table.items()}, repeats, settling_s)
+    for name, row in table.items():
+        ms, baseline = times[name], row.beside or next(iter(table))
+        tflops = row.flops / ms / 1e9 if row.flops else None
+        yield {
+            "benchmark": benchmark, **common, called: name, **row.facts,
+            "ms": ms, "baseline": baseline, "ratio": ms / times[baseline], "useful_tflops": tflops,
+            "share_of_roofline": tflops and tflops / peak["tflops"], "extra_mb": extra_mb(row.call),
+        }  # fmt: skip
 
 
 def extra_mb(call: Call) -> float:
@@ -70,7 +114,7 @@ def extra_mb(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Peak:
     """What this card reaches now: TFLOP/s of a square matrix product, GB/s of a copy."""
     side = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -80,13 +124,9 @@ def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[
     return {"tflops": 2 * side**3 / product / 1e9, "gbytes_per_s": 2 * many.nbytes / copy / 1e6}
 
 
-def gpu_environment() -> dict[str, Any]:
-    peers = {name: installed(name) for name in ("tilelang", "flash-kmeans", "fa3-fwd", "flashinfer-python", "torchao")}
-    return environment() | {
-        "triton": installed("triton"),
-        "driver": _driver(),
-        **{name: found for name, found in peers.items() if found},
-    }
+def gpu_environment() -> Record:
+    others = {name: installed(name) for name in PACKAGES if installed(name)}
+    return environment() | {"triton": installed("triton"), "driver": _driver(), **others}
 
 
 def free_memory() -> None:
@@ -115,13 +155,9 @@ def _each_ms(call: Call, repeats: int) -> list[float]:
 
 
 def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return asked.stdout.split("\n")[0].strip() or None

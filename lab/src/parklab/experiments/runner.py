@@ -72,7 +72,6 @@ from parklab.studio.generate import generate_frames
 from parklab.studio.request import Request, config_for, fit_to_pipeline
 from parklab.studio.video import Frames, to_npy
 
-GATED_BY = {"scaling": "attend"}  # benchmarks
 UNTIMED = dict.fromkeys(("total", "denoise", "attention"))
 
 
@@ -350,12 +349,12 @@ class Lab(Cells):
 
 def measure_benchmark(name: str) -> list[Line]:
     """What park bench NAME measures here, after its gate; each line says where it was measured."""
-    from parklab.bench.gpu import GATES, MEASURES
-    from parklab.bench.problems import expect_all_pass
+    from parklab.bench.gates import expect_all_pass
+    from parklab.bench.registry import BENCHES
     from parklab.bench.timing import bench_device, gpu_environment, roofline
 
-    device = bench_device()
+    device, bench = bench_device(), BENCHES[name]
     torch.manual_seed(0)
-    expect_all_pass(GATES[f"gate-{GATED_BY.get(name, name)}"](device))
+    expect_all_pass(bench.gate(device))
     facts, peak = gpu_environment(), roofline(device)
-    return [{**line, "environment": facts} for line in MEASURES[name](device, peak)]
+    return [{**line, "environment": facts} for line in bench.measure(device, peak)]
