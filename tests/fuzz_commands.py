@@ -29,7 +29,7 @@ import reproduce_cases
 from fuzz_calls import Tally, report
 from parklab import cli, demo
 from parklab.baselines.density_profile import DensityProfile
-from parklab.bench import cpu, decisions, e2e_turns, gpu, sanitize
+from parklab.bench import cpu, e2e_turns, gpu, sanitize
 from parklab.experiments import ablation
 from parklab.scene import clustered_scene
 from parklab.sprites.grammar import EXAMPLE
@@ -273,7 +273,7 @@ def nothing_runs() -> Iterator[None]:
             (demo, "_picture", lambda results, scene: b"a picture"),
             (doctor, "self_test", lambda: tested),
             (cpu, "measure_cpu", lambda **options: iter(())),
-            (decisions, "measure_decisions", lambda: iter(())),
+            (cpu, "measure_decisions", lambda: iter(())),
             (sanitize, "run_rounds", lambda only, limit: iter(())),
             (e2e_turns, "run_and_tabulate", lambda record, options, **limits: ({}, [])),
             (gpu, "run_all", lambda out, **options: {}),

@@ -1,5 +1,6 @@
 """`park bench card`: a rehearsal without a GPU, sizes by memory, wrong results said, SageAttention only where it can."""
 
+import itertools
 import json
 import sys
 from types import SimpleNamespace
@@ -38,16 +39,11 @@ def test_without_a_gpu_it_is_a_rehearsal_with_every_row(tmp_path):
     done, kept = run_card(tmp_path)
     assert done.exit_code == 0 and "rehearsal" in done.stdout
     assert kept["environment"]["rehearsal"] and kept["environment"]["cpu"]
-    measured = [row for row in kept["rows"] if "ms" in row]
-    works = {"dense", "sparse 0.25", "sparse 0.10, compensated"}
-    found = {(row["dtype"], row["work"]) for row in measured if row["kernel"] == "definition int8"}
-    assert found == {(dtype, work) for dtype in ("bf16", "fp16") for work in works}
-    assert all(row["ok"] and row["ms"] > 0 and row["ratio"] > 0 for row in measured)
+    measured = {(row["dtype"], row["work"], row["kernel"]): row for row in kept["rows"] if "ms" in row}
+    assert all(row["ok"] and row["ms"] > 0 and row["ratio"] > 0 for row in measured.values())
     # of two roundings of the same inputs the coarser one is further away
-    by_kernel = {(row["dtype"], row["work"], row["kernel"]): row["error"] for row in measured}
-    assert all(
-        by_kernel[dtype, work, "definition"] < by_kernel[dtype, work, "definition int8"] for dtype, work in found
-    )
+    for case in itertools.product(("bf16", "fp16"), ("dense", "sparse 0.25", "sparse 0.10, compensated")):
+        assert measured[*case, "definition"]["error"] < measured[*case, "definition int8"]["error"]
 
 
 def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
@@ -55,10 +51,8 @@ def test_a_wrong_result_is_said_and_fails_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(attend, "over_kept", lambda *given, **how: right(*given, **how) * 1.2)
     done, kept = run_card(tmp_path)
     assert done.exit_code == 1 and "wrong: error above" in done.stdout
-    assert {row["work"] for row in kept["rows"] if row.get("ok") is False} == {
-        "sparse 0.25",
-        "sparse 0.10, compensated",
-    }
+    wrong = {row["work"] for row in kept["rows"] if row.get("ok") is False}
+    assert wrong == {"sparse 0.25", "sparse 0.10, compensated"}
 
 
 def test_a_row_is_named_after_its_precision_and_is_there_where_a_kernel_has_it(monkeypatch):
@@ -89,14 +83,11 @@ def test_sampled_errors_are_those_of_the_definition(compensate):
     assert card.sampled_error(out * 1.01, q, k, v, plan, compensate=compensate) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(("gigabytes", "heads"), [(139, 40), (7, 40), (3, 24), (1, 6)])
-def test_heads_follow_the_free_memory(gigabytes, heads):
-    assert card.shape_for(torch.device("cuda"), int(gigabytes * 1e9)).heads == heads
-
-
-def test_too_little_memory_is_one_line():
+def test_heads_follow_the_free_memory_and_too_little_is_refused():
+    gpu = torch.device("cuda")
+    assert [card.shape_for(gpu, size * 10**9).heads for size in (139, 7, 3, 1)] == [40, 40, 24, 6]
     with pytest.raises(ValueError, match="close other programs"):
-        card.shape_for(torch.device("cuda"), 10**8)
+        card.shape_for(gpu, 10**8)
 
 
 def test_rows_that_time_does_not_allow_say_so():
@@ -106,15 +97,14 @@ def test_rows_that_time_does_not_allow_say_so():
 
 @pytest.fixture
 def sage(monkeypatch):
-    """A stand-in for the package."""
+    """A stand-in for the package, and what it was asked."""
     calls = []
 
-    def sageattn(q, k, v, tensor_layout="NHD", is_causal=True, sm_scale=None):
-        calls.append((tensor_layout, is_causal, sm_scale, q.is_contiguous()))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=sm_scale)
+    def sageattn(q, k, v, **how):
+        calls.append(how | {"contiguous": q.is_contiguous()})
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=how["sm_scale"])
 
-    module = SimpleNamespace(sageattn=sageattn, __spec__=object())
-    monkeypatch.setitem(sys.modules, "sageattention", module)
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sageattn, __spec__=object()))
     return calls
 
 
@@ -122,7 +112,7 @@ def test_sage_attention_is_called_by_head_and_without_a_mask(sage):
     q, k, v = (mixture(TINY, 4, CPU, torch.float32) for _ in range(3))
     out = attend_dense_sage(q, k, v, scale=0.3)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3))
-    assert sage == [("HND", False, 0.3, True)]
+    assert sage == [{"tensor_layout": "HND", "is_causal": False, "sm_scale": 0.3, "contiguous": True}]
 
 
 def on_gpu(head_dim=64, dtype=torch.bfloat16, gradient=False):

@@ -5,13 +5,14 @@ own teeth, the sanitizers.
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.util
+import inspect
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,8 +84,8 @@ def test_the_plot_is_drawn_from_records_and_from_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("kernel", "small", "large"),
     [
-        ("off by 5 %", [False], [False, True]),  # wrong, but the same with and without the other heads
-        ("leaky", [True], [True, False]),  # a head depends on the others
+        ("off by 5 %", [False, True], [False, True]),  # wrong, but the same with and without the other heads
+        ("leaky", [True, True], [True, False]),  # a head depends on the others
     ],
 )
 def test_pama_gates_fail_a_kernel_that_is_wrong(monkeypatch, kernel, small, large):
@@ -108,22 +109,18 @@ def test_torch_baseline_is_the_definition():
 
 
 def test_flashinfer_is_left_out_of_the_whole_and_refused_alone_where_it_is_missing(monkeypatch, tmp_path):
-    asked = []
+    asked, done = [], SimpleNamespace(returncode=0)
     monkeypatch.setattr(gpu, "bench_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(gpu, "gpu_environment", dict)
-    monkeypatch.setattr(
-        gpu.subprocess, "run", lambda command, **_: asked.append(command[6]) or type("Done", (), {"returncode": 0})
-    )
-    for there in (True, False):
-        why = None if there else "not installed"
+    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **_: asked.append(command[6]) or done)
+    for why in (None, "not installed"):
         monkeypatch.setattr(official.Package, "absence", lambda package, device, why=why: why)
         asked.clear()
         gpu.run_all(tmp_path)
-        assert {"gate-flashinfer", "flashinfer"} & set(asked) == ({"gate-flashinfer", "flashinfer"} if there else set())
+        without = {"gate-flashinfer", "flashinfer"} if why else set()
+        assert set(asked) == set(gpu.SECTIONS) - without > {"gate-large-pama", "scaling"}
         gates = [name.startswith("gate-") for name in asked]
-        assert {"gate-pama", "gate-large-pama", "pama", "scaling"} <= set(asked) and gates == sorted(
-            gates, reverse=True
-        )
+        assert gates == sorted(gates, reverse=True), "gates first"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[flashinfer\]'"):
         next(official.gate_flashinfer(CPU))
@@ -194,14 +191,16 @@ def test_a_watched_process_says_when_all_checks_ran(monkeypatch, capsys):
 
 @pytest.fixture
 def on_path(monkeypatch, tmp_path):
-    """A compute-sanitizer, the only one on the PATH."""
-
-    def put(script: str) -> None:
-        (tmp_path / "compute-sanitizer").write_text(script)
-        (tmp_path / "compute-sanitizer").chmod(0o755)
-
+    """Writes a compute-sanitizer, the only one on the PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
+
+    def put(script: str, folder: pathlib.Path = tmp_path) -> pathlib.Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "compute-sanitizer").write_text(script)
+        (folder / "compute-sanitizer").chmod(0o755)
+        return folder / "compute-sanitizer"
+
     return put
 
 
@@ -225,9 +224,9 @@ def test_a_sanitizer_that_is_missing_old_or_broken_is_refused(on_path, script, c
 
 
 @pytest.mark.parametrize("version", ["2026.3.0.0", "2027.1.0.0"])
-def test_the_sanitizer_is_found_where_it_is_new_enough(on_path, tmp_path, version):
-    on_path(f"#!/bin/sh\necho 'Version {version} (build 1)'")
-    assert sanitize.compute_sanitizer() == (str(tmp_path / "compute-sanitizer"), version)
+def test_the_sanitizer_is_found_where_it_is_new_enough(on_path, version):
+    program = on_path(f"#!/bin/sh\necho 'Version {version} (build 1)'")
+    assert sanitize.compute_sanitizer() == (str(program), version)
 
 
 def test_no_watched_program_outlives_its_time(on_path, monkeypatch, tmp_path):
@@ -262,52 +261,44 @@ def alive(pid: int) -> bool:
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_the_installed_sanitizer_goes_before_the_toolkits(monkeypatch, tmp_path):
-    for folder, version in ((tmp_path / "old", "2026.3.0.0"), (tmp_path / "nvidia" / "cu13" / "bin", "2026.4.0.0")):
-        folder.mkdir(parents=True)
-        (folder / "compute-sanitizer").write_text(f"#!/bin/sh\necho Version {version}\n")
-        (folder / "compute-sanitizer").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "old"))
+def test_the_installed_sanitizer_goes_before_the_toolkits(on_path, monkeypatch, tmp_path):
+    on_path("#!/bin/sh\necho Version 2026.3.0.0")
+    ours = on_path("#!/bin/sh\necho Version 2026.4.0.0", tmp_path / "nvidia" / "cu13" / "bin")
     place = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
     place.submodule_search_locations = [str(tmp_path / "elsewhere"), str(tmp_path / "nvidia")]
     monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: place)
     assert sanitize.compute_sanitizer()[1] == "2026.4.0.0"
-    (tmp_path / "nvidia" / "cu13" / "bin" / "compute-sanitizer").chmod(0o644)  # unpacked by something else than pip
+    ours.chmod(0o644)  # unpacked by something else than pip
     assert sanitize.compute_sanitizer()[1] == "2026.3.0.0"
 
 
-def run_apart(code: str) -> str:
-    """In a process of its own: modules are exchanged there."""
-    here = pathlib.Path(__file__).parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [here, here.parent / "src", here.parent / "lab/src"])),
-        "TRITON_INTERPRET": "0",
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    ).stdout
+@pytest.fixture
+def shipped(monkeypatch):
+    """The PAMA kernel, in whose place a changed copy may stand for the length of a test."""
+    module = importlib.import_module(sanitize.PAMA)
+    monkeypatch.setitem(sys.modules, sanitize.PAMA, module)
+    return inspect.getsource(module)
 
 
-def test_a_broken_kernel_is_the_kernel_without_one_line():
-    shipped = pathlib.Path(importlib.util.find_spec("parkattn.ops.importance.hopper").origin).read_text()
-    for changes, word in (("FORGET_A_WAIT", "mbarrier.wait("), ("FORGET_THE_BARRIER", "barrier_sync(")):
-        out = run_apart(
-            f"import inspect; from parklab.bench import sanitize; sanitize.exchange(sanitize.PAMA, sanitize.{changes});"
-            f"from parkattn.ops.importance import hopper as ours; print(inspect.getsource(ours))"
-        )
-        assert out.count(word) == shipped.count(word) - 1
-        assert len(out.splitlines()) == len(shipped.splitlines())  # one line less, and print's own
+@pytest.mark.parametrize(
+    ("changes", "word"), [(sanitize.FORGET_A_WAIT, "mbarrier.wait("), (sanitize.FORGET_THE_BARRIER, "barrier_sync(")]
+)
+def test_a_broken_kernel_is_the_kernel_without_one_line(shipped, changes, word):
+    sanitize.exchange(sanitize.PAMA, changes)
+    broken = inspect.getsource(sys.modules[sanitize.PAMA])
+    assert broken.count(word) == shipped.count(word) - 1
+    assert len(broken.splitlines()) == len(shipped.splitlines()) - 1
 
 
-def test_a_change_that_no_longer_fits_its_kernel_is_refused():
-    with pytest.raises(subprocess.CalledProcessError) as refusal:
-        run_apart("from parklab.bench import sanitize; sanitize.exchange(sanitize.PAMA, {'no such line': ''})")
-    assert "expected 'no such line' once, got it 0 times" in refusal.value.stderr
+def test_a_change_that_no_longer_fits_its_kernel_is_refused(shipped):
+    with pytest.raises(RuntimeError, match="expected 'no such line' once, got it 0 times; bring"):
+        sanitize.exchange(sanitize.PAMA, {"no such line": ""})
+    assert inspect.getsource(sys.modules[sanitize.PAMA]) == shipped
 
 
 def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
-    out = run_apart(
+    """In a process of its own: modules are exchanged there."""
+    code = (
         "from parklab.bench import sanitize; sanitize._prepare_for_consan(forget_a_wait=False);"
         "from parkattn.ops.importance import hopper as pama; from parkattn.ops.attend import hopper as attention;"
         "import machine_code, test_kernels_attend_builds, test_kernels_retrieval; from triton.backends.compiler import GPUTarget;"
@@ -316,4 +307,8 @@ def test_what_consan_is_given_compiles_and_has_no_hardware_barriers():
         "assert not any(machine_code.barriers(built.asm['ptx'])[0] for _, built in builds);"
         "test_kernels_attend_builds.build_gluon(64, 'fp16', True, False, numbers=set()); print('compiled')"
     )
-    assert out.split() == ["168", "False", "False", "compiled"]
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join(map(str, [here, here.parent / "src", here.parent / "lab/src"]))
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["168", "False", "False", "compiled"]

@@ -75,19 +75,12 @@ def one_package(monkeypatch):
     return make
 
 
-def test_official_kernels_and_ours_are_timed_on_the_same_tensors(one_package):
-    one_package(lambda q, k, v: official.Call(lambda: q, lambda: q.clone(), lambda: None))
-    (row,) = official.measure(CPU, {}, repeats=1, rehearse=True)
-    assert (
-        row["tokens"] == TINY.tokens and {"official_ms", "ours_ms", "ours_plan_ms"} <= set(row) and "absent" not in row
-    )
-
-
 @pytest.mark.parametrize("compiled", [None, True, False])
-def test_a_record_says_which_kernel_of_a_package_was_timed(one_package, compiled):
-    one_package(lambda q, k, v: official.Call(lambda: q, lambda: q, compiled=compiled))
+def test_kernels_are_timed_on_the_same_tensors_and_a_record_says_which_one_of_a_package(one_package, compiled):
+    one_package(lambda q, k, v: official.Call(lambda: q, lambda: q.clone(), lambda: None, compiled=compiled))
     (row,) = official.measure(CPU, {}, repeats=1, rehearse=True)
-    assert row.get("compiled") is compiled and ("compiled" in row) == (compiled is not None)
+    assert row["tokens"] == TINY.tokens and {"official_ms", "ours_ms", "ours_plan_ms"} <= set(row)
+    assert row.get("compiled") is compiled and ("compiled" in row) == (compiled is not None) and "absent" not in row
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -106,10 +99,9 @@ def test_packages_that_fall_back_in_silence_are_asked(monkeypatch, loaded):
 
 def test_a_gate_compares_rows_in_the_order_that_theirs_come_in(one_package):
     order = torch.arange(4096).flip(0)
-    one_package(lambda q, k, v: official.Call(lambda: q[:, :, order], lambda: q, order=order.expand(q.shape[:3])))
-    assert [case["ok"] for case in official.gate(CPU)] == [True]
-    one_package(lambda q, k, v: official.Call(lambda: q[:, :, order], lambda: q))
-    assert [case["ok"] for case in official.gate(CPU)] == [False]
+    for told in (order.expand(1, 2, -1), None):
+        one_package(lambda q, k, v, told=told: official.Call(lambda: q[:, :, order], lambda: q, order=told))
+        assert [case["ok"] for case in official.gate(CPU)] == [told is not None]
 
 
 def test_a_kernel_that_fails_says_so_in_its_row(one_package):
@@ -124,9 +116,8 @@ def test_a_kernel_that_fails_says_so_in_its_row(one_package):
 def test_our_side_of_every_pair_runs():
     """STA's grid is too large for a CPU; its tile order is tested with the method."""
     q, k, v = rows(TINY, CPU)
-    attend, plan = official._planned(
-        "sol", {"topk": 0.5}, q.float(), k.float(), v.float(), official.CallSite(step=3, total_steps=5)
-    )
+    site = official.CallSite(step=3, total_steps=5)
+    attend, plan = official._planned("sol", {"topk": 0.5}, q.float(), k.float(), v.float(), site)
     assert attend().shape == q.shape and plan().density().max() <= 1
 
 

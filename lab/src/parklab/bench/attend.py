@@ -55,16 +55,11 @@ def in_precisions(kernels: list[str], dim: int) -> dict[str, Backend]:
     """Label -> backend: each of `kernels_for` in every precision that it has at this head dim."""
     found = {}
     for kernel, precision in itertools.product(kernels, PRECISIONS):
-        dims = tiles.HOPPER_HEAD_DIMS if kernel == "gluon" else tiles.TRITON_HEAD_DIMS
-        if dim in dims.get(precision, ()):
-            label = kernel if precision == "bf16" else f"{kernel} {precision}"
-            found[label] = backend_of(kernel, precision)
+        hopper = kernel == "gluon"
+        if dim in (tiles.HOPPER_HEAD_DIMS if hopper else tiles.TRITON_HEAD_DIMS).get(precision, ()):
+            label = f"{kernel} {precision}".removesuffix(" bf16")
+            found[label] = Backend("triton", f"{kernel} asked for", precision, hopper=hopper)
     return found
-
-
-def backend_of(kernel: str, precision: Precision = "bf16") -> Backend:
-    """With one of `kernels_for`."""
-    return Backend("triton", f"{kernel} asked for", precision, hopper=kernel == "gluon")
 
 
 def gate(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:
@@ -181,22 +176,17 @@ def _sparse_calls(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, everything: bo
 def _padding(plan: Plan, kernel: str) -> float:
     """Token pairs that the kernel's tiles hold / token pairs that the plan keeps."""
     worklist = importlib.import_module("parkattn.ops.attend.worklist")
-    n, m = plan.queries.tokens, plan.keys.tokens
-    query_tile, key_tile, part = _tile_of(kernel, plan.mask.device)
-    blocks = (x.flatten(0, 1).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
-    work = worklist.build_worklist(*blocks, query_tokens=n, key_tokens=m, query_tile=query_tile, key_tile=key_tile)
-    found = work.tiles[: int(work.count[0])].double()
-    executed = ((found[:, 3] / part).ceil() * part * found[:, 6] * key_tile).sum()
-    return float(executed / (plan.density().double().sum() * n * m))
-
-
-def _tile_of(kernel: str, device: torch.device) -> tuple[int, int, int]:
-    """Query rows and keys of a tile at head dim 128, and the rows that a part of it is rounded to."""
+    n, m, int8 = plan.queries.tokens, plan.keys.tokens, kernel.endswith("int8")
+    tile = tiles.triton_tile(128, tiles.arch_or_hopper(plan.mask.device), int8=int8)
+    sides, part = {"query_tile": tile.queries, "key_tile": tile.keys}, tile.queries
     if kernel.startswith("gluon"):
-        hopper = tiles.int8_tile(128, 512, True) if kernel.endswith("int8") else tiles.gluon_tile(128)
-        return 64 * hopper.groups, hopper.keys, 64
-    plain = tiles.triton_tile(128, tiles.arch_or_hopper(device), int8=kernel.endswith("int8"))
-    return plain.queries, plain.keys, plain.queries
+        hopper = tiles.int8_tile(128, 512, True) if int8 else tiles.gluon_tile(128)
+        sides, part = {"query_tile": 64 * hopper.groups, "key_tile": hopper.keys}, 64
+    blocks = (x.flatten(0, 1).contiguous() for x in (plan.queries.offsets, plan.keys.offsets, plan.mask))
+    work = worklist.build_worklist(*blocks, query_tokens=n, key_tokens=m, **sides)
+    found = work.tiles[: int(work.count[0])].double()
+    executed = ((found[:, 3] / part).ceil() * part * found[:, 6] * sides["key_tile"]).sum()
+    return float(executed / (plan.density().double().sum() * n * m))
 
 
 def _gate_in_blocks(
@@ -240,7 +230,8 @@ def _gate_int8(kernel: str, shape: Shape, compensate: bool, device: torch.device
     place = torch.device("cpu") if small else device
     definition = partial(DefinedAttention("int8").over_kept, plan=plan.to(place), scale=None, compensate=compensate)
     exact, plain = in_float64_and_own(definition, *(x.to(place) for x in (q, k, v)))
-    call = partial(attend.over_kept, backend_of(kernel, "int8"), q, k, v, plan, compensate=compensate)
+    ours = in_precisions([kernel], shape.dim)[f"{kernel} int8"]
+    call = partial(attend.over_kept, ours, q, k, v, plan, compensate=compensate)
     name = f"{kernel} int8 d{shape.dim}{' compensated' if compensate else ''}, {shape.query_blocks} query blocks"
     # weights are rounded in the kernel alone
     yield against_exact(name, call(), exact, plain, units=2)

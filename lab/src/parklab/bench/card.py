@@ -148,7 +148,7 @@ def engines_for(q: Tensor) -> dict[str, Backend]:
 
 
 def sampled_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, *, compensate: bool) -> float:
-    """|out - exact| / |exact| over rows of some heads; exact: the definition in float64, of the same inputs and plan."""
+    """|out - exact| / |exact| over rows of some heads; exact: the definition in float64, on the same inputs."""
     rows = torch.linspace(0, q.shape[2] - 1, SAMPLED_ROWS, device=q.device).long().unique()
     wrong, whole = 0.0, 0.0
     for head in torch.linspace(0, q.shape[1] - 1, SAMPLED_HEADS).long().unique().tolist():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,16 +39,16 @@ def cpu(record: Record = None, repeats: Repeats = 5, threads: Annotated[int, typ
 
         records = list(measure_cpu(repeats=repeats, threads=threads, advance=advance))
     columns = "density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even"
-    _show_and_keep(_table(columns, records, "4 heads, 8,192 tokens, dim 64"), records, record)
+    _show_and_keep(records, columns, record, "4 heads, 8,192 tokens, dim 64")
 
 
 @app.command("decisions")
 def decisions(record: Record = None) -> None:
     """The settings the paper leaves open (iterations, seed, warm start, ...), one at a time, by recall."""
-    from parklab.bench.decisions import measure_decisions
+    from parklab.bench.cpu import measure_decisions
 
-    records = list(track(measure_decisions(), "measuring", total=42, console=console, transient=True))
-    _show_and_keep(_table(("choice", "value", "recall", "density", "score_error"), records), records, record)
+    records = track(measure_decisions(), "measuring", total=43, console=console, transient=True)
+    _show_and_keep(records, ("choice", "value", "recall", "density", "score_error"), record)
 
 
 def _add(name: str, line: str, calls: int) -> None:
@@ -85,7 +85,7 @@ def attend(
     """A reuse step's sparse attention against dense attention, FlashAttention-3 and FlashInfer (where installed)."""
     from parklab.bench.attend import CASES
 
-    _run_bench("attend", record, repeats, rehearse, measured={"only": _expect_known(only, CASES)})
+    _run_bench("attend", record, repeats, rehearse, only=_expect_known(only, CASES))
 
 
 @app.command("dense")
@@ -97,7 +97,7 @@ def dense(
     barred: Annotated[bool, typer.Option("--barred", help="Dense attention of Wan2.1-14B's shape alone.")] = False,
 ) -> None:  # fmt: skip
     """Dense attention in our kernel beside cuDNN's and FlashAttention-3's, an anchor step, the cost of the residual."""
-    _run_bench("dense", record, repeats, rehearse, measured={"barred": barred}, checked={"full": full_gate})
+    _run_bench("dense", record, repeats, rehearse, checked={"full": full_gate}, barred=barred)
 
 
 @app.command("methods")
@@ -284,23 +284,18 @@ def sanitize(
 ) -> None:
     """compute-sanitizer and Triton's ConSan over every kernel at small sizes."""
     from parklab.bench.sanitize import ROUNDS, run_rounds
-    from parklab.record import append_records
 
-    lines, total = [], len(_expect_known(only, ROUNDS) or ROUNDS)
-    for line in track(run_rounds(only, limit), "watching", total=total, console=console, transient=True):
-        lines.append(line)
-        if record is not None:
-            append_records(record, [line])
-    console.print(_table(("tool", "errors", "must_find", "checks_passed", "ok"), lines))
-    if not all(line["ok"] for line in lines):
+    total = len(_expect_known(only, ROUNDS) or ROUNDS)
+    lines = track(run_rounds(only, limit), "watching", total=total, console=console, transient=True)
+    columns = "tool", "errors", "must_find", "checks_passed", "ok"
+    if not all(line["ok"] for line in _show_and_keep(lines, columns, record)):
         raise typer.Exit(1)
 
 
 def _run_bench(
-    name: str, record: Path | None, repeats: int, rehearse: bool, *,
-    measured: Mapping[str, Any] | None = None, checked: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """measured, checked: what else the measurement and the gate are told."""
+    name: str, record: Path | None, repeats: int, rehearse: bool, checked: dict[str, Any] | None = None, **measured: Any
+) -> None:
+    """checked, measured: what else the gate and the measurement are told."""
     import torch
 
     from parklab.bench.gates import expect_all_pass
@@ -313,21 +308,13 @@ def _run_bench(
     passed = expect_all_pass(_shown_as_they_come(bench.gate(device, rehearse=rehearse, **(checked or {}))))
     console.print(f"gate: {len(passed)} checks passed")
     peak, facts = roofline(device), gpu_environment()
-
-    def keep(records: Iterable[dict[str, Any]], **about: Any) -> None:
-        if record is not None:
-            about |= {"rehearsal": rehearse, "environment": facts}
-            append_records(record, [{**each, **about} for each in records])
-
-    keep(passed, section=next(iter(bench.gates)))
-    rows = []
-    for row in bench.measure(device, peak, repeats=repeats, rehearse=rehearse, **(measured or {})):
-        rows.append(row)
-        keep([row], roofline=peak)
-    reached = f"{peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run"
-    console.print(_table(bench.columns, rows, f"{facts.get('gpu', facts['cpu'])}: {reached}"))
+    about = {"rehearsal": rehearse, "environment": facts}
     if record is not None:
-        console.print(f"appended to {record}", markup=False)
+        append_records(record, [{"section": next(iter(bench.gates)), **case, **about} for case in passed])
+    rows = bench.measure(device, peak, repeats=repeats, rehearse=rehearse, **measured)
+    reached = f"{peak['tflops']:.0f} TFLOP/s, {peak['gbytes_per_s']:.0f} GB/s measured in this run"
+    title = f"{facts.get('gpu', facts['cpu'])}: {reached}"
+    _show_and_keep(rows, bench.columns, record, title, roofline=peak, **about)
 
 
 def _expect_known(only: list[str] | None, known: Iterable[str]) -> tuple[str, ...]:
@@ -346,13 +333,21 @@ def _shown_as_they_come(cases: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
         yield case
 
 
-def _show_and_keep(table: Table, records: list[dict[str, Any]], record: Path | None) -> None:
+def _show_and_keep(
+    rows: Iterable[dict[str, Any]], columns: Iterable[str], record: Path | None, title: str | None = None, **about: Any
+) -> list[dict[str, Any]]:
+    """Each is kept as soon as it is there; about: what all records say besides."""
     from parklab.record import append_records
 
-    console.print(table)
+    found = []
+    for row in rows:
+        found.append(row)
+        if record is not None:
+            append_records(record, [row | about])
+    console.print(_table(columns, found, title))
     if record is not None:
-        append_records(record, records)
         console.print(f"appended to {record}", markup=False)
+    return found
 
 
 def _table(columns: Iterable[str], rows: Iterable[dict[str, Any]], title: str | None = None) -> Table:

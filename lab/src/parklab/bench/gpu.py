@@ -1,6 +1,6 @@
 """Everything that wants a GPU, in one command of at most ten minutes: gates first, then figures.
 
-    park bench gpu --out DIR                                  (or python -m parklab.bench.gpu --out DIR)
+    park bench gpu --out DIR
     TRITON_INTERPRET=1 park bench gpu --out DIR --rehearse    the same at tiny sizes on the CPU, before a GPU is spent
 
 Every section is a process of its own with a time limit: a hang or a CUDA error costs that section alone. One JSON line
@@ -80,18 +80,12 @@ def _records(name: str, device: torch.device, rehearse: bool) -> Iterator[Record
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m parklab.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m parklab.bench.gpu", description="A section in this process.")
+    parser.add_argument("--section", choices=[*SECTIONS, *sanitize.SECTIONS], required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--section", choices=[*SECTIONS, *sanitize.SECTIONS], help="this one only, in this process")
-    parser.add_argument("--budget", type=float, default=570, help="seconds for all sections")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
     options = parser.parse_args()
-    if options.section:
-        sys.exit(not run_section(options.section, options.out, rehearse=options.rehearse))
-    outcome = run_all(options.out, budget_s=options.budget, rehearse=options.rehearse)
-    sys.exit(any(result != "passed" for result in outcome.values()))
+    sys.exit(not run_section(options.section, options.out, rehearse=options.rehearse))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +33,15 @@ from parkattn.methods import make_method
 from parkattn.ops import attend
 from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.permute.definition import gather
-from parkattn.planned import PlannedMethod, make_plan
+from parkattn.planned import PlannedMethod
 from parkattn.site import CallSite
 from parklab.baselines.sta import tile_of_cell
 from parklab.bench.attend import dense_calls
 from parklab.bench.gates import Case, against_exact, in_float64_and_own, verdict
+from parklab.bench.methods import parts_of_call
 from parklab.bench.problems import TINY, WAN_14B, Shape, random_plan, rows
 from parklab.bench.timing import Peak, Record, Row, free_memory, in_two_rounds, measured, median_ms
 from parklab.record import installed
-
-if TYPE_CHECKING:
-    from parkattn.ops.attend.flashinfer import FlashInferAttention
 
 STA_GRID, STA_TILE, STA_WINDOW = (18, 48, 80), (6, 8, 8), (3, 3, 3)  # of their kernel
 DENSITY = 0.25
@@ -110,15 +108,12 @@ def with_fastvideo(q: Tensor, k: Tensor, v: Tensor) -> Call:
     return Call(theirs, ours, plan, order.expand(q.shape[:3]), compiled=ops.sta_fwd is not None)
 
 
-def _planned(
-    name: str, settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, site: CallSite
-) -> tuple[Callable[[], Tensor], Callable[[], object]]:
+def _planned(name: str, settings: Record, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> Any:
     """Our attention over a method's plan, and making the plan."""
     method = make_method(name, settings)
     assert isinstance(method, PlannedMethod)
-    make = partial(make_plan, q, k, method.planner, site, None)
-    backend, compensate = resolve_for(q, "auto"), method.config.compensate
-    return partial(attend.over_kept, backend, q, k, v, make(), compensate=compensate), make
+    parts = parts_of_call(method, q, k, v, site)[1]
+    return parts["attend"], parts["plan"]
 
 
 PACKAGES = {
@@ -173,10 +168,8 @@ def _tensors(package: Package, shape: Shape, device: torch.device) -> tuple[Tens
 # FlashInfer by itself -----------------------------------------------------------------------------------
 
 
-def flashinfer_attention(kernel: str = "auto") -> FlashInferAttention:
-    from parkattn.ops.attend.flashinfer import FlashInferAttention  # needs Triton
-
-    return FlashInferAttention(kernel=kernel)
+def flashinfer_attention(kernel: str = "auto") -> Any:
+    return importlib.import_module("parkattn.ops.attend.flashinfer").FlashInferAttention(kernel=kernel)
 
 
 def gate_flashinfer(device: torch.device, *, rehearse: bool = False) -> Iterator[Case]:

@@ -22,9 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,7 +35,6 @@ from parklab.bench.problems import Shape
 from parklab.bench.registry import BENCHES
 from parklab.bench.timing import Record, gpu_environment
 
-SECTIONS = ("sanitize", "race-control", "consan-pama", "consan-attend", "consan-compensated", "consan-control")
 WATCHED = ("pama", "kmeans", "qrkc", "attend")  # benches whose gates run every kernel but dense attention in INT8
 ALL_RAN = "all checks ran"  # what a watched process says last
 OLDEST = (2026, 3)
@@ -78,42 +76,34 @@ FOR_CONSAN: dict[str, Changes] = {
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) error")
 ASSERTION = re.compile(r"Assertion `(.*?)` failed")
 PLACE = re.compile(r"(?:access at|at) (\w+)\+0x\w+ in (\w+\.py:\d+)")
-# rounds run beside each other: each on a core of its own
-CONSAN = {"TRITON_INSTRUMENTATION_MODE": "consan", "OMP_NUM_THREADS": "1"}
-COMPUTE_SANITIZER = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True)
-class Round:
-    """One run of one tool. finds: what it has to print about a kernel that was broken for it."""
+class Round(NamedTuple):
+    """One run of one tool: of compute-sanitizer with these options, else of ConSan."""
 
+    options: tuple[str, ...] = ()
     section: str = "sanitize"
-    options: tuple[str, ...] = ()  # of compute-sanitizer
-    variables: dict[str, str] = field(default_factory=dict)
-    finds: str = ""
-
-
-def _watch(tool: str, *options: str, section: str = "sanitize", finds: str = "") -> Round:
-    return Round(section, ("--tool", tool, *options), COMPUTE_SANITIZER, finds)
+    finds: str = ""  # what it has to print about a kernel that was broken for it
 
 
 ROUNDS = {
-    "memcheck": _watch("memcheck"),
-    "synccheck": _watch("synccheck"),
-    "racecheck": _watch("racecheck", "--kernel-name-exclude", WARP_SPECIALISED),
-    "racecheck, warp-specialised kernels": _watch("racecheck", "--kernel-name", WARP_SPECIALISED),
-    "racecheck, PAMA without a meeting": _watch(
-        "racecheck", "--kernel-name", WARP_SPECIALISED, section="race-control",
-        finds=r"Race reported between .* at full_key_hopper\S* in hopper\.py",
+    "memcheck": Round(("memcheck",)),
+    "synccheck": Round(("synccheck",)),
+    "racecheck": Round(("racecheck", "--kernel-name-exclude", WARP_SPECIALISED)),
+    "racecheck, warp-specialised kernels": Round(("racecheck", "--kernel-name", WARP_SPECIALISED)),
+    "racecheck, PAMA without a meeting": Round(
+        ("racecheck", "--kernel-name", WARP_SPECIALISED), "race-control",
+        r"Race reported between .* at full_key_hopper\S* in hopper\.py",
     ),
-    "ConSan, PAMA": Round("consan-pama", variables=CONSAN),
-    "ConSan, attention": Round("consan-attend", variables=CONSAN),
-    "ConSan, compensated attention": Round("consan-compensated", variables=CONSAN),
+    "ConSan, PAMA": Round(section="consan-pama"),
+    "ConSan, attention": Round(section="consan-attend"),
+    "ConSan, compensated attention": Round(section="consan-compensated"),
     "ConSan, PAMA without a wait": Round(
-        "consan-control", variables=CONSAN,
-        finds="Assertion `(Buffer being accessed has outstanding writes|Accessing buffer with pending access)",
+        (), "consan-control",
+        "Assertion `(Buffer being accessed has outstanding writes|Accessing buffer with pending access)",
     ),
 }  # fmt: skip
+SECTIONS = tuple(dict.fromkeys(wanted.section for wanted in ROUNDS.values()))  # of parklab.bench.gpu
 
 
 def checks(section: str, device: torch.device) -> Iterator[Case]:
@@ -162,11 +152,9 @@ def compute_sanitizer() -> tuple[str, str]:
     version = re.search(r"Version (\d+)\.(\d+)\S*", printed)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         # 2025.3 reports how Triton starts the partitions of any warp-specialised kernel
-        oldest, found = (
-            ".".join(map(str, OLDEST)),
-            f"{version[0] if version else 'no version'} from {Path(program).name}",
-        )
-        raise refusal(f" {oldest} or newer, whose racecheck follows warp-specialised kernels, got {found}")
+        found = f"{version[0] if version else 'no version'} from {Path(program).name}"
+        newer = f"{OLDEST[0]}.{OLDEST[1]} or newer, whose racecheck follows warp-specialised kernels"
+        raise refusal(f" {newer}, got {found}")
     return program, version[0].removeprefix("Version ")
 
 
@@ -215,11 +203,18 @@ def judge(name: str, printed: str) -> Record:
 def _start(wanted: Round, log: Path, program: str) -> subprocess.Popen[bytes]:
     out = log.with_suffix("")
     command = [sys.executable, "-m", "parklab.bench.gpu", "--out", str(out), "--section", wanted.section]
+    # rounds run beside each other: each on a core of its own
+    variables = {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(out / "cache"), "TRITON_INTERPRET": "0"}
     if wanted.options:
-        command = [program, "--error-exitcode", "99", *wanted.options, *command]
-    variables = {**os.environ, **wanted.variables, "TRITON_CACHE_DIR": str(out / "cache"), "TRITON_INTERPRET": "0"}
+        command = [program, "--error-exitcode", "99", "--tool", *wanted.options, *command]
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    else:
+        variables["TRITON_INSTRUMENTATION_MODE"] = "consan"
+    surroundings = os.environ | variables
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=surroundings, start_new_session=True
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
