@@ -183,8 +183,6 @@ def fits(points: list[Record]) -> Iterator[Record]:
     for over in ("density", "length"):
         for part in dict.fromkeys(p["part"] for p in points if p["over"] == over):
             x, y = _curve(points, over, part)
-            if len(x) < 2:
-                continue
             exponent, level = statistics.linear_regression([math.log(a) for a in x], [math.log(b) for b in y])
             fit: Record = {"benchmark": "scaling", "over": over, "part": f"{part}: fit"}
             fit |= {"exponent": exponent, "ms_at_1": math.exp(level)}

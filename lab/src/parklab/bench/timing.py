@@ -8,9 +8,10 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,16 +75,13 @@ def in_two_rounds(calls: Mapping[str, Call], repeats: int, settling_s: float = S
     return {name: fmean(ms[name] for ms in rounds) for name in calls}
 
 
-@dataclass(frozen=True)
-class Row:
-    """A call of a table of kernels. flops: of its useful work, 0 where nobody asks; beside: the row whose time it is a
-    share of, else the first; facts: what its record says besides.
-    """
+class Row(NamedTuple):
+    """A call of a table of kernels."""
 
     call: Call
-    flops: float = 0.0
-    beside: str = ""
-    facts: Record = field(default_factory=dict)
+    flops: float = 0.0  # of its useful work, where somebody asks
+    beside: str = ""  # the row whose time it is a share of, else the first
+    facts: Mapping[str, Any] = MappingProxyType({})  # what its record says besides
 
 
 def measured(
@@ -114,12 +112,11 @@ def extra_mb(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def roofline(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Peak:
+def roofline(device: torch.device) -> Peak:
     """What this card reaches now: TFLOP/s of a square matrix product, GB/s of a copy."""
-    side = 8192 if device.type == "cuda" else 256
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    many = torch.empty(side * side * (8 if device.type == "cuda" else 1), device=device, dtype=dtype)
-    other = torch.empty_like(many)
+    side, times = (8192, 8) if device.type == "cuda" else (256, 1)
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    many, other = (torch.empty(times, side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     product, copy = median_ms(lambda: a @ b), median_ms(lambda: other.copy_(many))
     return {"tflops": 2 * side**3 / product / 1e9, "gbytes_per_s": 2 * many.nbytes / copy / 1e6}
 
