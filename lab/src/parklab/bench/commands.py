@@ -352,7 +352,7 @@ def _show_and_keep(
 
 def _table(columns: Iterable[str], rows: Iterable[dict[str, Any]], title: str | None = None) -> Table:
     """A column is the name of a field; `a.b` is field b of field a."""
-    table = Table(*columns, title=title)
+    table = Table(*(column.replace("_", " ") for column in columns), title=title)
     for row in rows:
         table.add_row(*(_shown(row, column) for column in columns))
     return table
