@@ -24,8 +24,7 @@ from typing import Any
 
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
-from parkattn import files
-from parklab import store
+from parklab import files, store
 from parklab.store import Cell, Store
 
 COMMANDS: dict[str, disturb.Command] = {"store": disturb.run_store, **disturb.COMMANDS}

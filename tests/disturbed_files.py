@@ -1,6 +1,6 @@
 """Stops, power cuts and full disks at a chosen file operation, and fast stand-ins for the video commands.
 
-`parkattn.files` does every file operation through `os` and `fcntl`; a Disturbed stands in for both. A stopped process
+`parklab.files` does every file operation through `os` and `fcntl`; a Disturbed stands in for both. A stopped process
 does nothing more: after the stop every further operation stops too, and what it held open is closed by the kernel.
 """
 
@@ -23,10 +23,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from parkattn import files
 from parkattn.park import ParkConfig
 from parkattn.site import CallSite
-from parklab import store
+from parklab import files, store
 from parklab.baselines.density_profile import DensityProfile, DensityProfiler
 from parklab.experiments import ablation, reproduce, runner
 from parklab.experiments.captures import CapturedCall, Selection
@@ -50,7 +49,7 @@ class Stopped(BaseException):
 
 
 class Disturbed:
-    """`os` and `fcntl` for parkattn.files: counts operations; from number `at` on, what `how` says happens."""
+    """`os` and `fcntl` for parklab.files: counts operations; from number `at` on, what `how` says happens."""
 
     def __init__(self, at: int | None = None, how: str = STOP) -> None:
         self.at, self.how, self.count = at, how, 0

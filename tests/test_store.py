@@ -17,8 +17,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("av")
 
 import disturbed_files as disturb
-from parkattn import files
-from parklab import record
+from parklab import files, record
 from parklab.store import Cell, CellWriter, Store, content_hash, read_record, sealed
 
 ROOT = Path(__file__).parents[1]

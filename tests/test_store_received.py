@@ -22,9 +22,8 @@ pytest.importorskip("av")
 
 import campaign_store as campaign
 import disturbed_files as disturb
-from parkattn import files
 from parkattn.methods import method_entry
-from parklab import record
+from parklab import files, record
 from parklab.baselines.density_profile import DensityProfile
 from parklab.experiments import reproduce
 from parklab.store import Cell, CellWriter, Store, read_record, sealed

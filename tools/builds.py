@@ -13,8 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-from parkattn.files import write_atomically
 from parkattn.ops.attend.tiles import triton_tile
+from parklab.files import write_atomically
 from parklab.record import environment, installed
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,10 +20,10 @@ from records import RESULTS, Record, published
 from torch import Tensor
 
 from parkattn.anchors import log_signal_to_noise
-from parkattn.files import write_atomically
 from parkattn.hosts.diffusers import Session
 from parkattn.methods import configured_method
 from parklab.experiments.tables import page_table
+from parklab.files import write_atomically
 from parklab.record import environment
 
 FILE = RESULTS / "forecast_lines.json"

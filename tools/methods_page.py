@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parkattn import METHODS, CallSite, PlannedMethod, dense, make_method, park
-from parkattn.files import write_atomically
 from parkattn.planned import make_plan
 from parkattn.registry import MethodEntry
 from parkattn.settings import PlannedConfig
@@ -28,6 +27,7 @@ from parklab import baselines
 from parklab.baselines.settings import StudiedConfig
 from parklab.bench.frontier import changed_since, read_records
 from parklab.experiments.frontier import tabulate
+from parklab.files import write_atomically
 from parklab.research import studied_entry
 
 if TYPE_CHECKING:

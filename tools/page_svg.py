@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 
 # distinguishable without colour vision (Okabe and Ito)
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#9aa0a6"

@@ -16,10 +16,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from parkattn.files import write_atomically
 from parkattn.methods import make_method
 from parkattn.planned import PlannedMethod, make_plan
 from parklab.experiments.captures import CapturedCall, read_captures
+from parklab.files import write_atomically
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
 from parklab.record import environment
 from parklab.research import studied_entry

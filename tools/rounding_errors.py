@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parkattn.files import write_atomically
 from parkattn.methods import make_method
 from parkattn.ops.attend.definition import LEVELS, _turned
 from parkattn.planned import PlannedMethod, make_plan
@@ -30,6 +29,7 @@ from parkattn.settings import KEY_GRANULE
 from parkattn.site import CallSite
 from parklab.bench.problems import Shape, mixture
 from parklab.experiments.captures import read_captures
+from parklab.files import write_atomically
 from parklab.record import environment
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/rounding.json"

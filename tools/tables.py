@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from parkattn.files import write_atomically
 from parkattn.models import MODELS as TRANSFORMERS
 from parkattn.models import SIZES, STAY_DENSE
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
 from parklab.experiments.frontier import tabulate
 from parklab.experiments.tables import page_table
+from parklab.files import write_atomically
 from parklab.research import ResearchConfig
 from parklab.studio.gain import measured_forwards
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import stat
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST = torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**31 - 1  # blocks, layers and steps are counted in int32
 SHOWN = 120  # characters of a value in a message
-Found = TypeVar("Found")
 
 
 def shown(value: object) -> str:
@@ -226,56 +224,6 @@ def expect_string(name: str, value: object) -> None:
 def expect_path(name: str, value: object) -> None:
     if not isinstance(value, (str, os.PathLike)) or os.fsdecode(value) == "" or "\0" in os.fsdecode(value):
         raise TypeError(f"{name}: expected a path, got {shown(value)}; pass a str or a pathlib.Path.")
-
-
-def expect_file(name: str, path: str | os.PathLike[str], wanted: str, *, most: int) -> int:
-    """The size of an ordinary file, links followed: a pipe would block its reader, and a device may have no end."""
-    return _looked_at(name, path, wanted, most, lambda handle: os.fstat(handle).st_size)
-
-
-def read_file(name: str, path: str | os.PathLike[str], wanted: str, *, most: int) -> bytes:
-    """All of a file that a user gave."""
-
-    def read(handle: int) -> bytes:
-        size = os.fstat(handle).st_size
-        with os.fdopen(os.dup(handle), "rb") as file:
-            data = file.read(size + 1)
-        if len(data) > size:
-            raise OSError(0, "a file that grows")
-        return data
-
-    return _looked_at(name, path, wanted, most, read)
-
-
-def _looked_at(name: str, path: str | os.PathLike[str], wanted: str, most: int, look: Callable[[int], Found]) -> Found:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(0, "no ordinary file")
-            if found.st_size > most:
-                raise OSError(0, f"{found.st_size} bytes, more than {most}")
-            return look(handle)
-        finally:
-            os.close(handle)
-    except (OSError, ValueError, MemoryError) as error:
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else "no memory for it"
-            if isinstance(error, MemoryError)
-            else "no such name"
-        )
-        said = shown(os.fsdecode(path))[1:-1]
-        raise ValueError(f"{name}: expected {wanted}, got {said} ({why}); check the path.") from None
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """PyTorch has a type for a GPU's memory only; the CPU's allocator is known by its name in the message."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 def expect_device(name: str, value: object) -> None:

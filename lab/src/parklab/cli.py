@@ -63,10 +63,10 @@ def scene(
     picture.
     """
     from parkattn.checks import expect_count
-    from parkattn.files import explained, make_folder
     from parkattn.settings import LARGEST_SEED
     from parklab.demo import METHOD_ORDER, Truth, run_method, save_report, scene_for
     from parklab.extras import pyplot
+    from parklab.files import explained, make_folder
 
     expect_count("seed", seed, least=0, most=LARGEST_SEED)
     pyplot("pictures")  # before the work, as the folder: what is missing or bad costs nothing then
@@ -277,7 +277,7 @@ def main() -> None:
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         _refuse(str(error))
     except (MemoryError, RuntimeError) as error:
-        from parkattn.checks import ran_out_of_memory
+        from parklab.studio.placement import ran_out_of_memory
 
         if not ran_out_of_memory(error):
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parkattn.files import append, explained, make_folder, read_regular
+from parklab.files import append, explained, make_folder, read_regular
 
 
 def environment() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parkattn import files
+from parklab import files
 
 Record = dict[str, Any]
 RECORD_LIMIT = 2**26  # bytes; a page of a hundred prompts and six methods comes near it

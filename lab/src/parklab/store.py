@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parkattn import files
+from parklab import files
 from parklab.sealed import RECORD_LIMIT as RECORD_LIMIT
 from parklab.sealed import Record as Record
 from parklab.sealed import content_hash as content_hash

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_file, expect_fraction
-from parkattn.files import write_atomically
+from parkattn.checks import expect_attention_inputs, expect_choice, expect_count, expect_fraction
 from parkattn.ops import outside_autocast
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.plan import assign_roles
 from parkattn.segments import aligned, compute_dtype
 from parkattn.site import AttentionOutput, AttentionStats, CallSite
+from parklab.files import expect_file, write_atomically
 
 MASS = 0.95
 LARGEST_FILE = 2**28  # bytes; 50 steps of 60 layers and 40 heads take a megabyte

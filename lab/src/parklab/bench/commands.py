@@ -240,8 +240,8 @@ def card(
     """Your card in under five minutes: our kernels beside PyTorch's attention and SageAttention, and a file to send."""
     import json
 
-    from parkattn.files import expect_place, write_atomically
     from parklab.bench.card import COLUMNS, card_device, facts_of, measure, shape_for
+    from parklab.files import expect_place, write_atomically
 
     expect_place(out)  # before the minutes
     device = card_device()

@@ -34,13 +34,13 @@ import torch
 import typer
 
 from parkattn.engine.summary import Summary
-from parkattn.files import sha256_of, write_atomically
 from parkattn.hosts.diffusers import Session, transformers_of
 from parkattn.methods import configured_method
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
 from parkattn.planned import PlannedMethod
 from parklab.bench import step_caches
+from parklab.files import sha256_of, write_atomically
 from parklab.metrics.fidelity import Frames, psnr_per_frame
 from parklab.record import append_records, environment
 from parklab.record import read_records as read_lines

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from parkattn.backend import resolve
 from parkattn.checks import expect_choice
-from parkattn.files import explained, make_folder, write_atomically
 from parkattn.ops import attend
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.park import Park, ParkConfig, build_plan, park_attention
@@ -29,6 +28,7 @@ from parklab.bench.gates import Case, against_exact, in_float64_and_own, unsynch
 from parklab.bench.problems import TINY, WAN_1_3B, WAN_14B, Shape, mixture, random_plan, rows
 from parklab.bench.timing import Call, Calls, Peak, Record, Row, free_memory, measured
 from parklab.extras import pyplot
+from parklab.files import explained, make_folder, write_atomically
 from parklab.record import read_records
 from parklab.research import ResearchConfig
 

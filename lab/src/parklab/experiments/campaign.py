@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parkattn.files import read_regular, write_atomically
 from parklab.experiments.evaluation import FORMATS
 from parklab.experiments.record_fields import LARGEST_FILE, fault_of_cell
+from parklab.files import read_regular, write_atomically
 from parklab.store import Cell, Record, Say, Store, content_hash, read_record, record_in
 
 FORMAT = "parkattn.reproduce."  # what the formats of all cells begin with

@@ -22,7 +22,6 @@ from torch import Tensor
 from parkattn.checks import (
     expect_attention_inputs,
     expect_call_site,
-    expect_file,
     expect_finite,
     expect_indices,
     expect_key_valid,
@@ -34,6 +33,7 @@ from parkattn.hosts.diffusers.session import transformers_of
 from parkattn.models import MODELS, row_for
 from parkattn.settings import MethodConfig
 from parkattn.site import AttentionOutput, CallSite
+from parklab.files import expect_file
 from parklab.research import ResearchConfig
 from parklab.studio.generate import generate_frames
 from parklab.studio.model_folder import judge_index

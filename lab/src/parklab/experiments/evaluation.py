@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parkattn.checks import expect_choice, expect_count, expect_fraction
-from parkattn.files import sha256_of
 from parkattn.methods import method_entry
 from parkattn.settings import LARGEST_SEED
 from parklab.experiments.quality import named_measures
+from parklab.files import sha256_of
 from parklab.store import Cell, Record, content_hash
 from parklab.studio.request import expect_guidance
 

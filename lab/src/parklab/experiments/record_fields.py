@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parkattn.checks import read_file, shown
+from parkattn.checks import shown
 from parklab.bench.frontier import FORMAT as FRONTIER
 from parklab.experiments.mismatches import REPRESENTATIONS
+from parklab.files import read_file
 
 Line = Mapping[str, Any]
 BENCHMARKS = ("pama", "qrkc", "scaling")

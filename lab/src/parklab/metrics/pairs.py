@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from parkattn.checks import read_file, shown
-from parkattn.files import sha256_of
+from parkattn.checks import shown
+from parklab.files import read_file, sha256_of
 from parklab.metrics.fidelity import Frames
 from parklab.metrics.measures import MEASURES, SINGLE, Setting, measure_video
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from parkattn.checks import expect_count, first_line, read_file
+from parkattn.checks import expect_count, first_line
+from parklab.files import read_file
 from parklab.record import append_records, environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.training_state import say

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from parkattn.checks import first_line, read_file
-from parkattn.files import write_atomically
+from parkattn.checks import first_line
+from parklab.files import read_file, write_atomically
 from parklab.record import environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.gradients import autocast

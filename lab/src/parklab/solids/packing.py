@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from parkattn.checks import first_line, read_file, shown
-from parkattn.files import make_folder, within, write_atomically
+from parkattn.checks import first_line, shown
+from parklab.files import make_folder, read_file, within, write_atomically
 
 INDEX = "packed.json"
 SHARD_BYTES = 15 * 2**20

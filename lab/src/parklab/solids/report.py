@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 from parklab.record import append_records
 from parklab.sprites.data import ClipSize
 from parklab.sprites.training_state import say

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 from parklab.sprites.data import ClipSize
 
 from .grammar import parse

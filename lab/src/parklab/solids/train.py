@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 from parklab.sprites.card import loss_plot
 from parklab.sprites.flow import Corpus
 from parklab.sprites.model import SpriteModelConfig

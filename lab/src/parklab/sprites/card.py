@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 
 BAR = 0.8  # of held-out prompts, colour and shape both right
 

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 
 from . import CHECKPOINT
 from .card import loss_plot, sample_sheet

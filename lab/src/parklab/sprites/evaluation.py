@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 
 from .card import sample_sheet, write_card
 from .data import ClipSize, render

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 
 from .data import SPRITE_RGB, ClipSize, render, shape_tables
 from .grammar import COLOURS, SHAPES, Scene, held_out_scenes

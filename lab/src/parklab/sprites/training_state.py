@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from parkattn.files import write_atomically
+from parklab.files import write_atomically
 
 
 def say(line: str) -> None:

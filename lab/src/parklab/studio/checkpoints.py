@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from parkattn.checks import expect_choice, first_line, ran_out_of_memory
+from parkattn.checks import expect_choice, first_line
 from parklab.extras import package
 from parklab.sprites import CHECKPOINT
 from parklab.studio.components import component_class, expect_kinds, load_weights, public_class
 from parklab.studio.model_folder import INDEX, judge_folder, judge_index
-from parklab.studio.placement import expect_offload, place
+from parklab.studio.placement import expect_offload, place, ran_out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PIPELINE_MULTIPLE = 16  # stock pipelines refuse other heights and widths, also for models whose tokens are smaller

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from parkattn.checks import ran_out_of_memory
 from parkattn.hosts.diffusers import Session
 from parkattn.methods import make_method
 from parkattn.settings import MethodConfig
@@ -23,6 +22,7 @@ from parklab.store import Cell, CellWriter, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.lora import add_lora
 from parklab.studio.observe import RECALL_ROWS, Observer, measured, synchronise
+from parklab.studio.placement import ran_out_of_memory
 from parklab.studio.request import UNSAID, Request, config_for, fit_to_pipeline, named_files, prepare, repeat_command
 from parklab.studio.video import Frames, as_bytes, load_picture, video_library, write_mp4
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from parkattn.checks import expect_choice, first_line
-from parkattn.files import sha256_of
 from parklab.extras import package
+from parklab.files import sha256_of
 from parklab.studio.model_folder import judge_index
 
 OFFLOADS = ("none", "model", "group", "sequential")
@@ -125,3 +125,10 @@ def from_gguf(cls: Any, folder: Path, file: str, known: str | None, dtype: torch
             f"quantise: expected all weights of {cls.__name__} in {file}, got none for {lacking[0]}; check it."
         )
     return made.eval()
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """PyTorch has a type for a GPU's memory only; the CPU's allocator is known by its name in the message."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )

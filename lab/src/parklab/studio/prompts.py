@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from parkattn.checks import read_file
+from parklab.files import read_file
 from parklab.store import FINISHED, Cell, CellWriter, Record, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.generate import LOADING, READING, Progress, Stage, first_stage, make_video, pipeline_for, video_cell

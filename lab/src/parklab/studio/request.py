@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from parkattn.checks import LARGEST_COUNT, did_you_mean, shown
-from parkattn.files import sha256_of
 from parkattn.hosts.diffusers import expect_layers
 from parkattn.methods import METHODS, configured_method
 from parkattn.models import row_for
 from parkattn.settings import LARGEST_SEED, Clusters, MethodConfig
 from parklab.extras import package
+from parklab.files import sha256_of
 from parklab.research import studied_entry
 from parklab.sprites import grammar
 from parklab.studio import checkpoints

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parkattn.checks import read_file
-from parkattn.files import read_regular
 from parklab.extras import install_command, package
+from parklab.files import read_file, read_regular
 
 Frames = NDArray[np.uint8]
 CODEC = "libx264"
