@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parkattn.checks import expect_choice, expect_device, expect_key_valid, expect_path, expect_text
 from parkattn.files import write_atomically
-from parkattn.segments import segment_sizes
+from parkattn.segments import aligned, segment_sizes
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,9 @@ class Blocks:
             return self.order
         return torch.arange(self.tokens, dtype=torch.int32, device=self.labels.device).expand(self.labels.shape)
 
-    def to(self, device: torch.device | str) -> Blocks:
-        """The same blocks on another device."""
-        return Blocks(
-            self.labels.to(device), None if self.order is None else self.order.to(device), self.offsets.to(device)
-        )
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Blocks:
+        """The same blocks on another device or of other heads: `move` brings each tensor there."""
+        return Blocks(move(self.labels), None if self.order is None else move(self.order), move(self.offsets))
 
 
 def arrange(labels: Tensor, count: int) -> Blocks:
@@ -69,9 +67,7 @@ def arrange(labels: Tensor, count: int) -> Blocks:
 
 
 def tiles(like: Tensor, size: int) -> Blocks:
-    """Contiguous tiles of `size` tokens of like [b h n d], the last one shorter: no token moves, so nothing is
-    gathered.
-    """
+    """Contiguous tiles of `size` tokens of like [b h n d], the last one shorter: nothing is gathered."""
     b, h, n = like.shape[:3]
     count = -(-n // size)
     labels = torch.arange(n, dtype=torch.int32, device=like.device) // size
@@ -161,19 +157,16 @@ class Plan:
                 f"got one for {sides} on {self.mask.device}; make another plan."
             )
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Plan:
+        """The same plan on another device or of other heads: `move` brings each tensor there."""
+        mass, bias = (None if x is None else move(x) for x in (self.estimated_mass, self.bias))
+        sides = self.queries.moved(move), self.keys.moved(move)
+        counts = self.query_clusters, self.key_clusters, self.padding
+        return Plan(*sides, move(self.mask), *counts, mass, bias, {name: move(x) for name, x in self.memory.items()})
+
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
-        return Plan(
-            self.queries.to(device),
-            self.keys.to(device),
-            self.mask.to(device),
-            self.query_clusters,
-            self.key_clusters,
-            self.padding,
-            None if self.estimated_mass is None else self.estimated_mass.to(device),
-            None if self.bias is None else self.bias.to(device),
-            {name: tensor.to(device) for name, tensor in self.memory.items()},
-        )
+        return self.moved(lambda x: x.to(device))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file, complete or absent."""
@@ -183,11 +176,7 @@ class Plan:
         sides = {"queries": self.queries, "keys": self.keys}
         tensors = {f"{name}.{part}": getattr(side, part) for name, side in sides.items() for part in _PARTS}
         tensors |= {"mask": self.mask, "estimated_mass": self.estimated_mass, "bias": self.bias}
-        counts = {
-            "query_clusters": str(self.query_clusters),
-            "key_clusters": str(self.key_clusters),
-            "padding": str(int(self.padding)),
-        }
+        counts = {name: str(int(getattr(self, name))) for name in ("query_clusters", "key_clusters", "padding")}
         given = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
         write_atomically(Path(path), save(given, metadata={"format": _FORMAT, **counts}))
 
@@ -215,12 +204,12 @@ class Plan:
             ) from None
         expect_choice(f"format of {path}", facts.get("format"), [_FORMAT])
         try:
-            sides = [
-                Blocks(tensors[f"{s}.labels"], tensors.get(f"{s}.order"), tensors[f"{s}.offsets"])
-                for s in ("queries", "keys")
-            ]
+            queries, keys = (
+                Blocks(tensors[f"{side}.labels"], tensors.get(f"{side}.order"), tensors[f"{side}.offsets"])
+                for side in ("queries", "keys")
+            )
             counts = int(facts["query_clusters"]), int(facts["key_clusters"]), facts["padding"] == "1"
-            plan = cls(sides[0], sides[1], tensors["mask"], *counts, tensors.get("estimated_mass"), tensors.get("bias"))
+            plan = cls(queries, keys, tensors["mask"], *counts, tensors.get("estimated_mass"), tensors.get("bias"))
             wrong = _inconsistency(plan)
         except (KeyError, ValueError, RuntimeError, IndexError) as error:
             wrong = f"no whole plan ({type(error).__name__}: {error})"
@@ -234,7 +223,7 @@ _PARTS = ("labels", "order", "offsets")
 
 
 def expect_whole_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
-    """What a planner must hand over, as far as it can be seen without waiting for a GPU."""
+    """Raises where a planner's result is no plan for q and k, as far as that is known without waiting for a GPU."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan: expected a Plan from the planner, got {type(plan).__name__}; return Plan(queries, keys, mask, ...)."
@@ -257,12 +246,12 @@ def expect_whole_plan(plan: Plan, q: Tensor, k: Tensor) -> None:
 
 
 def _numbers(plan: Plan) -> list[Tensor]:
-    """What kernels read as int32."""
+    """The tensors that kernels read as int32."""
     return [x for side in (plan.queries, plan.keys) for x in (side.labels, side.order, side.offsets) if x is not None]
 
 
 def _inconsistency(plan: Plan) -> str | None:
-    """What makes a plan out of a file impossible to compute with, or None."""
+    """Why a plan out of a file cannot be computed with; None: it can."""
     b, h, query_blocks, key_blocks = plan.mask.shape
     if any(x.dtype != torch.int32 for x in _numbers(plan)):
         return "numbers that are not int32"
@@ -304,24 +293,17 @@ class Roles:
         return labels, clusters + (self.clustered_queries is not None)
 
     def key_blocks(self, labels: Tensor, clusters: int) -> tuple[Tensor, int]:
-        """Labels with text keys in one block after the clusters and padding keys in the last,
-        and the number of blocks.
-        """
-        if self.key_valid is None:
-            return labels, clusters + self.has_text
+        """Labels with text keys in a block after the clusters, padding keys in the last, and the number of blocks."""
         padding = clusters + self.has_text
+        if self.key_valid is None:
+            return labels, padding
         return torch.where(self.key_valid.unsqueeze(1), labels, padding).to(labels.dtype), padding + 1
 
     def extend(self, mask: Tensor) -> Tensor:
         """[b h c_q c_k] over clusters -> [b h qb kb]: text rows and columns on, padding column off."""
-        right = torch.cat(
-            [
-                mask.new_ones(*mask.shape[:-1], int(self.has_text)),
-                mask.new_zeros(*mask.shape[:-1], int(self.key_valid is not None)),
-            ],
-            -1,
-        )
-        mask = torch.cat([mask, right], -1)
+        text = mask.new_ones(*mask.shape[:-1], int(self.has_text))
+        padding = mask.new_zeros(*mask.shape[:-1], int(self.key_valid is not None))
+        mask = torch.cat([mask, text, padding], -1)
         if self.clustered_queries is not None:
             row = torch.ones_like(mask[..., :1, :])
             if self.key_valid is not None:
@@ -331,9 +313,7 @@ class Roles:
 
 
 def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | None) -> Roles:
-    """text is the same span in q and k; in self-attention a padding key's query is padding too and is kept out of the
-    clusters.
-    """
+    """text: the same span in q and k. In self-attention a padding key's query is padding too, outside the clusters."""
     b, n, m = q.shape[0], q.shape[2], k.shape[2]
     if text is not None:
         expect_text(text, n, m)
@@ -343,11 +323,7 @@ def assign_roles(q: Tensor, k: Tensor, text: slice | None, key_valid: Tensor | N
     if text is None and key_valid is None:
         return Roles(None, None, None, has_text=False)
 
-    keys = (
-        torch.ones(b, m, dtype=torch.bool, device=k.device)
-        if key_valid is None
-        else key_valid.clone(memory_format=torch.contiguous_format)
-    )
+    keys = torch.ones(b, m, dtype=torch.bool, device=k.device) if key_valid is None else aligned(key_valid)
     queries = keys.clone() if n == m else torch.ones(b, n, dtype=torch.bool, device=q.device)
     if text is not None:
         queries[:, text] = False

@@ -31,9 +31,7 @@ class History(NamedTuple):
 
 
 class PhaseRule(Protocol):
-    """Decides what a call does. An adaptive rule reads `site.noise_levels` or keeps state of its own, which reset
-    drops.
-    """
+    """The phase of each call. An adaptive rule reads `site.noise_levels` or has state of its own, which reset drops."""
 
     def phase(self, site: CallSite, history: History) -> Phase: ...
 
@@ -88,9 +86,7 @@ class Schedule:
 
 
 def count_phases(schedule: PhaseRule, steps: int, layer: int = 0) -> Counter[str]:
-    """How many calls of a run a layer makes dense, anchor, refresh and reuse. Noise levels move anchors and leave their
-    number.
-    """
+    """A layer's calls of a run by phase. Noise levels move anchors and leave their number."""
     refreshed, found = None, Counter[str]()
     for step in range(steps):
         phase = schedule.phase(CallSite(layer=layer, step=step, total_steps=steps), History(refreshed)).name
@@ -100,7 +96,7 @@ def count_phases(schedule: PhaseRule, steps: int, layer: int = 0) -> Counter[str
 
 
 def always_dense(when: Timetable, site: CallSite) -> Phase | None:
-    """What every rule leaves dense."""
+    """Calls that every rule leaves dense."""
     step, total = site.step, site.total_steps
     if site.layer in when.dense_layers:
         return Phase("dense", f"layer {site.layer} is in dense_layers")
@@ -112,9 +108,7 @@ def always_dense(when: Timetable, site: CallSite) -> Phase | None:
 
 
 def always_runs(when: Timetable, site: CallSite) -> bool:
-    """Whether a step is dense or an anchor by a fixed rule. What falls on a step that does not run is made up at the
-    next that does.
-    """
+    """Whether a step is dense or an anchor by a fixed rule; one that does not run is made up at the next that does."""
     if site.total_steps is not None and site.step >= site.total_steps - when.dense_last_steps:
         return True
     if when.anchors is None:
@@ -166,12 +160,10 @@ class _Entry(NamedTuple):
     text: slice | None
     grid: tuple[int, int, int] | None
     residual: LowRank | None
-    residual_bytes: int
 
 
 class PlanStore:
-    """Plans between steps, by (transformer, layer, branch, batch), each with the residual that belongs to it: they go
-    together.
+    """Plans between steps, by (transformer, layer, branch, batch), each with the residual that belongs to it.
 
     Kept packed (labels in one or two bytes, mask in bits: 9 MB per layer and branch at 40 heads and 75,600 tokens, and
     24 MB for a residual of rank 8); the order inside a plan is sorted again from the labels when it is used.
@@ -201,13 +193,11 @@ class PlanStore:
         residual: LowRank | None = None,
         grid: tuple[int, int, int] | None = None,
     ) -> None:
-        size = 0 if residual is None else residual.nbytes
-        self._held[key] = _Entry(_PackedPlan.pack(plan), step, text, grid, residual, size)
+        self._held[key] = _Entry(_PackedPlan.pack(plan), step, text, grid, residual)
 
     def share(self, key: SiteKey, owner: SiteKey, step: int, residual: LowRank | None = None) -> None:
         """The plan of `owner` also under `key`, held once."""
-        size = 0 if residual is None else residual.nbytes
-        self._held[key] = self._held[owner]._replace(step=step, residual=residual, residual_bytes=size)
+        self._held[key] = self._held[owner]._replace(step=step, residual=residual)
 
     def refreshed_at(self, key: SiteKey) -> int | None:
         return self._held[key].step if key in self._held else None
@@ -261,13 +251,11 @@ class PlanStore:
 
     @property
     def residual_nbytes(self) -> int:
-        return sum(entry.residual_bytes for entry in self._held.values())
+        return sum(entry.residual.nbytes for entry in self._held.values() if entry.residual is not None)
 
 
 class _PackedSide(NamedTuple):
-    """Labels in the smallest integer type. Blocks in token order need no sort, and labels that all heads share are kept
-    once.
-    """
+    """Labels in the smallest integer type; those that all heads share are kept once."""
 
     labels: Tensor
     blocks: int
@@ -284,11 +272,9 @@ class _PackedSide(NamedTuple):
         return self._replace(labels=move(self.labels), offsets=None if self.offsets is None else move(self.offsets))
 
     def unpack(self, backend: Backend) -> Blocks:
-        return (
-            cluster.arrange(backend, self.labels, self.blocks)
-            if self.offsets is None
-            else Blocks(self.labels.to(torch.int32), None, self.offsets)
-        )
+        if self.offsets is None:
+            return cluster.arrange(backend, self.labels, self.blocks)
+        return Blocks(self.labels.to(torch.int32), None, self.offsets)
 
 
 class _PackedPlan(NamedTuple):
@@ -314,17 +300,10 @@ class _PackedPlan(NamedTuple):
         return cls(queries, keys, bits, *counts, plan.estimated_mass, plan.bias, plan.memory, plan.density(), nbytes)
 
     def unpack(self, backend: Backend) -> Plan:
-        mask = unpack_bits(self.bits, self.mask_shape)
+        queries, keys = self.queries.unpack(backend), self.keys.unpack(backend)
         counts = self.query_clusters, self.key_clusters, self.padding
-        return Plan(
-            self.queries.unpack(backend),
-            self.keys.unpack(backend),
-            mask,
-            *counts,
-            self.estimated_mass,
-            self.bias,
-            self.memory,
-        )
+        mask = unpack_bits(self.bits, self.mask_shape)
+        return Plan(queries, keys, mask, *counts, self.estimated_mass, self.bias, self.memory)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> _PackedPlan:
         """The plan of other heads: `move` brings them here, tensor by tensor."""
@@ -340,8 +319,8 @@ class _PackedPlan(NamedTuple):
         )
 
     def repadded(self, key_valid: Tensor) -> _PackedPlan:
-        """The plan for other padding, without asking the GPU which: keys that are padding now go to the block nobody
-        sees, keys that no longer are to the text block, or to the first block where there is no text.
+        """The plan for other padding, without waiting for the GPU: keys that are padding now go to the unseen block,
+        keys that no longer are to the text block, or to the first block where there is no text.
         """
         labels, padding = self.keys.labels, self.keys.blocks - 1
         back = self.key_clusters if padding > self.key_clusters else 0

@@ -27,10 +27,10 @@ from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.ops import Backend, cluster, explained_memory, outside_autocast, residual
 from parkattn.plan import Plan, assign_roles
-from parkattn.planned import PlannedMethod, Planner
+from parkattn.planned import PlannedCall, PlannedMethod, Planner
 from parkattn.reuse import HeldPlan, History, Phase, Schedule, always_dense, dense_prefix
 from parkattn.segments import aligned, by_head, compute_dtype
-from parkattn.site import AttentionOutput, CallSite, SiteKey
+from parkattn.site import AttentionOutput, CallSite
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import cut_runs, keep_best
 
@@ -107,24 +107,15 @@ class GroupedMethod(PlannedMethod):
         with outside_autocast(q), explained_memory(q, k, "attention"):
             return attend_gathered(q, k, v, plan, site.scale)
 
-    def _anchor(
-        self,
-        phase: Phase,
-        key: SiteKey,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        site: CallSite,
-        backend: Backend,
-        held: HeldPlan | None,
-    ) -> AttentionOutput:
+    def _anchor(self, call: PlannedCall, phase: Phase, held: HeldPlan | None) -> AttentionOutput:
+        q, k, v, site, backend, key = call
         least, rank = self.config.least_tokens, self.config.rank_for(q.shape[2])
         if q.shape[2] < least:
             few = Phase("dense", f"{q.shape[2]} tokens are fewer than least_tokens = {least}")
-            return self._dense(few, q, k, v, site, backend)
+            return self._dense(call, few)
         earlier = held if held is not None and held.step < site.step else None  # a plan of an earlier run says nothing
-        plan = self._plan(key, q, k, site, backend, earlier, self.planner).plan
-        done = self._dense(phase, q, k, v, site, backend)
+        plan = self._plan(call, earlier, self.planner).plan
+        done = self._dense(call, phase)
         with torch.no_grad():
             missed = done.out.detach() - self.attend(q.detach(), k.detach(), v.detach(), plan, site, backend)
         kept = {name: tensor for name, tensor in plan.memory.items() if name != "residual"}
@@ -134,12 +125,10 @@ class GroupedMethod(PlannedMethod):
         )
         return done
 
-    def _phase(
-        self, key: SiteKey, q: Tensor, k: Tensor, v: Tensor, site: CallSite, backend: Backend
-    ) -> tuple[Phase, HeldPlan | None]:
-        phase, held = super()._phase(key, q, k, v, site, backend)
+    def _phase(self, call: PlannedCall) -> tuple[Phase, HeldPlan | None]:
+        phase, held = super()._phase(call)
         width = None if held is None else held.plan.memory.get("residual")
-        if width is not None and width.shape[3] != v.shape[3]:
+        if width is not None and width.shape[3] != call.v.shape[3]:
             phase, held = Phase("anchor", "the values' width changed"), None
         return (phase._replace(name="anchor") if phase.name == "refresh" else phase), held
 
