@@ -71,9 +71,7 @@ def outlived(when: Timetable, last: int, site: CallSite) -> bool:
 
 
 def passed_since_first(site: CallSite) -> float:
-    """The share of a run's log signal-to-noise that lies behind this step: 0 at the step after the first, 1 where the
-    share begins that has no anchors.
-    """
+    """The share of a run's log signal-to-noise behind this step: 0 after the first step, 1 where anchors end."""
     total, levels = levels_of(site)
     if site.step < 2 or total < 3:
         return 0.0

@@ -23,7 +23,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """What each has in the place of x [..] -> [ranks ..]."""
+        """The tensor of each rank in the place of x [..] -> [ranks ..]."""
         ...
 
 

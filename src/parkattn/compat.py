@@ -135,9 +135,7 @@ def says_its_tensors(weights: Tensor) -> bool:
 
 
 def own_code(code: types.CodeType) -> types.CodeType:
-    """A copy, functions defined inside included: torch.compile files graphs by code object, and their names among its
-    globals.
-    """
+    """A copy, inner functions too: torch.compile files graphs by code object, and their names among its globals."""
     return code.replace(
         co_consts=tuple(own_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
     )
@@ -194,7 +192,7 @@ def marked_as_cached(transformer: Any) -> bool:
 
 
 def loops_of(pipeline: Any) -> list[Any]:
-    """What shows a progress bar: the pipeline, or in a modular one those of its blocks that loop."""
+    """Objects with a progress bar: the pipeline, or in a modular one those of its blocks that loop."""
     found = [pipeline, getattr(pipeline, "_blocks", None)]
     for block in found:
         found += getattr(block, "sub_blocks", {}).values()

@@ -39,9 +39,7 @@ MODULES = (dense, park)
 
 
 class MethodTable(UserDict[str, MethodEntry]):
-    """Entries by name. Installed packages are asked for theirs once: when it is listed, or lacks the name that is
-    wanted.
-    """
+    """Entries by name. Installed packages are asked once: when it is listed, or lacks a wanted name."""
 
     complete = False
 

@@ -88,17 +88,13 @@ def grid_of_vision(arguments: Mapping[str, Any], config: Any) -> Grid | None:
 
 
 def grid_of_image_shapes(arguments: Mapping[str, Any], config: Any) -> Grid | None:
-    """img_shapes: of each image in the batch (1, height, width), or a list of them, where images are given beside
-    it.
-    """
+    """img_shapes: (1, height, width) of each image in the batch, or a list where images are given beside it."""
     shape = (arguments.get("img_shapes") or [None])[0]
     return tuple(shape) if isinstance(shape, tuple) else None
 
 
 def grid_of_image_places(arguments: Mapping[str, Any], config: Any) -> Grid | None:
-    """img_ids [b n 4] or [n 4]: (t, h, w, l) of each token; None where other images are given beside it. It reads
-    device values.
-    """
+    """img_ids [b n 4] or [n 4]: (t, h, w, l) of each token; None where images are given beside it. It reads values."""
     places = arguments.get("img_ids")
     if places is None:
         return None

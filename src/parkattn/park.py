@@ -136,9 +136,7 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
-        """What is wanted ("paper", "quality", "fast", "turbo"), with the settings of a model underneath. A budget among
-        `changes` is the only one.
-        """
+        """A profile, with the settings of a model underneath. A budget among `changes` is the only one."""
         expect_choice("profile", name, cls.PROFILES)
         for field in _PREFIX_FIELDS if {**cls.PROFILES[name], **changes}.get("anchors") is not None else ():
             if field in changes:
@@ -149,16 +147,12 @@ class ParkConfig(Clusters, Selection, PlannedConfig):
         return super().profile(name, model=model, **cls.settled(cls.PROFILES[name], changes))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values. A budget among them is the only one, and a field that has no effect without another
-        goes with it.
-        """
+        """A copy with other values. A budget among them is the only one; fields that lose their effect go with it."""
         return super().replace(**self.settled(dataclasses.asdict(self), changes))
 
     @classmethod
     def settled(cls, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The changes, and those that they imply: top_k is a share of each row's blocks, and without anchors there are
-        no plans between them.
-        """
+        """The changes, and those that they imply: top_k is per row, and without anchors no plan is between them."""
         implied: dict[str, Any] = {}
         if changes.get("top_k") is not None:
             implied["budget"] = "row"
@@ -250,9 +244,7 @@ def _tiles(q: Tensor, blocks: Blocks, count: int, importance: str) -> Clustering
 
 
 def _tells_clusters(plan: Plan, clusters: int) -> bool:
-    """Whether the clusters of queries can be told from a plan: not from tiles that came out of a file, which holds no
-    memory.
-    """
+    """Whether the clusters of queries can be told from a plan: tiles out of a file hold no memory."""
     return CLUSTER_OF_TILE in plan.memory or plan.query_clusters <= clusters
 
 

@@ -34,12 +34,12 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many blocks there are, empty ones included."""
+        """Number of blocks, empty ones included."""
         return self.offsets.shape[-1] - 1
 
     @property
     def tokens(self) -> int:
-        """How many tokens they hold together."""
+        """Number of tokens in all of them."""
         return self.labels.shape[-1]
 
     @property
@@ -126,7 +126,7 @@ class Plan:
     bias: Tensor | None = None
     """[b h qb kb] fp32: log weight of a skipped block's stand-in; None: log of its size."""
     memory: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What the planner wants back with `earlier`."""
+    """Tensors that the planner wants back with `earlier`."""
 
     def density(self) -> Tensor:
         """[b h]: token pairs computed / token pairs dense attention computes (padding keys count in neither)."""

@@ -1,4 +1,4 @@
-"""What a method says about itself: how it is made, set and named."""
+"""Entries of methods: how each is made, set and named."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class MethodEntry:
     """One method by name. Another package offers its own under the entry point group "parkattn.methods"."""
 
     name: str
-    """What users call it."""
+    """Name for users."""
     make: Callable[[Any], AttentionMethod]
     """Makes the method from a value of `config`."""
     line: str
-    """What it is, in one line."""
+    """Description in one line."""
     config: type[MethodConfig] = MethodConfig
     """Type of its settings."""
     budgets: tuple[str, ...] = ()

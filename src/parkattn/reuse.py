@@ -25,7 +25,7 @@ class Phase(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a schedule may know of the layer and branch it decides about."""
+    """Facts for a schedule about the layer and branch that it decides about."""
 
     refreshed_at: int | None = None  # the step at which the plan was built
 
@@ -126,7 +126,7 @@ def unanchored(site: CallSite, last: int | None) -> Phase:
 
 
 def dense_prefix(when: Timetable, total_steps: int | None) -> int:
-    """How many first steps are dense."""
+    """Number of first steps that are dense."""
     if when.anchors is not None:
         return min(1, anchor_count(when, total_steps))
     if total_steps is None and (when.dense_last_steps or (when.dense_steps is None and when.dense_fraction > 0)):

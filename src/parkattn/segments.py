@@ -15,9 +15,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def segment_sum(x: Tensor, labels: Tensor, count: int) -> Tensor:
-    """sum_v = sum of x_i with labels_i = v. x [... n d], labels [... n] -> [...
-    count d]; labels >= count take no part.
-    """
+    """sum_v = sum of x_i with labels_i = v: x [... n d], labels [... n] -> [... count d]; labels >= count: left out."""
     lead, (n, d) = x.shape[:-2], x.shape[-2:]
     groups = lead.numel()
     # one spare row per group collects what takes no part

@@ -1,4 +1,4 @@
-"""How methods are set: small frozen groups of fields, which a method's config inherits, checked when a value is made.
+"""Settings of methods: small frozen groups of fields, which a method's config inherits, checked when a value is made.
 
 @dataclass(frozen=True, kw_only=True)
 class MyConfig(Selection, PlannedConfig):
@@ -25,13 +25,13 @@ from parkattn.checks import (
 )
 
 BackendName = Literal["auto", "reference", "triton", "flashinfer"]
-"""Who computes."""
+"""Backend of the operations."""
 Precision = Literal["bf16", "int8"]
-"""What Q K^T is taken in: the model's own dtype, or 8 bits."""
+"""Number format of Q K^T: the model's own dtype, or 8 bits."""
 KeyMetricName = Literal["query-response", "euclidean"]
-"""What the distance of two keys is."""
+"""Distance of two keys."""
 MetricRoot = Literal["cholesky", "sqrt"]
-"""How a root of the metric is found."""
+"""Root of the metric."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 KEY_METRICS: tuple[KeyMetricName, ...] = get_args(KeyMetricName)
@@ -48,7 +48,7 @@ MODEL_NAMES = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-14b", "hunyuanvideo")
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """What every method's config can do."""
+    """Common part of every method's config."""
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Changes of the defaults by the name of a model."""
@@ -92,7 +92,7 @@ class MethodConfig:
 
     @classmethod
     def profile(cls, name: str, *, model: str | None = None, **changes: Any) -> Self:
-        """What is wanted ("paper", "quality", "fast", "turbo"), with the settings of a model underneath."""
+        """A profile ("paper", "quality", "fast", "turbo"), with the settings of a model underneath."""
         expect_choice("profile", name, cls.PROFILES)
         return cls.for_model(model, **{**cls.PROFILES[name], **changes})
 
@@ -149,7 +149,7 @@ def expect_known_fields(config: type[MethodConfig], given: Mapping[str, Any]) ->
 
 
 class BlockCounts(NamedTuple):
-    """How many blocks there are, and the multiples that they begin at."""
+    """Numbers of blocks, and the multiples that they begin at."""
 
     queries: int
     """Query blocks per head."""
@@ -334,7 +334,7 @@ class Forecasts(MethodConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(MethodConfig):
-    """What stands in for the blocks that are skipped."""
+    """Stand-ins of skipped blocks."""
 
     compensate: bool = False
     """A skipped block enters through one key, its mean, with the weight of its size, and its mean value."""
@@ -356,15 +356,13 @@ class Correction(MethodConfig):
 
     @property
     def own_dense(self) -> bool:
-        """Whether dense steps run in the backend's own kernel, as anchors with a residual do, and not in the model's
-        attention: equal up to rounding.
-        """
+        """Whether dense steps run in the backend's own kernel, as anchors with a residual do: equal up to rounding."""
         return self.residual_rank not in (0, (0, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions(MethodConfig):
-    """Who computes, and how carefully."""
+    """Backend, precision and checks."""
 
     check_finite: bool = False
     """One device synchronisation per call buys an error instead of NaN output."""
@@ -393,7 +391,7 @@ class RuntimeOptions(MethodConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedConfig(Timetable, Forecasts, Correction, RuntimeOptions):
-    """What a config needs to run as a `PlannedMethod`; a method adds its own fields and groups."""
+    """Config of a `PlannedMethod`; a method adds its own fields and groups."""
 
 
 def _joined(name: str) -> str:

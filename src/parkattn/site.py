@@ -18,7 +18,7 @@ from parkattn.settings import Precision
 
 
 class SiteKey(NamedTuple):
-    """What state between steps is filed under."""
+    """The key of state between steps."""
 
     transformer: str
     layer: int
@@ -30,7 +30,7 @@ class SiteKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """Who computes the operations. Every backend gives the same result up to the rounding of its dtype."""
+    """The backend of the operations. Every one gives the same result up to the rounding of its dtype."""
 
     name: str
     """reference, triton or flashinfer."""
@@ -63,9 +63,7 @@ class CallSite:
     branch: str = "cond"
     """Branch of guidance, such as cond or uncond; each has its own plans."""
     video: int = 0
-    """Which video of a batch, where a model attends to one after the other; only branches of one video may share a
-    plan.
-    """
+    """Which video of a batch, where a model attends to one by one; only branches of one video share a plan."""
     paired: bool = False
     """Whether the second half of the batch is the videos of the first half again, in another branch of guidance."""
     transformer: str = "transformer"
@@ -91,13 +89,13 @@ class CallSite:
 
     @property
     def text_tokens(self) -> int:
-        """How many of the tokens are text."""
+        """Number of text tokens."""
         return 0 if self.text is None else self.text.stop - self.text.start
 
 
 @dataclass(frozen=True)
 class AttentionStats:
-    """What happened in one call. Tensors stay on the device, so that reading them is the caller's choice."""
+    """Statistics of one call. Tensors stay on the device: reading them is the caller's choice."""
 
     phase: str
     """One of dense, anchor, refresh and reuse, or a word of the method's own."""
@@ -108,24 +106,22 @@ class AttentionStats:
     estimated_mass: Tensor | None = None
     """[b h]: share of the estimated attention that is kept."""
     backend: str = ""
-    """What computed it and why, in one sentence; "" where the method has no choice of backends."""
+    """The backend and its reason, in one sentence; "" where the method has no choice of backends."""
     plan: Plan | None = None
-    """What was attended to; None where every pair was."""
+    """The pairs attended to; None where every pair was."""
     error: Tensor | None = None
     """[b h] fp32: |out - dense| / |dense| over a few sampled queries, where that was asked for."""
     imbalance: Tensor | None = None
-    """[2]: the slowest rank over the mean, by the density of a new plan:
-    heads in the model's order, and as assigned.
-    """
+    """[2]: the slowest rank over the mean by a new plan's density: heads in the model's order, and as assigned."""
 
 
 class AttentionOutput(NamedTuple):
-    """What a method returns."""
+    """Output of a method."""
 
     out: Tensor
     """[b h n d]: what attention returns."""
     stats: AttentionStats
-    """What happened in the call."""
+    """Statistics of the call."""
 
 
 @runtime_checkable
@@ -133,11 +129,11 @@ class AttentionMethod(Protocol):
     """Anything that answers attention calls: PARK, what it is compared with, and methods of other packages."""
 
     name: str
-    """What summaries and tables call it."""
+    """Name in summaries and tables."""
 
     @property
     def state_bytes(self) -> int:
-        """What is held between steps."""
+        """Bytes that are held between steps."""
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
@@ -159,9 +155,7 @@ class Forecastable(AttentionMethod, Protocol):
         ...
 
     def computes(self, site: CallSite) -> bool:
-        """Whether the forwards of this step must run, as dense steps and anchors must. Of the site, only where the run
-        stands is known.
-        """
+        """Whether the forwards of this step must run, as dense steps and anchors must. The site says only the time."""
         ...
 
 

@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def state_bytes(self) -> int:
-        """What is held between steps."""
+        """Bytes that are held between steps."""
         return self.method.state_bytes + self._forecast.nbytes
 
     @property
@@ -125,7 +125,7 @@ class Engine:
         return self._forecast.output(site, form, must_compute, self.log.forwards)
 
     def learn(self, output: Tensor, transformer: str = "transformer", *, form: Any) -> None:
-        """What a forward returned that ran after `forecast` gave None."""
+        """The output of a forward that ran after `forecast` gave None."""
         site = self._forward_site(transformer)
         if self.forecasts and site is not None:
             self._forecast.learn(site, form, output, self.log.forwards)
@@ -230,9 +230,7 @@ class Engine:
         return self.method.head_order(self._site(batch, layer, transformer, part, parts), batch)
 
     def _ask_alone(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> AttentionOutput:
-        """As if nothing had been before, and as if gradients were asked for: reentrant checkpointing hides that at
-        first.
-        """
+        """As if nothing had been before and gradients were asked for, which reentrant checkpointing hides at first."""
         asked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         self.method.reset()
         with torch.enable_grad():
@@ -242,7 +240,7 @@ class Engine:
         return AttentionOutput(out if asked else out.detach(), dataclasses.replace(stats, reason=reason))
 
     def summary(self) -> Summary:
-        """What the calls since `begin_run` did."""
+        """Summary of the calls since `begin_run`."""
         self.note_unseen_forwards("the host runs every forward")
         return Summary.of(self.method.name, self.log, self.state_bytes)
 

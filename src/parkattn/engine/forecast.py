@@ -66,9 +66,7 @@ class _ComputedForward(NamedTuple):
 
 
 class Forecast:
-    """The last two outputs of each branch of one run, and how wrong the last line was. tolerance 0: every forward is
-    computed.
-    """
+    """The last two outputs of each branch of a run, and the error of the last line. tolerance 0: all is computed."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -93,9 +91,7 @@ class Forecast:
         return sum(each.output.nbytes for held in self._held.values() for each in held)
 
     def output(self, site: CallSite, form: Any, must_compute: Callable[[], bool], log: ForwardLog) -> Tensor | None:
-        """What this forward is forecast to return; None: compute it, and `learn`. A step's first forward decides for
-        all of them.
-        """
+        """The forecast of this forward; None: compute it, and `learn`. The first of a step decides for all of them."""
         if site.transformer != self._transformer or (self._step is not None and site.step < self._step):
             self.reset()  # another expert, or another run
             self._transformer = site.transformer
@@ -137,9 +133,7 @@ class Forecast:
         return torch.lerp(first, last, 1 + g / h) if stretch > 0 else None
 
     def _gaps(self, site: CallSite, held: list[_ComputedForward]) -> tuple[float, float, float]:
-        """g, h and g (g + h); that is 0 where noise does not fall from step to step: some schedulers ask twice at one
-        level.
-        """
+        """g, h and g (g + h), 0 where noise does not fall: some schedulers ask twice at one level."""
         u = _positions(site)
         g, h = u[site.step] - u[held[1].step], u[held[1].step] - u[held[0].step]
         return g, h, g * (g + h) if g > 0 and h > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What happened in the last generation, per layer and in all."""
+"""Summary of the last generation, per layer and in all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Summary:
     dense_because: dict[str, int]
     """Reason -> calls."""
     backends: list[str]
-    """What computed the sparse calls, and why."""
+    """Backends of the sparse calls, and why."""
     fused: dict[str, int]
     """Whether blocks ran compiled by us, and why or why not -> calls of blocks."""
     attention_seconds: dict[str, float]
@@ -50,9 +50,7 @@ class Summary:
     seconds_saved: float | None
     """Against the layer's own dense calls (median); None where no layer has dense calls and others."""
     seconds_saved_at_most: float | None
-    """Where that is None: against the layer's shortest anchor, a dense call that also builds a plan; None without
-    anchors.
-    """
+    """Where that is None: against the layer's shortest anchor, which also builds a plan; None without anchors."""
     state_bytes: int
     """Held now."""
     peak_state_bytes: int
@@ -60,7 +58,7 @@ class Summary:
     layers: list[dict[str, Any]]
     """One row per transformer and layer: calls by phase, density, estimated mass, error, reasons."""
     advice: list[str]
-    """What the user could do better, in sentences."""
+    """Advice to the user, in sentences."""
     forwards: dict[str, Any] = field(default_factory=dict)
     """Where forwards may be forecast: how many were "computed" and "forecast", the "mean_error" and "largest_error" of
     forecasts as measured where one ended (None: none did), and why some were not asked about ("off": reason ->
@@ -83,9 +81,7 @@ class Summary:
         missed: Mapping[str, int] | None = None,
         advice: Sequence[str] = (),
     ) -> Summary:
-        """missed: reason -> layers whose calls did not reach the engine, where a host knows of some. advice: the
-        host's.
-        """
+        """missed: reason -> layers whose calls did not reach the engine, where known. advice: the host's."""
         names = tuple(dict.fromkeys((*PHASES, *(call.stats.phase for call in log.calls))))
         layers: dict[tuple[str, int], list[LoggedCall]] = {}
         for call in log.calls:
@@ -268,9 +264,7 @@ def _slower(log: RunLog, density: float | None, saved: float | None, at_most: fl
 
 
 def _saved(times: list[dict[str, list[float]]], phase: str, choose: Callable[[list[float]], float]) -> float | None:
-    """Seconds of the calls that are not of this phase, against as many of one that is. choose: which one, out of a
-    layer's.
-    """
+    """Seconds of the calls not of this phase, against as many of one that is, which `choose` takes of a layer's."""
     others = [[s for each, seconds in layer.items() if each != phase for s in seconds] for layer in times]
     if times and not any(others):
         return 0.0

@@ -18,7 +18,7 @@ class AttachedEngine:
         self.declined = collections.Counter[str]()  # reason -> calls that are not self-attention of the video
 
     def summary(self) -> Summary:
-        """What the last video did, per layer and in all."""
+        """Summary of the last video, per layer and in all."""
         return Summary.of(self.engine.method.name, self.engine.log, self.engine.state_bytes, missed=self.declined)
 
     def reset(self) -> None:
@@ -48,14 +48,12 @@ class CountingEngine(AttachedEngine):
         self._calls.clear()
 
     def summary(self) -> Summary:
-        """What the last video did, per layer and in all."""
+        """Summary of the last video, per layer and in all."""
         self.engine.note_unseen_forwards("this host runs every forward")
         return super().summary()
 
     def enter(self, number: int, layer: int) -> tuple[str, int]:
-        """A name for the transformer of the object with this number, and how many calls it had before in this step and
-        branch.
-        """
+        """A name for the transformer of the object with this number, and its calls so far in this step and branch."""
         # Wan2.2's two transformers have layers of the same numbers, and objects of their own
         numbers = self._objects.setdefault(layer, [])
         if number not in numbers:

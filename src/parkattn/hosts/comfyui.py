@@ -77,9 +77,7 @@ class PatchedModel(AttachedEngine):
             self._forward = None
 
     def _forecast_or_run(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """A sampler that asks twice within a step gets every forward computed:
-        the forecast sees a branch come again.
-        """
+        """A sampler that asks twice within a step gets every forward computed: a branch comes again."""
         engine, forward = self.engine, self._forward
         if not engine.forecasts or forward is None:
             return run()
@@ -182,7 +180,7 @@ def patch_model(
 
 
 def summary_of(model: Any) -> Summary:
-    """What the last sampler did that used a patched model or a clone of it."""
+    """Summary of the last sampler that used a patched model or a clone of it."""
     if KEY not in (options := model.model_options.get("transformer_options", {})):
         raise ValueError("model: expected one with PARK, got one without; connect the model output of its node.")
     return options[KEY]()

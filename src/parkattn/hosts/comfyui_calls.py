@@ -1,4 +1,4 @@
-"""What ComfyUI tells of a forward and of an attention call, in our words."""
+"""ComfyUI's forwards and attention calls, in our words."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Forward(NamedTuple):
         return max(math.prod(self.grid or (0,)) + (self.before_video or 0), self.before_text or 0)
 
     def text(self, tokens: int) -> slice | None:
-        """What is not the video, of so many tokens."""
+        """The span of all that is not the video, of so many tokens."""
         if self.before_video is not None:
             return slice(0, tokens - math.prod(self.grid or (0,)))
         start = self.before_text
@@ -178,9 +178,7 @@ def sigmas_of(sampling: Any, start_percent: float, end_percent: float) -> tuple[
 
 
 def other_cache(options: Mapping[str, Any]) -> str | None:
-    """Why another node may leave out steps, as EasyCache, LazyCache and TeaCache do: forecasts beside its own would be
-    of forecasts.
-    """
+    """Why another node may leave out steps, as EasyCache does: forecasts beside its own would be of forecasts."""
     wrappers = (name for of_kind in options.get("wrappers", {}).values() for name in of_kind)
     found = next(
         (str(name) for name in (*options, *wrappers) if "cache" in str(name).lower() or name == "rel_l1_thresh"), None

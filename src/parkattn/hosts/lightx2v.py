@@ -29,7 +29,7 @@ from parkattn.site import AttentionMethod
 
 
 class RegisteredAttention(CountingEngine):
-    """What all layers share: the engine, and where its run stands. One video at a time."""
+    """State shared by all layers: the engine, and where its run stands. One video at a time."""
 
     def __init__(self, method: AttentionMethod, min_tokens: int) -> None:
         super().__init__(method, min_tokens, unknown_step="the scheduler has no step_index: the step is unknown")

@@ -46,9 +46,7 @@ def attend_packed(
 def packed_order(
     before: int, references: tuple[range, ...], tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Places [n] in the order [exact | references | video], and its inverse; kept, because every layer asks. Reset:
-    cache_clear.
-    """
+    """Places [n] as [exact | references | video], and the inverse; kept for all layers. Reset: cache_clear."""
     moved = {place for reference in references for place in reference}
     exact = [place for place in range(before) if place not in moved]
     order = torch.tensor([*exact, *sorted(moved), *range(before, tokens)])

@@ -45,9 +45,7 @@ class ServedSettings:
 
     @classmethod
     def read(cls, where: str, told: Any, model: str = "wan2.1-14b") -> ServedSettings:
-        """told: a profile, or a mapping with profile, model, min_tokens, references and fields of the profile. model:
-        where told has none.
-        """
+        """told: a profile, or a mapping of our fields and the profile's. model: where told has none."""
         if isinstance(told, str):
             return cls(told, model)
         if not isinstance(told, Mapping):
@@ -66,9 +64,7 @@ class ServedSettings:
 
 
 class ServedRequest(CountingEngine):
-    """Plans and log of one request, or of those that the server runs as one batch: each is an element of it, with plans
-    of its own.
-    """
+    """Plans and log of one request, or of several that run as one batch, each an element of it."""
 
     def __init__(self, settings: ServedSettings, logger: str) -> None:
         super().__init__(settings.make_method(), settings.min_tokens, unknown_step="the server does not say the step")
@@ -139,9 +135,7 @@ class ServedRequest(CountingEngine):
 
 
 class ServedLayer:
-    """One attention layer of a served model. index: its number in the model, None where it is not self-attention of a
-    video.
-    """
+    """One attention layer of a served model. index: its number; None: it is not self-attention of a video."""
 
     index: int | None
     scale: float

@@ -40,9 +40,7 @@ def operation(definition: Callable[Given, Found], kernels: str) -> Callable[Conc
 
 
 def on_gpu_of(x: Tensor) -> Any:
-    """Kernels are launched on the current GPU, which need not be that of their tensors: pipe.to("cuda:1") makes no GPU
-    the current one.
-    """
+    """Kernels run on the current GPU, which need not be that of their tensors, as after pipe.to("cuda:1")."""
     return torch.cuda.device_of(x)
 
 

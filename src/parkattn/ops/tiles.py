@@ -149,7 +149,5 @@ def two_pass_tiles(head_dim: int, dtype: torch.dtype, arch: int) -> tuple[dict, 
 
 
 def prefers_full_key(head_dim: int, dtype: torch.dtype, arch: int, width: int) -> bool:
-    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (2.8 against 3.8).
-     Not measured elsewhere: short rows only.
-    """
+    """Measured on sm_90 at d = 128: Full-K wins up to 1,024 (2.8 against 3.8). Elsewhere: short rows only."""
     return width <= (1024 if has_gluon_kernel(head_dim, arch) else 256)

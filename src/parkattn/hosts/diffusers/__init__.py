@@ -93,7 +93,7 @@ def disable(target: Any) -> None:
 
 
 def summary(target: Any) -> Summary:
-    """What the last generation did, per layer; of all transformers of a pipeline, also if enabled one by one."""
+    """Summary of the last generation; of all transformers of a pipeline, also if enabled one by one."""
     sessions = sessions_of(target)
     if not sessions:
         raise ValueError(

@@ -41,7 +41,7 @@ _SHARED = ("_attention_backend", "_parallel_config", "_cp_config")  # what diffu
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How the stock code asked for attention."""
+    """Options of the stock code's attention call."""
 
     scale: float | None = None
     dropout: float = 0.0
@@ -64,7 +64,7 @@ class CallOptions:
 
 
 class Tokens(NamedTuple):
-    """What one attention call is about: q, k, v [b s h d], of which text_tokens are text."""
+    """Tokens of one attention call: q, k, v [b s h d], of which text_tokens are text."""
 
     q: Tensor
     k: Tensor
@@ -141,9 +141,7 @@ class MethodProcessor:
         return self._route_ulysses(tokens, options, parallel)
 
     def _route_keys(self, tokens: Tokens, options: CallOptions, stock: Callable[[], Tensor]) -> Tensor:
-        """[text | video | others] as keys, [video | others] as queries -> [text | others | video] as both, with queries
-        of 0 for text.
-        """
+        """[text | video | others] as keys, [video | others] as queries -> [text | others | video], text queries 0."""
         if options.causal:
             return stock()  # the text's own attention
         text, grid = tokens.k.shape[1] - tokens.q.shape[1], self.engine.clock.grid
@@ -282,9 +280,7 @@ def _text_span(place: str, tokens: int, length: int) -> slice | None:
 
 
 def _key_valid(mask: Any, q: Tensor) -> tuple[Tensor | None, str | None]:
-    """A mask over keys alone becomes key_valid [b m]; any other mask, a flex BlockMask too,
-    is a reason to stay dense.
-    """
+    """A mask over keys alone becomes key_valid [b m]; any other, a flex BlockMask too, is a reason to stay dense."""
     if mask is None:
         return None, None
     if not isinstance(mask, Tensor):

@@ -104,9 +104,7 @@ def run_in_ulysses(
 
 
 def mask_of_all_ranks(mask: Any, parallel: Any, keys: int) -> tuple[Any, bool]:
-    """A mask over this rank's keys alone -> over those of all ranks, in their order, and whether it was one, as stock
-    code tells them apart.
-    """
+    """A mask over this rank's keys alone -> over those of all ranks in their order, and whether it was one."""
     degrees = parallel.context_parallel_config
     if not isinstance(mask, Tensor) or mask.shape[-1] != keys or compat.ulysses_mesh(degrees) is None:
         return mask, False
@@ -135,9 +133,7 @@ def in_rank_pieces(x: Tensor, ranks: int, text_tokens: int, text: str) -> Tensor
 
 
 def hunyuan_sequence_parallel() -> dict[str, Any]:
-    """Split video and text at the first block, gather video at the last projection:
-    each rank holds [video_i, text_i].
-    """
+    """Splits video and text at the first block, gathers video at the last projection: [video_i, text_i] per rank."""
     ContextParallelInput, ContextParallelOutput = compat.context_parallel_parts()
     rope = {i: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for i in (0, 1)}
     names = ("hidden_states", "encoder_hidden_states")

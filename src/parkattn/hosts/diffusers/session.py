@@ -33,7 +33,7 @@ _SESSIONS: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKey
 
 @dataclass
 class _Attachment:
-    """What is on one transformer; everything weak: a deleted pipeline frees its weights at once."""
+    """Everything put on one transformer, held weakly: a deleted pipeline frees its weights at once."""
 
     name: str
     transformer: weakref.ref[torch.nn.Module]
@@ -90,9 +90,7 @@ class Session:
             raise
 
     def reset(self) -> None:
-        """Forget plans, statistics and the step: whatever comes next begins a run. Happens by itself where that can be
-        seen.
-        """
+        """Forget plans, statistics and the step: a run begins. Happens by itself where that can be seen."""
         self._clear()
         self.tracker.forget_run()
 
@@ -112,7 +110,7 @@ class Session:
             self.close()
 
     def summary(self) -> Summary:
-        """What the last generation did, per layer and in all."""
+        """Summary of the last generation, per layer and in all."""
         lost = sum(attached.lost() for attached in self._attached)
         self.engine.note_unseen_forwards(COMPILED)
         return _summary(
@@ -131,11 +129,11 @@ class Session:
         self.close()
 
     def name_of(self, transformer: torch.nn.Module) -> str:
-        """What the pipeline calls this transformer."""
+        """The pipeline's name of this transformer."""
         return next(attached.name for attached in self._attached if attached.transformer() is transformer)
 
     def lost(self, name: str) -> int:
-        """How many attention modules of a transformer have another processor now."""
+        """Number of attention modules of a transformer that have another processor now."""
         return sum(attached.lost() for attached in self._attached if attached.name == name)
 
     def _attach(self, name: str, transformer: torch.nn.Module, row: ModelRow) -> None:
@@ -327,9 +325,7 @@ def _summary(method: str, log: RunLog, state_bytes: int, fused: Counter[str], lo
 
 
 def transformers_of(target: Any) -> dict[str, torch.nn.Module]:
-    """The denoising transformers of a pipeline (Wan2.2 has two, MiniMax-H3 one for references), each once, or the
-    transformer itself.
-    """
+    """The denoising transformers of a pipeline by name (Wan2.2 has two), each once, or the transformer itself."""
     if isinstance(target, torch.nn.Module):
         return {"transformer": without_compile_wrapper(target)}
     found: dict[str, torch.nn.Module] = {}

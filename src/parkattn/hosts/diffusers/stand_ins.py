@@ -113,7 +113,7 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
 
 
 class _Caller:
-    """Who calls the attention function."""
+    """The caller of the attention function."""
 
     def __init__(self, processor: MethodProcessor, batch: int, video_tokens: int) -> None:
         self.processor = processor
@@ -135,7 +135,7 @@ class _Caller:
 
 
 class _StockSelf:
-    """What stock code sees as `self`: the stock processor, except that its backend leads back to ours."""
+    """The `self` of stock code: the stock processor, except that its backend leads back to ours."""
 
     def __init__(self, caller: _Caller, functional: FunctionalStandIn) -> None:
         self._stock = caller.processor.stock
@@ -179,9 +179,7 @@ def dispatch_stand_in(
 
 
 class FunctionalStandIn:
-    """torch.nn.functional, with our attention, and with a `pad` that knows KeyPadding; and xDiT's USP, with our
-    attention.
-    """
+    """torch.nn.functional with our attention and a `pad` that knows KeyPadding; and xDiT's USP with our attention."""
 
     def __init__(self) -> None:
         self.traced: _Caller | None = (
@@ -250,9 +248,7 @@ class FunctionalStandIn:
 
 
 class KeyPadding:
-    """Stands in for a text mask [b s] that stock code expands to [b 1 n n]: every reshape on that way returns it as it
-    is.
-    """
+    """A text mask [b s] that stock code expands to [b 1 n n]: every reshape on that way returns it as it is."""
 
     def __init__(self, valid: Tensor) -> None:
         self.valid = valid

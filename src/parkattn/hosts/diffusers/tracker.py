@@ -125,9 +125,7 @@ class StepTracker:
             self.forget_run()
 
     def at_layer(self, transformer: str, layer: int) -> None:
-        """Compiled attention. Forwards of a transformer compiled whole are not seen: a layer that comes again begins
-        one.
-        """
+        """Forwards of a transformer compiled whole are not seen: a layer that comes again begins one."""
         if self._inside_forward:
             return
         if not self._layers_seen or (transformer, layer) in self._layers_seen:
@@ -152,7 +150,7 @@ class StepTracker:
 
 
 class _Hooks:
-    """What the tracker hears of one transformer. A copied or pickled transformer takes hooks along that do nothing."""
+    """Forwards of one transformer, told to the tracker. Copied or pickled along with it, hooks do nothing."""
 
     def __init__(self, tracker: StepTracker | None, row: ModelRow | None, names: list[str]) -> None:
         self.tracker = tracker

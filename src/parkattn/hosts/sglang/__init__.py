@@ -35,9 +35,7 @@ KEY = "_parkattn"  # of the state in Req.extra; a leading _ keeps it where it is
 
 
 class Block(NamedTuple):
-    """A layer by its prefix: its number, and whether text follows the video in its sequence, or all else comes before
-    it in one packed sequence.
-    """
+    """A layer by its prefix: its number, and whether text follows the video or all else is packed before it."""
 
     layer: int | None = None
     text_follows: bool = False
@@ -75,7 +73,7 @@ def server_args() -> Any:
 
 
 def settings_of(args: Any) -> ServedSettings | None:
-    """What --attention-backend-config says of PARK; None: nothing."""
+    """PARK's settings in --attention-backend-config; None: it has none."""
     config = getattr(args, "attention_backend_config", None) or {}
     if not config.get("park"):
         return None
@@ -111,7 +109,7 @@ def request_of(batch: Any, args: Any) -> ServedRequest:
 
 
 def steps_of(batch: Any) -> tuple[int, tuple[float, ...] | None]:
-    """How many steps a request has, and the noise levels of its scheduler."""
+    """Number of steps of a request, and the noise levels of its scheduler."""
     if SIGMAS in batch.extra:
         levels = tuple(float(level) for level in batch.extra[SIGMAS]["video"][:-1])
         return len(levels), levels

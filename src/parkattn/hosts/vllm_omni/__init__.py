@@ -33,9 +33,7 @@ LEVELS = "_parkattn_noise_levels"
 
 
 class VideoPlace(NamedTuple):
-    """Where a sequence holds the video: after so many other tokens, on this grid, and last but for padding. references:
-    tokens before it that are videos too.
-    """
+    """The video on this grid after so many tokens, last but for padding. references: earlier videos among these."""
 
     before: int
     grid: Grid
@@ -106,7 +104,7 @@ def telling_steps(original: Callable[..., None], contexts: Any) -> Callable[...,
 
 
 def settings() -> ServedSettings:
-    """What the environment says."""
+    """Settings out of the environment."""
     told = os.environ.get(VARIABLE, "quality").strip()
     try:
         return ServedSettings.read(VARIABLE, json.loads(told) if told.startswith("{") else told)
@@ -117,9 +115,7 @@ def settings() -> ServedSettings:
 
 
 def request_of(context: Any) -> ServedRequest:
-    """The state of the request, or of the batch of requests, that runs in a forward context: it is dropped with the
-    context.
-    """
+    """The state of the request, or batch of requests, of a forward context, with which it is dropped."""
     if not hasattr(context, KEY):
         setattr(context, KEY, ServedRequest(settings(), LOGGER))
     return getattr(context, KEY)

@@ -16,7 +16,7 @@ from parkattn.hosts.vllm_omni import LEVELS, MEMBER, VideoPlace, request_of, why
 
 
 def platform_default(head_size: int) -> type[AttentionBackend]:
-    """What vLLM-Omni takes where nothing is asked for."""
+    """vLLM-Omni's choice where nothing is asked for."""
     return _cached_get_backend_cls(None, head_size)
 
 

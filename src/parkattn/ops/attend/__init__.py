@@ -12,7 +12,7 @@ from parkattn.plan import Plan
 
 
 class Attention(Protocol):
-    """What a precision, a kernel or another package's attention implements."""
+    """Interface of a precision, a kernel or another package's attention."""
 
     def over_kept(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, compensate: bool

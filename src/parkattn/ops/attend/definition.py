@@ -64,7 +64,7 @@ class Rounding(NamedTuple):
 
 
 ROUNDINGS: dict[Precision, type[Rounding]] = {"int8": Rounding}
-"""How q and k are rounded in each precision but bf16, which stands for the tensors' own dtype."""
+"""Rounding of q and k in each precision but bf16, which stands for the tensors' own dtype."""
 
 
 def rounding_of(precision: Precision) -> type[Rounding] | None:
@@ -185,9 +185,7 @@ def _query_blocks(
     bias: Tensor | None,
     precision: Precision,
 ) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor | None]]:
-    """For each query block that has work: where it goes, its queries, its keys and values, and the log weights of the
-    stand-ins.
-    """
+    """Of each query block with work: its place, queries, keys and values, and the log weights of stand-ins."""
     starts, key_sizes, kind = queries.offsets.tolist(), keys.sizes, rounding_of(precision)
     for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
         stand_ins = None if compensate is None else _stand_ins(k[b, h], v[b, h], key_sizes[b, h])

@@ -123,9 +123,7 @@ class AttentionKernel:
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, compensate: bool
     ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
-        """Attention over any mask of the plan's blocks, (out [b h n d] in token order, lse [b*h n]), and what it is
-        told about stand-ins.
-        """
+        """Attention over any mask of the plan's blocks, (out [b h n d], lse [b*h n]), and stand-ins' arguments."""
         self._expect_attendable(q, k, v, scale)
         b, h, m, d = k.shape
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not

@@ -36,13 +36,11 @@ class GluonTile(NamedTuple):
 
     @property
     def launch_registers(self) -> int:
-        """What every warpgroup starts with: a share of 512 in steps of 8."""
+        """Registers that every warpgroup starts with: a share of 512 in steps of 8."""
         return 512 // (self.groups + 1) // 8 * 8
 
     def constants(self, d: int) -> dict[str, int]:
-        """The kernel's constants. The register shares of all warpgroups are split between the consumers and the
-        producer.
-        """
+        """The kernel's constants. The registers of all warpgroups are split between consumers and producer."""
         return {
             "D": d,
             "KEYS": self.keys,

@@ -43,9 +43,7 @@ def round_labels(x: Tensor, labels: Tensor, centroids: Tensor, multiple: int) ->
 
 
 def fitting_multiple(multiple: int, tokens: int, clusters: int) -> int:
-    """The multiple, halved until blocks hold MULTIPLES_PER_BLOCK of it on average: small blocks would become other
-    blocks.
-    """
+    """The multiple, halved until blocks hold MULTIPLES_PER_BLOCK of it on average, so that small blocks stay."""
     while multiple > 1 and tokens < MULTIPLES_PER_BLOCK * multiple * clusters:
         multiple //= 2
     return multiple
@@ -90,9 +88,7 @@ def nearest_chain(centroids: Tensor, occupied: Tensor) -> Tensor:
 
 
 def directions(centroids: Tensor, chain: Tensor, sizes: Tensor) -> Tensor:
-    """From the centroid before to the one after, per place in the chain [c+1 d]; at its ends from or to the cluster
-    itself.
-    """
+    """From the centroid before to the one after, per place in the chain [c+1 d]; at its ends the cluster itself."""
     last = (sizes > 0).sum() - 1
     place = torch.arange(len(chain), device=chain.device)
     along = centroids[chain]

@@ -118,9 +118,7 @@ def lloyd(x: Tensor, centroids: Tensor, *, iterations: int, valid: Tensor | None
 
 
 def initial_tokens(n: int, count: int, seed: int) -> Tensor:
-    """`count` distinct tokens [count], one from each of `count` equal stretches of the sequence, by a private
-    generator.
-    """
+    """`count` distinct tokens, one from each of `count` equal stretches of the sequence, by a private generator."""
     edges = torch.arange(count + 1, device="cpu") * n // count
     return edges[:-1] + (uniform(count, seed) * edges.diff()).long()
 
@@ -147,9 +145,7 @@ def _recenter(points: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
 
 
 def query_metric(q: Tensor, valid: Tensor | None = None) -> Tensor:
-    """G_Q = Q^T Q / L (eq. app_query_second_moment), symmetrised. q [b h n d] -> [b h d d];
-    valid [b n] as in kmeans.
-    """
+    """G_Q = Q^T Q / L (eq. app_query_second_moment), symmetrised. q [b h n d] -> [b h d d]; valid [b n]."""
 
     def second_moment(queries: Tensor, kept: Tensor) -> Tensor:
         rows = queries[kept].to(compute_dtype(queries.dtype))
@@ -171,9 +167,7 @@ def stabilise(metric: Tensor, *, alpha: float = 0.05, epsilon: float = 1e-6, s_m
 
 
 def metric_root(metric: Tensor, kind: MetricRoot = "cholesky") -> Tensor:
-    """R with R R^T = G (eqs. app_query_metric_cholesky, app_query_metric_sqrt); "sqrt" also takes a rank-deficient
-    metric.
-    """
+    """R with R R^T = G (eqs. app_query_metric_cholesky, app_query_metric_sqrt); "sqrt" takes a singular metric too."""
     expect_choice("root", kind, METRIC_ROOTS)
     # d x d is small: factor in float64 so that a nearly singular metric costs no accuracy
     exact = metric.double()

@@ -1,4 +1,4 @@
-"""How much attention a query block gives to a key block (PAMA), and which blocks are kept."""
+"""Estimated attention of query blocks to key blocks (PAMA), and the selection of blocks."""
 
 from parkattn.ops import operation
 from parkattn.ops.importance import definition
