@@ -50,9 +50,7 @@ def imbalance(cost: Tensor, heads: Tensor) -> Tensor:
 
 class Reassignment(NamedTuple):
     order: Tensor  # the head [h] at each place of all ranks
-    move: Callable[
-        [Tensor], Tensor
-    ]  # what was held [b h ..] -> the same of the heads that are computed here from now on
+    move: Callable[[Tensor], Tensor]  # held [b h ..] -> the same of the heads that are computed here from now on
     imbalance: Tensor  # [2]: in the model's order, and from now on
 
 

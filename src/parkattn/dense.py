@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from parkattn.checks import expect_attention_inputs, expect_call_site, expect_key_valid
@@ -28,12 +30,8 @@ class Dense:
         expect_call_site(site)
         if site.key_valid is not None:
             expect_key_valid(site.key_valid, k)
-        out = (
-            site.dense()
-            if site.dense is not None
-            else dense_attention(q, k, v, scale=site.scale, key_valid=site.key_valid)
-        )
-        return AttentionOutput(out, AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
+        dense = site.dense or partial(dense_attention, q, k, v, scale=site.scale, key_valid=site.key_valid)
+        return AttentionOutput(dense(), AttentionStats("dense", "the method is dense", q.new_ones(q.shape[:2])))
 
     def reset(self) -> None:
         """Dense attention remembers nothing."""

@@ -26,15 +26,8 @@ from parkattn.site import AttentionMethod
 
 GROUP = "parkattn.methods"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # files and options are named after a method
-TAKEN = (
-    "all",
-    "heads",
-    "index",
-    "metrics",
-    "raw",
-    "report",
-    "side_by_side",
-)  # by other files of a comparison, and by --methods all
+# by other files of a comparison, and by --methods all
+TAKEN = ("all", "heads", "index", "metrics", "raw", "report", "side_by_side")
 MODULES = (dense, park)
 
 
@@ -118,9 +111,8 @@ def register_installed() -> None:
                 register(entry)
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as failure:  # whatever another package does at import, SystemExit too: the others stay usable
+        # whatever another package does at import, SystemExit too: the others stay usable
+        except BaseException as failure:
             said = f"{type(failure).__name__}: {failure}"
             warnings.warn(
                 f"plug-in {point.value}: expected a MethodEntry, got {said}; correct or uninstall that package.",

@@ -100,11 +100,9 @@ def grid_of_image_places(arguments: Mapping[str, Any], config: Any) -> Grid | No
         return None
     rows = (places[0] if places.ndim == 3 else places).tolist()
     width = _run_of_equals([row[1] for row in rows])
-    return (
-        None
-        if not rows or len(rows) % width or any(row[0] != rows[0][0] for row in rows)
-        else (1, len(rows) // width, width)
-    )
+    if not rows or len(rows) % width or any(row[0] != rows[0][0] for row in rows):
+        return None
+    return 1, len(rows) // width, width
 
 
 def as_given(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

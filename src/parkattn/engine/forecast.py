@@ -25,9 +25,8 @@ from parkattn.anchors import levels_of, log_signal_to_noise
 from parkattn.site import CallSite
 
 LONGEST = 4  # steps forecast in a row: an error that has grown since is seen no later
-CLOSE = (
-    50  # steps of a run whose comparisons lie close: below, one alone may be where a curve that bends crosses its line
-)
+# steps of a run whose comparisons lie close: below, one alone may be where a curve that bends crosses its line
+CLOSE = 50
 
 
 @dataclass

@@ -161,11 +161,10 @@ class Summary:
         if not self.forwards:
             return []
         run, not_run, mean = self.forwards["computed"], self.forwards["forecast"], self.forwards["mean_error"]
-        error = (
-            ""
-            if mean is None
-            else f"; where forecasts ended they were wrong by {mean:.1%}, at most {self.forwards['largest_error']:.1%}"
-        )
+        error = ""
+        if mean is not None:
+            most = self.forwards["largest_error"]
+            error = f"; where forecasts ended they were wrong by {mean:.1%}, at most {most:.1%}"
         counts = [f"forwards: {run} computed, {not_run} forecast{error}"] if run + not_run else []
         return counts + [f"no forecast: {reason} ({count}x)" for reason, count in self.forwards["off"].items()]
 

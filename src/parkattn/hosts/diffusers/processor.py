@@ -49,9 +49,7 @@ class CallOptions:
     parallel: bool = False
     by_head: bool = False  # the stock code calls scaled_dot_product_attention itself
     part: int = 0
-    usp: str = (
-        ""  # the stock code calls xDiT's USP: with a rank's "share" of the text, or the "whole text" on every rank
-    )
+    usp: str = ""  # the stock code calls xDiT's USP with a rank's "share" of the text, or with the "whole text"
     parts: int = 1  # calls of this layer in one forward
     extras: Mapping[str, Any] = field(default_factory=dict)  # what else the stock attention was asked for
 

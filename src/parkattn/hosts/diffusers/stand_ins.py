@@ -57,9 +57,7 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
     """One class, and one copy of the stock code, for all layers: what a graph is compiled for."""
     stock_call: Any = stock.__call__
     code = getattr(stock_call, "__code__", None)
-    names = (
-        {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))} if code is not None else set()
-    )  # and getattr's
+    names = set() if code is None else {*code.co_names, *code.co_consts}  # constants are getattr's
     functional = FunctionalStandIn()
     dispatchers = {"dispatch_attention_fn", "_dispatch_attention_fn"} & names
     hands_itself_over = bool(dispatchers) and "_attention_backend" in names
@@ -94,16 +92,17 @@ def processor_class_for(stock: type) -> type[MethodProcessor]:
         if self.row.pair_mask and not in_usp and kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = KeyPadding(kwargs["attention_mask"])
         caller = _Caller(self, *hidden_states.shape[:2])
+        seen_as = _StockSelf(caller, functional)
         if not by_context:
-            return copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
+            return copied(seen_as, attn, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling():
             functional.traced = caller
-            out = copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
+            out = copied(seen_as, attn, hidden_states, *args, **kwargs)
             functional.traced = None
             return out
         token = _RUNNING.set(caller)
         try:
-            return copied(_StockSelf(caller, functional), attn, hidden_states, *args, **kwargs)
+            return copied(seen_as, attn, hidden_states, *args, **kwargs)
         finally:
             _RUNNING.reset(token)
 
@@ -123,9 +122,8 @@ class _Caller:
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: CallOptions) -> Tensor:
         device = q.device.type
-        if device != "meta" and torch.is_autocast_enabled(
-            device
-        ):  # torch 2.11 cannot trace is_autocast_available, which meta alone is not
+        # torch 2.11 cannot trace is_autocast_available, which meta alone is not
+        if device != "meta" and torch.is_autocast_enabled(device):
             # as it would for the stock attention, which q and k of norms in float32 reach with v in half precision
             q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
         tokens = Tokens(q, k, v, mask, self.processor.row.text_tokens(q.shape[1], self.video_tokens))
@@ -170,21 +168,18 @@ def dispatch_stand_in(
         enable_gqa = False
     mask = attn_mask.valid[:, None, None, :] if isinstance(attn_mask, KeyPadding) else attn_mask
     spread = parallel_config is not None or cp_config is not None
-    extras = {
-        name: given for name, given in (("enable_gqa", enable_gqa), ("attention_kwargs", attention_kwargs)) if given
-    }
-    return backend.answer(
-        query, key, value, mask, CallOptions(scale, dropout_p, is_causal, parallel=spread, extras=extras)
-    )
+    named = {"enable_gqa": enable_gqa, "attention_kwargs": attention_kwargs}
+    extras = {name: given for name, given in named.items() if given}
+    options = CallOptions(scale, dropout_p, is_causal, parallel=spread, extras=extras)
+    return backend.answer(query, key, value, mask, options)
 
 
 class FunctionalStandIn:
     """torch.nn.functional with our attention and a `pad` that knows KeyPadding; and xDiT's USP with our attention."""
 
     def __init__(self) -> None:
-        self.traced: _Caller | None = (
-            None  # who calls, while a graph is traced: torch.compile cannot follow a ContextVar
-        )
+        # the caller while a graph is traced: torch.compile cannot follow a ContextVar
+        self.traced: _Caller | None = None
 
     def scaled_dot_product_attention(
         self,
@@ -200,9 +195,8 @@ class FunctionalStandIn:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         caller, part = self._next_call()
         extras = {"enable_gqa": True} if enable_gqa else {}
-        options = CallOptions(
-            scale, dropout_p, is_causal, by_head=True, part=part, parts=caller.batch // query.shape[0], extras=extras
-        )
+        parts = caller.batch // query.shape[0]
+        options = CallOptions(scale, dropout_p, is_causal, by_head=True, part=part, parts=parts, extras=extras)
         return caller.answer(q, k, v, attn_mask, options).transpose(1, 2)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,9 +222,8 @@ class FunctionalStandIn:
             query, key, value = (torch.cat(pair[:: -1 if joint_strategy == "front" else 1], 2) for pair in pairs)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         caller, part = self._next_call()
-        options = CallOptions(
-            None, dropout_p, is_causal, part=part, usp="share" if joint_query is None else "whole text"
-        )
+        usp = "share" if joint_query is None else "whole text"
+        options = CallOptions(None, dropout_p, is_causal, part=part, usp=usp)
         return caller.answer(q, k, v, None, options).transpose(1, 2)
 
     def _next_call(self) -> tuple[_Caller, int]:
@@ -257,14 +250,7 @@ class KeyPadding:
     def bool(self) -> KeyPadding:
         return KeyPadding(self.valid.bool())
 
-    def view(self, *shape: int) -> KeyPadding:
+    def _itself(self, *_: Any) -> KeyPadding:
         return self
 
-    def repeat(self, *times: int) -> KeyPadding:
-        return self
-
-    def transpose(self, *axes: int) -> KeyPadding:
-        return self
-
-    def __and__(self, other: KeyPadding) -> KeyPadding:
-        return self
+    view = repeat = transpose = __and__ = _itself

@@ -118,11 +118,9 @@ class ParkImpl(ServedLayer, AttentionImpl):
             return "the model does not say where its video is, or it does not come last"
         if not q.shape == k.shape == v.shape or self.causal:
             return "q, k and v are not of one shape, or attention is causal"
-        return (
-            None
-            if q.shape[1] >= place.used
-            else f"{q.shape[1]} tokens are fewer than the {place.used} of the video and its prefix"
-        )
+        if q.shape[1] < place.used:
+            return f"{q.shape[1]} tokens are fewer than the {place.used} of the video and its prefix"
+        return None
 
 
 @torch.compiler.disable

@@ -59,24 +59,19 @@ class AttentionKernel:
         if self.hopper:
             return self._dense_hopper(q, k, v, scale, key_valid)
         (b, h, n, _), m = q.shape, k.shape[2]
-        both = torch.arange(2, dtype=torch.int32, device=q.device).expand(
-            b, h, 2
-        )  # not copied from the host, which would wait
+        # not copied from the host, which would wait
+        both = torch.arange(2, dtype=torch.int32, device=q.device).expand(b, h, 2)
         order, ends = None, both * m
         if key_valid is not None:
             order = (~key_valid).to(torch.uint8).argsort(stable=True).int()[:, None].expand(b, h, m)
-            ends = (
-                torch.nn.functional.pad(key_valid.sum(-1, dtype=torch.int32)[:, None], (1, 1))[:, None]
-                .expand(b, h, 3)
-                .clone()
-            )
-            ends[..., 2] = m
+            ends = torch.nn.functional.pad(key_valid.sum(-1, dtype=torch.int32)[:, None, None], (1, 1), value=m)
+            ends[..., 0] = 0
+            ends = ends.expand(b, h, 3)
         mask = torch.arange(ends.shape[-1] - 1, device=q.device).expand(b, h, 1, -1) == 0
         whole = torch.zeros((), dtype=torch.int32, device=q.device)
         sides = Blocks(whole.expand(b, h, n), None, both * n), Blocks(whole.expand(b, h, m), order, ends)
-        over, _ = self._attention(
-            q, k, v, Plan(*sides, mask, 1, 1, key_valid is not None, whole.expand(b, h).float()), scale, False
-        )
+        plan = Plan(*sides, mask, 1, 1, key_valid is not None, whole.expand(b, h).float())
+        over, _ = self._attention(q, k, v, plan, scale, False)
         out, lse = over(mask, with_lse=True)
         return out, lse.view(b, h, n)
 
@@ -179,10 +174,7 @@ class AttentionKernel:
         return over, stand_ins
 
     def _key_rounding(self, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.precision == "bf16":
-            return None
-        rounding = KEY_ROUNDINGS[self.precision]
-        return rounding(k)
+        return None if self.precision == "bf16" else KEY_ROUNDINGS[self.precision](k)
 
     def _expect_attendable(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         expect_dense_rows(q=q, k=k, v=v)
