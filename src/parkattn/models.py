@@ -7,7 +7,7 @@ size says how large the released model is. Hosts, doctor and benchmarks read the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
@@ -43,10 +43,7 @@ def grid_of_packed_rows(arguments: Mapping[str, Any], config: Any) -> Grid | Non
 
     It reads device values.
     """
-    names = ("position_ids", "token_tags", "timestep_indices")
-    if any(arguments.get(name) is None for name in names):
-        return None
-    places, tags, times = (arguments[name].tolist() for name in names)
+    places, tags, times = _packed_rows(arguments)
     first = len(places)
     while first and tags[first - 1] == _VIDEO_TAG and times[first - 1] == times[-1]:
         first -= 1
@@ -62,10 +59,7 @@ def references_of_packed_rows(arguments: Mapping[str, Any]) -> tuple[range, ...]
     """Rows before the video that hold frames which are given, two or more in one place: references that are videos, or
     pictures next to each other. It reads device values.
     """
-    names = ("position_ids", "token_tags", "timestep_indices")
-    if any(arguments.get(name) is None for name in names):
-        return ()
-    places, tags, times = (arguments[name].tolist() for name in names)
+    places, tags, times = _packed_rows(arguments)
     found, first = [], 0
     for key, rows in itertools.groupby(zip(tags, times, places, strict=True), key=lambda row: row[:2]):
         frames = [place[0] for _, _, place in rows]
@@ -124,6 +118,13 @@ _VIDEO_TAG = 0  # of MiniMax-H3
 
 def _run_of_equals(values: list[float]) -> int:
     return next((i for i, value in enumerate(values) if value != values[0]), len(values))
+
+
+def _packed_rows(arguments: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Places, tags and times of the rows; empty where one of them is not given."""
+    given = [arguments.get(name) for name in ("position_ids", "token_tags", "timestep_indices")]
+    whole = all(rows is not None for rows in given)
+    return (rows.tolist() if whole else [] for rows in given)
 
 
 def _patched(arguments: Mapping[str, Any], config: Any, channels: int) -> Grid | None:
@@ -226,15 +227,8 @@ MODELS: dict[str, ModelRow] = {
     # its decoder blocks attend to their own stream and to the encoder's, both of the whole video
     "MotifVideoTransformer3DModel": ModelRow(_DUAL_AND_SINGLE, "Motif-Video", **_LIKE_HUNYUAN, two_streams=True),
     "MiniMaxH3Transformer3DModel": ModelRow(
-        _DUAL,
-        "MiniMax-H3",
-        text="packed",
-        preset="hunyuanvideo",
-        borrows=True,
-        grid=grid_of_packed_rows,
-        read_once="position_ids",
-        references=references_of_packed_rows,
-        named=with_timestep_of_last_row,
+        _DUAL, "MiniMax-H3", text="packed", preset="hunyuanvideo", borrows=True, grid=grid_of_packed_rows,
+        read_once="position_ids", references=references_of_packed_rows, named=with_timestep_of_last_row,
     ),
     "CogVideoXTransformer3DModel": ModelRow(_ATTN1, "CogVideoX", text="first", borrows=True, grid=grid_of_frames_first),
     "ConsisIDTransformer3DModel": ModelRow(_ATTN1, "ConsisID", text="first", borrows=True, grid=grid_of_frames_first),
@@ -242,11 +236,7 @@ MODELS: dict[str, ModelRow] = {
     "AllegroTransformer3DModel": ModelRow(_ATTN1, "Allegro", borrows=True),
     "CosmosTransformer3DModel": ModelRow(_ATTN1, "Cosmos 1, 2, 2.5", borrows=True),
     "Cosmos3OmniTransformer": ModelRow(
-        (("layers", "self_attn"),),
-        "Cosmos 3",
-        text="keys",
-        borrows=True,
-        grid=grid_of_vision,
+        (("layers", "self_attn"),), "Cosmos 3", text="keys", borrows=True, grid=grid_of_vision,
         named=with_vision_by_usual_names,
     ),
     "LTXVideoTransformer3DModel": ModelRow(_ATTN1, "LTX-Video", borrows=True, grid=grid_by_name),
@@ -257,9 +247,7 @@ MODELS: dict[str, ModelRow] = {
         (("visual_transformer_blocks", "self_attention"),), "Kandinsky 5", borrows=True, grid=grid_of_channels_last
     ),
     "Kandinsky6Transformer3DModel": ModelRow(
-        (("visual_transformer_blocks", "video_dec_block.self_attention"),),
-        "Kandinsky 6",
-        borrows=True,
+        (("visual_transformer_blocks", "video_dec_block.self_attention"),), "Kandinsky 6", borrows=True,
         grid=grid_of_channels_last,
     ),
     "QwenImageTransformer2DModel": ModelRow(
@@ -267,17 +255,10 @@ MODELS: dict[str, ModelRow] = {
     ),
     # single blocks are handed text and image in one sequence
     "Flux2Transformer2DModel": ModelRow(
-        _DUAL_AND_SINGLE,
-        "FLUX.2",
-        text="packed",
-        preset="hunyuanvideo",
-        borrows=True,
-        grid=grid_of_image_places,
-        read_once="img_ids",
-        image=True,
-        text_apart=True,
+        _DUAL_AND_SINGLE, "FLUX.2", text="packed", preset="hunyuanvideo", borrows=True, grid=grid_of_image_places,
+        read_once="img_ids", image=True, text_apart=True,
     ),
-}
+}  # fmt: skip
 
 _LINEAR = "its attention is linear: no block of it can be left out"
 _TRAINED = "its checkpoints are trained with a sparse mask of their own (a flex BlockMask)"

@@ -202,13 +202,6 @@ class Clusters(MethodConfig):
             self.key_multiple or (KEY_GRANULE if long_keys else 1),
         )
 
-    def for_tokens(self, tokens: int) -> Self:
-        """The config with every number written out that `counts` would choose for a field."""
-        names = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
-        chosen = dict(zip(names, self.counts(tokens, tokens), strict=True))
-        fields = {field.name for field in dataclasses.fields(self)}
-        return self.replace(**{name: value for name, value in chosen.items() if name in fields})
-
 
 @dataclass(frozen=True, kw_only=True)
 class KeyMetric(MethodConfig):

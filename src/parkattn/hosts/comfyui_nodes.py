@@ -22,6 +22,10 @@ def block_numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
+def share_input(default: float, step: float, tooltip: str) -> tuple[str, dict[str, Any]]:
+    return "FLOAT", {"default": default, "min": 0.0, "max": 1.0, "step": step, "tooltip": tooltip}
+
+
 class ParkAttention:
     """MODEL in, MODEL with PARK out; the model that came in is left as it is."""
 
@@ -35,31 +39,20 @@ class ParkAttention:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        share = {"min": 0.0, "max": 1.0}
         profiles = list(method_entry("park").config.PROFILES)
+        profile = {"default": "quality", "tooltip": "turbo, fast, quality, or the paper's settings."}
         blocks = "Blocks that stay dense, such as 0, 2-4. Single blocks are counted after double ones."
         return {
             "required": {
                 "model": ("MODEL",),
-                "profile": (
-                    profiles,
-                    {"default": "quality", "tooltip": "turbo, fast, quality, or the paper's settings."},
-                ),
-                "top_p": ("FLOAT", {"default": 0.0, **share, "step": 0.01, "tooltip": "0: the profile's. 1: dense."}),
-                "start_percent": (
-                    "FLOAT",
-                    {"default": 0.0, **share, "step": 0.001, "tooltip": "Earlier steps: dense."},
-                ),
-                "end_percent": ("FLOAT", {"default": 1.0, **share, "step": 0.001, "tooltip": "Later steps: dense."}),
+                "profile": (profiles, profile),
+                "top_p": share_input(0.0, 0.01, "0: the profile's. 1: dense."),
+                "start_percent": share_input(0.0, 0.001, "Earlier steps: dense."),
+                "end_percent": share_input(1.0, 0.001, "Later steps: dense."),
                 "dense_blocks": ("STRING", {"default": "", "tooltip": blocks}),
                 "min_tokens": ("INT", {"default": 8192, "min": 0, "max": 1 << 24, "tooltip": "With fewer: dense."}),
             },
-            "optional": {
-                "tolerance": (
-                    "FLOAT",
-                    {"default": 0.0, **share, "step": 0.001, "tooltip": "Forecast steps. 0.004 is usual. 0: none."},
-                ),
-            },
+            "optional": {"tolerance": share_input(0.0, 0.001, "Forecast steps. 0.004 is usual. 0: none.")},
         }
 
     def patch(

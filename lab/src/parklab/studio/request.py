@@ -247,7 +247,11 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
         return config
     assert request.frames and request.height and request.width
     tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
-    return config.for_tokens(tokens)
+    # every number written out that `counts` would choose for a field
+    names = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
+    chosen = dict(zip(names, config.counts(tokens, tokens), strict=True))
+    fields = {field.name for field in dataclasses.fields(config)}
+    return config.replace(**{name: value for name, value in chosen.items() if name in fields})
 
 
 def repeat_command(request: Request, video: Path) -> str:

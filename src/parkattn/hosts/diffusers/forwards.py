@@ -7,10 +7,9 @@ those of all ranks. Whoever compiles the transformer later takes our place, and 
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +17,17 @@ from torch import Tensor
 from parkattn import compat
 from parkattn.engine import Engine
 from parkattn.engine.forecast import ForwardLog
+from parkattn.hosts.diffusers.instances import replaced_forward
+from parkattn.hosts.diffusers.tracker import ForwardHooks
 
 COMPILED = "the transformer is compiled whole, so its forwards are not seen; use compile_repeated_blocks()"
 _HARMLESS = ("diffusers.hooks", "accelerate")  # whose hooks may stand between a call and the forward of the class
 
 
-class ForwardListener(Protocol):
-    """What follows the run by the forwards of one transformer. told: it has been told of the one under way."""
-
-    names: list[str]
-    told: bool
-
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None: ...
-
-
 class Forwards:
     """Between a pipeline and the forwards of one transformer."""
 
-    def __init__(self, engine: Engine, name: str, hearing: ForwardListener) -> None:
+    def __init__(self, engine: Engine, name: str, hearing: ForwardHooks) -> None:
         self._engine, self._name, self._hearing = engine, name, hearing
         self._run: ForwardLog | None = None  # the log of the run that the transformer was looked at for
         self._cache: str | None = None  # of somebody else, on the transformer
@@ -101,9 +91,8 @@ def other_cache(transformer: Any) -> str | None:
     """Why somebody else may leave out steps of this transformer: forecasts beside theirs would be of forecasts."""
     if (name := compat.step_cache(transformer)) is not None:
         return f"the transformer has a step cache: {name}"
-    own = transformer.__dict__.get("forward")
+    own = replaced_forward(transformer)
     source = getattr(own.func if isinstance(own, functools.partial) else own, "__module__", None) or ""
-    replaced = own is not None and own != types.MethodType(type(transformer).forward, transformer)
-    if compat.marked_as_cached(transformer) or (replaced and not source.startswith(_HARMLESS)):
+    if compat.marked_as_cached(transformer) or (own is not None and not source.startswith(_HARMLESS)):
         return f"the transformer's forward is replaced, as step caches do it, by {source or 'an unknown module'}"
     return None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parkattn import compat
 from parkattn.checks import first_line, shown
+from parkattn.hosts.diffusers.instances import replaced_forward
 
 # steps x blocks x elements of hidden_states from which on compiling pays in one run: on an H200 it takes 15 s, and a
 # fused block saves 7e-11 s per element (Wan2.1-1.3B, 14B and HunyuanVideo at 720p within 10 %),
@@ -147,7 +148,7 @@ def _unseen_by_graphs(block: torch.nn.Module, offloaded: bool) -> str | None:
     if (reason := compat.why_hooks_are_not_known()) is not None:
         return reason
     for name, module in block.named_modules():
-        replaced = _forward_is_replaced(module) and not (offloaded and module is block)
+        replaced = replaced_forward(module) is not None and not (offloaded and module is block)
         if replaced or compat.has_hooks(module):
             return f"a hook is on {name or 'the block'}"
         for weights in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -164,9 +165,3 @@ def _known_to_graphs(weights: Tensor) -> bool:
     with GGUF a compiled block returned its hidden states as a quantised weight.
     """
     return type(weights) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or compat.says_its_tensors(weights)
-
-
-def _forward_is_replaced(module: Any) -> bool:
-    """diffusers and accelerate, when their hooks come off, leave the method of the class on the instance."""
-    own = module.__dict__.get("forward")
-    return own is not None and own != types.MethodType(type(module).forward, module)

@@ -28,6 +28,12 @@ def _method_of_class(owner: Any, name: str) -> Any:
     return types.MethodType(getattr(type(owner), name), owner)
 
 
+def replaced_forward(module: Any) -> Any:
+    """The forward on an instance, unless it is the class's: diffusers and accelerate leave that when hooks come off."""
+    own = module.__dict__.get("forward")
+    return None if own == types.MethodType(type(module).forward, module) else own
+
+
 def itself(value: Any) -> Any:
     """For __reduce_ex__ of what is to come back as something else."""
     return value

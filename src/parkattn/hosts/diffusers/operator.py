@@ -33,17 +33,9 @@ def put_into_graph(processor: MethodProcessor, tokens: Tokens, options: CallOpti
         raise ValueError(
             f"attention: expected a call with tensors alone in a compiled transformer, got {got}; do not compile it."
         )
-    flags = (
-        options.scale,
-        options.dropout,
-        options.causal,
-        options.parallel,
-        options.by_head,
-        options.part,
-        options.usp,
-        options.parts,
-    )
-    return attention_in_graph(tokens.q, tokens.k, tokens.v, tokens.mask, processor.handle, tokens.text_tokens, *flags)
+    flags = (options.scale, options.dropout, options.causal, options.parallel, options.by_head)
+    calls = (options.part, options.usp, options.parts)
+    return attention_in_graph(*tokens[:4], processor.handle, tokens.text_tokens, *flags, *calls)
 
 
 @torch.library.custom_op("parkattn::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

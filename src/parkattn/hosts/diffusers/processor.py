@@ -157,9 +157,8 @@ class MethodProcessor:
 
         q = reordered(tokens.q.new_zeros(tokens.q.shape[0], text, *tokens.q.shape[2:]), tokens.q)
         k, v = (reordered(x[:, :text], x[:, text:]) for x in (tokens.k, tokens.v))
-        out = self._ask_engine(
-            Tokens(q, k, v, tokens.mask, text + others), options, options.why_dense(), stock_reordered
-        )
+        whole = Tokens(q, k, v, tokens.mask, text + others)
+        out = self._ask_engine(whole, options, options.why_dense(), stock_reordered)
         return torch.cat([out[:, text + others :], out[:, text : text + others]], 1)
 
     def _route_ulysses(self, tokens: Tokens, options: CallOptions, parallel: Any) -> Tensor:
@@ -177,13 +176,7 @@ class MethodProcessor:
         fixed = why_not_balanced(parallel, tokens.q.shape[2], tokens.k.shape[2])
         order = None
         if fixed is None:
-            order = self.engine.head_order(
-                tokens.q.shape[0],
-                layer=self.layer,
-                transformer=self.transformer,
-                part=options.part,
-                parts=options.parts,
-            )
+            order = self.engine.head_order(tokens.q.shape[0], **self._place(options))
         else:
             self.engine.log.unbalanced[fixed] += 1
 
@@ -206,6 +199,9 @@ class MethodProcessor:
             return tokens
         before = tokens.q.shape[1] - math.prod(grid) // (degrees.ulysses_degree or 1)
         return tokens._replace(text_tokens=max(before, 0))
+
+    def _place(self, options: CallOptions) -> dict[str, Any]:
+        return {"layer": self.layer, "transformer": self.transformer, "part": options.part, "parts": options.parts}
 
     def _route_usp(self, tokens: Tokens, options: CallOptions, exchange: xdit.Exchange) -> Tensor:
         q, k, v, _, _ = tokens
@@ -236,14 +232,10 @@ class MethodProcessor:
         if self.row.text == "packed":
             text_tokens = length - math.prod(grid) if grid is not None else length
             reason = reason or (_UNKNOWN_LAYOUT if not 0 <= text_tokens < length else None)
-        site: dict[str, Any] = {
-            "layer": self.layer,
-            "transformer": self.transformer,
+        site = self._place(options) | {
             "key_valid": key_valid,
             "scale": options.scale,
             "dense": lambda: stock().transpose(1, 2),
-            "part": options.part,
-            "parts": options.parts,
             "reason": reason or mask_reason,
             "ranks": ranks,
         }

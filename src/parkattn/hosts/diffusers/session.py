@@ -150,7 +150,7 @@ class Session:
             attached.undo.append(Forwards(self.engine, name, hooks).attach(transformer))
         # what any pipeline calls at its end, one made by from_pipe included
         if hasattr(transformer, END_OF_CALL):
-            attached.undo.append(self._call_before(transformer, END_OF_CALL, Session._end_call))
+            attached.undo.append(self._follow(transformer, END_OF_CALL, Session._end_call))
         _SESSIONS[transformer] = self
 
     def _take_off(self, attached: _Attachment) -> None:
@@ -163,38 +163,33 @@ class Session:
     def _follow_calls(self, pipeline: Any) -> None:
         """Every pipeline checks its inputs first, denoises under a progress bar, and frees its hooks last."""
         if hasattr(pipeline, "check_inputs"):
-            self._undo.append(self._call_before(pipeline, "check_inputs", Session._begin_call))
+            self._undo.append(self._follow(pipeline, "check_inputs", Session._begin_call))
         if hasattr(pipeline, "maybe_free_model_hooks"):
-            self._undo.append(self._call_before(pipeline, "maybe_free_model_hooks", Session._end_call))
+            self._undo.append(self._follow(pipeline, "maybe_free_model_hooks", Session._end_call))
         if hasattr(pipeline, "prepare_latents"):
-            self._undo.append(self._call_after(pipeline, "prepare_latents", Session._see_latents))
-        self._undo += [self._call_after(loop, "progress_bar", Session._watch) for loop in loops_of(pipeline)]
+            self._undo.append(self._follow(pipeline, "prepare_latents", receive=Session._see_latents))
+        self._undo += [self._follow(loop, "progress_bar", receive=Session._watch) for loop in loops_of(pipeline)]
 
-    def _call_before(self, owner: Any, name: str, tell: Callable[[Session], None]) -> Callable[[], None]:
-        """Returns how to take it off."""
+    def _follow(
+        self,
+        owner: Any,
+        name: str,
+        tell: Callable[[Session], None] = lambda session: None,
+        receive: Callable[[Session, Any], Any] = lambda session, result: result,
+    ) -> Callable[[], None]:
+        """tell(session) before a call; receive(session, result) -> the caller's result. Returns how to take it off."""
         stock, of_session = getattr(owner, name), weakref.ref(self)
 
-        def told(*args: Any, **kwargs: Any) -> Any:
-            session = of_session()
-            if session is not None:
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if (session := of_session()) is not None:
                 tell(session)
-            return stock(*args, **kwargs)
-
-        return put_on_instance(owner, name, told)
-
-    def _call_after(self, owner: Any, name: str, receive: Callable[[Session, Any], Any]) -> Callable[[], None]:
-        """receive(session, result) -> what the caller gets. Returns how to take it off."""
-        stock, of_session = getattr(owner, name), weakref.ref(self)
-
-        def received(*args: Any, **kwargs: Any) -> Any:
             result, session = stock(*args, **kwargs), of_session()
             return result if session is None else receive(session, result)
 
-        return put_on_instance(owner, name, received)
+        return put_on_instance(owner, name, followed)
 
     def _see_latents(self, made: Any) -> Any:
-        """How many videos there are, and the grid of a transformer compiled whole; others say it themselves in every
-        forward.
+        """Sets the number of videos, and the grid for a transformer compiled whole; others say it in every forward.
 
         A pipeline that checks no inputs begins its call here.
         """

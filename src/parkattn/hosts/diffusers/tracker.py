@@ -68,10 +68,10 @@ class StepTracker:
         self._iterations = iterations
         self._opened.clear()
 
-    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> tuple[_Hooks, list[Callable[[], None]]]:
+    def attach(self, transformer: torch.nn.Module, row: ModelRow) -> tuple[ForwardHooks, list[Callable[[], None]]]:
         """Returns what hears of its forwards, and how to take it off."""
         names = [name for name in inspect.signature(type(transformer).forward).parameters if name != "self"]
-        hooks = _Hooks(self, row, names)
+        hooks = ForwardHooks(self, row, names)
         undo = [
             transformer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove,
             transformer.register_forward_hook(hooks.after, always_call=True).remove,
@@ -149,7 +149,7 @@ class StepTracker:
         return put_on_instance(transformer, "cache_context", cache_context)
 
 
-class _Hooks:
+class ForwardHooks:
     """Forwards of one transformer, told to the tracker. Copied or pickled along with it, hooks do nothing."""
 
     def __init__(self, tracker: StepTracker | None, row: ModelRow | None, names: list[str]) -> None:
@@ -190,7 +190,7 @@ class _Hooks:
             self.tracker.clock.grid, self.tracker.clock.references = None, ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _Hooks, (None, None, [])
+        return ForwardHooks, (None, None, [])
 
 
 def _counter(scheduler: Any) -> int | None:

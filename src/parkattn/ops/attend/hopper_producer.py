@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+# as in `worklist`, which writes these records: a kernel sees the globals of its own module alone
 from ..records import (
     COUNT,
     NEXT,

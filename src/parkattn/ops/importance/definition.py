@@ -73,9 +73,12 @@ def query_centroid(
     """The query block's mean, one softmax over key-block centroids: what PAMA replaces."""
     centers, members = segment_mean(q, query_labels, query_count)
     centroids, sizes = segment_mean(k, key_labels, key_count)
-    found = heads(centers, members, centroids, sizes)
-    weights = [_weights(centroid_log_mass(a, c, s, scale=_scale(q, scale)), n) for a, n, c, s in found]
-    return by_head(weights, centers)
+
+    def one_head(centers: Tensor, members: Tensor, centroids: Tensor, sizes: Tensor) -> Tensor:
+        weights = centroid_log_mass(centers, centroids, sizes, scale=_scale(q, scale)).softmax(-1)
+        return weights * (members > 0).unsqueeze(-1)
+
+    return by_head([one_head(*head) for head in heads(centers, members, centroids, sizes)], centers)
 
 
 def full_key(
@@ -157,10 +160,6 @@ def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return queries.to(dtype) @ keys.to(dtype).T * scale
 
 
-def _weights(log_mass: Tensor, members: Tensor) -> Tensor:
-    return log_mass.softmax(-1) * (members > 0).unsqueeze(-1)
-
-
 def _block_weights(queries: Tensor, keys: Tensor, labels: Tensor, count: int, scale: float) -> Tensor:
     """Dense attention weights summed inside key blocks: [n d], [m d], [m] -> [n count]"""
     member = labels < count
@@ -190,7 +189,7 @@ def select_top_p(
         keep[:] = True
     if floor > 0:
         keep |= _first(keep, _share(occupied, floor))
-    return _unrank(keep, order, occupied, importance)
+    return _kept(torch.zeros_like(keep).scatter_(-1, order, keep), occupied, importance)
 
 
 def select_top_k(importance: Tensor, ratio: float, *, sizes: Tensor | None = None) -> Tensor:
@@ -205,9 +204,8 @@ def select_top_k(importance: Tensor, ratio: float, *, sizes: Tensor | None = Non
     least = best.gather(-1, (count - 1).long().expand(*best.shape[:-1], 1))
     above, equal = weights > least, weights == least
     # of equal weights the first
-    keep = above | (
-        equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True, dtype=torch.int32))
-    )
+    room = count - above.sum(-1, keepdim=True, dtype=torch.int32)
+    keep = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
     return _kept(keep, occupied, importance)
 
 
@@ -266,11 +264,6 @@ def _first(like: Tensor, count: Tensor) -> Tensor:
     return (torch.arange(like.shape[-1], device=like.device) < count).expand(like.shape)
 
 
-def _unrank(keep: Tensor, order: Tensor, occupied: Tensor, importance: Tensor) -> Tensor:
-    return _kept(torch.zeros_like(keep).scatter_(-1, order, keep), occupied, importance)
-
-
 def _kept(mask: Tensor, occupied: Tensor, importance: Tensor) -> Tensor:
     """The mask without blocks that have no key or no query."""
-    has_queries = ~(importance.sum(-1, keepdim=True) == 0)
-    return mask & occupied & has_queries
+    return mask & occupied & ~(importance.sum(-1, keepdim=True) == 0)
