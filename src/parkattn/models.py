@@ -124,7 +124,7 @@ def _packed_rows(arguments: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Places, tags and times of the rows; empty where one of them is not given."""
     given = [arguments.get(name) for name in ("position_ids", "token_tags", "timestep_indices")]
     whole = all(rows is not None for rows in given)
-    return (rows.tolist() if whole else [] for rows in given)
+    return (rows.tolist() if rows is not None and whole else [] for rows in given)
 
 
 def _patched(arguments: Mapping[str, Any], config: Any, channels: int) -> Grid | None:

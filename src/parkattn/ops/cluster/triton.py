@@ -228,13 +228,13 @@ def _transform(x, root, shift, out, heads, n, xb, xh, xn, D: tl.constexpr, BM: t
         tl.store(out + i.to(tl.int64)[:, None] * D + target[None, :], y.to(out.dtype.element_ty), mask=(i < n)[:, None])
 
 
-def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: torch.Tensor | None = None, *,
-           tile: Any = None) -> torch.Tensor:
+def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: torch.Tensor | None = None
+           ) -> torch.Tensor:
     """x [b h n d], centred [b*h c d] in x's dtype, half fp32 [b*h c], valid bool [b n] -> labels int32 [b h n]."""
     b, h, n, d = x.shape
     clusters = half.shape[-1]
     labels = torch.empty(b, h, n, device=x.device, dtype=torch.int32)
-    tile = tile or tiles.assign_tile(d, x.dtype, tiles.arch_of(x))
+    tile = tiles.assign_tile(d, x.dtype, tiles.arch_of(x))
     flags = labels if valid is None else valid.to(torch.int8)
     _assign[(triton.cdiv(n, tile["BM"]), b * h)](
         x, centred, half, flags, labels, h, n, clusters, x.stride(0), x.stride(1), x.stride(2),
@@ -243,13 +243,13 @@ def assign(x: torch.Tensor, centred: torch.Tensor, half: torch.Tensor, valid: to
     return labels
 
 
-def sort_labels(labels: torch.Tensor, count: int, *, tile: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_labels(labels: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """labels int32 [b h n] in [0, count] -> (order int32 [b h n], offsets int32 [b h count+1]).
 
     Stable counting sort.  Tokens labelled `count` (not clustered) come last, after offsets[count].
     """
     b, h, n = labels.shape
-    tile = dict(tile or tiles.sort_tile(tiles.arch_of(labels)))
+    tile = tiles.sort_tile(tiles.arch_of(labels))
     chunks, bins = triton.cdiv(n, tile["TOKENS"]), triton.next_power_of_2(count + 2)
     labels = labels.contiguous()
     counts, starts = torch.empty(2, b * h, chunks, bins, device=labels.device, dtype=torch.int32).unbind(0)
@@ -265,7 +265,7 @@ def sort_labels(labels: torch.Tensor, count: int, *, tile: Any = None) -> tuple[
 
 
 def segment_mean(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, *, old: torch.Tensor | None = None,
-                 mu: torch.Tensor | None = None, tile: Any = None) -> Any:
+                 mu: torch.Tensor | None = None) -> Any:
     """x [b h n d], order int32 [b h n], offsets int32 [b h c+1] -> means fp32 [b*h c d]; empty segments take `old` or
     0.
 
@@ -277,7 +277,7 @@ def segment_mean(x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, *,
     means = torch.empty(b * h, count, d, device=x.device, dtype=torch.float32)
     centred = torch.empty(b * h, count, d, device=x.device, dtype=x.dtype) if mu is not None else means
     half = torch.empty(b * h, count, device=x.device, dtype=torch.float32) if mu is not None else means
-    tile = tile or tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
+    tile = tiles.segment_tile(d, x.dtype, tiles.arch_of(x))
     splits = tiles.segment_splits(segments, tiles.arch_of(x))
     sums = torch.empty(segments, splits, d, device=x.device, dtype=torch.float32)
     _segment_sum[(segments * splits,)](x, order, offsets, sums, h, n, count, x.stride(0), x.stride(1), x.stride(2),
@@ -328,11 +328,11 @@ def lloyd(x: torch.Tensor, centroids: torch.Tensor, mu: torch.Tensor, *, iterati
     return labels, order, offsets, centroids
 
 
-def query_metric(q: torch.Tensor, valid: torch.Tensor | None = None, *, tile: Any = None) -> torch.Tensor:
+def query_metric(q: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """q [b h n d], valid bool [b n] -> G = Q^T Q / L, fp32 [b h d d], symmetric; L counts valid queries."""
     tiles.check_rows(q, "q")
     b, h, n, d = q.shape
-    tile = tile or tiles.metric_tile(d, q.dtype, tiles.arch_of(q))
+    tile = tiles.metric_tile(d, q.dtype, tiles.arch_of(q))
     block = min(d, 128)
     splits = max(1, min(triton.cdiv(1024, b * h), triton.cdiv(n, 1024)))
     rows = triton.cdiv(triton.cdiv(n, splits), tile["BK"]) * tile["BK"]
@@ -347,7 +347,7 @@ def query_metric(q: torch.Tensor, valid: torch.Tensor | None = None, *, tile: An
     return (total + total.mT) / 2
 
 
-def transform_keys(k: torch.Tensor, root: torch.Tensor, sample: torch.Tensor, *, tile: Any = None) -> torch.Tensor:
+def transform_keys(k: torch.Tensor, root: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     """k [b h n d], root fp32 [b h d d], sample int64 [s] or [b s] (tokens whose mean is subtracted) -> (k - mean) R /
     max|R| in k's dtype.
 
@@ -360,7 +360,7 @@ def transform_keys(k: torch.Tensor, root: torch.Tensor, sample: torch.Tensor, *,
     root = (root / root.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)).to(k.dtype).contiguous()
     shift = (_tokens_at(k, sample).float().mean(2, keepdim=True) @ root.float()).view(b * h, d)
     out = torch.empty(b, h, n, d, device=k.device, dtype=k.dtype)
-    tile = tile or tiles.transform_tile(d, k.dtype, tiles.arch_of(k))
+    tile = tiles.transform_tile(d, k.dtype, tiles.arch_of(k))
     block = min(d, 128)
     _transform[(triton.cdiv(n, tile["BM"] * tile["STEPS"]), b * h, d // block)](
         k, root, shift, out, h, n, k.stride(0), k.stride(1), k.stride(2), D=d, BN=block, **tile, **FP_FUSION

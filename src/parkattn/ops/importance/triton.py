@@ -287,11 +287,11 @@ def pama_full_key(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tenso
 
 
 def pama_two_pass(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *,
-                  scale: float | None = None, out: torch.Tensor | None = None, tile: Any = None) -> torch.Tensor:
-    """The same function for any number of key blocks; 4 bytes of scratch per query.  tile: (pass 1, pass 2)."""
+                  scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The same function for any number of key blocks; 4 bytes of scratch per query."""
     key_blocks, out, scale = _prepare(q, offsets, centroids, sizes, scale, out)
     bh, n, d = q.shape
-    one, two = tile or tiles.two_pass_tiles(d, q.dtype, tiles.arch_of(q))
+    one, two = tiles.two_pass_tiles(d, q.dtype, tiles.arch_of(q))
     items, log_sizes, partial, chunk = _work(offsets, sizes, n)
     width = log_sizes.shape[1]
     lse = torch.empty(bh, n, device=q.device, dtype=torch.float32)
@@ -304,8 +304,8 @@ def pama_two_pass(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tenso
 
 
 def pama(q: torch.Tensor, offsets: torch.Tensor, centroids: torch.Tensor, sizes: torch.Tensor, *,
-         scale: float | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+         scale: float | None = None) -> torch.Tensor:
     """The faster of the two for this shape and GPU."""
     width = max(triton.next_power_of_2(centroids.shape[1]), 16)
     full = tiles.prefers_full_key(q.shape[-1], q.dtype, tiles.arch_of(q), width)
-    return (pama_full_key if full else pama_two_pass)(q, offsets, centroids, sizes, scale=scale, out=out)
+    return (pama_full_key if full else pama_two_pass)(q, offsets, centroids, sizes, scale=scale)

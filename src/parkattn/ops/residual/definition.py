@@ -22,6 +22,7 @@ from torch import Tensor
 from parkattn.segments import compute_dtype
 
 LEVELS = 127  # of int8, either side of 0
+ITERATIONS = 6  # of `iterate_directions`
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,6 @@ class LowRank:
     def moved(self, move: Callable[[Tensor], Tensor]) -> LowRank:
         """That of other heads: `move` brings them here, tensor by tensor."""
         return LowRank(move(self.a), move(self.step), move(self.b))
-
-    def to(self, device: torch.device | str) -> LowRank:
-        return LowRank(self.a.to(device), self.step.to(device), self.b.to(device))
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -85,10 +83,10 @@ def top_directions(gram: Tensor, rank: int) -> Tensor:
     return torch.linalg.eigh(gram).eigenvectors[..., -rank:].mT.float().contiguous()
 
 
-def iterate_directions(gram: Tensor, rank: int, *, iterations: int = 6) -> Tensor:
+def iterate_directions(gram: Tensor, rank: int) -> Tensor:
     """`top_directions` without a host synchronisation: orthogonal iteration in float64, Y <- orth(G^2 Y).
 
-    The subspace converges as (eigenvalue r+1 / eigenvalue r)^(2 iterations); where these are close, mistaking one for
+    The subspace converges as (eigenvalue r+1 / eigenvalue r)^(2 ITERATIONS); where these are close, mistaking one for
     the other costs little. orth(Y) = Y L^-T with L L^T = Y^T Y + a little of the identity, which leaves the directions
     of a rank-deficient G short instead of undefined; applied twice it is orthonormal to rounding.
     """
@@ -98,7 +96,7 @@ def iterate_directions(gram: Tensor, rank: int, *, iterations: int = 6) -> Tenso
     gram = gram @ gram
     place = torch.arange(1, d + 1, device=gram.device, dtype=torch.float64)
     y = torch.cos(place[:, None] * place[:rank] * 0.7).expand(*gram.shape[:-1], rank)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         y = _orthonormal(gram @ y)
     return _orthonormal(y).mT.float().contiguous()
 
