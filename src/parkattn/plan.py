@@ -160,9 +160,10 @@ class Plan:
     def moved(self, move: Callable[[Tensor], Tensor]) -> Plan:
         """The same plan on another device or of other heads: `move` brings each tensor there."""
         mass, bias = (None if x is None else move(x) for x in (self.estimated_mass, self.bias))
-        sides = self.queries.moved(move), self.keys.moved(move)
-        counts = self.query_clusters, self.key_clusters, self.padding
-        return Plan(*sides, move(self.mask), *counts, mass, bias, {name: move(x) for name, x in self.memory.items()})
+        tensors = {"mask": move(self.mask), "estimated_mass": mass, "bias": bias}
+        memory = {name: move(x) for name, x in self.memory.items()}
+        queries, keys = self.queries.moved(move), self.keys.moved(move)
+        return dataclasses.replace(self, queries=queries, keys=keys, memory=memory, **tensors)
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""

@@ -87,20 +87,8 @@ def run_in_ulysses(
         return in_rank_pieces(out, ranks, text_tokens, text).contiguous()
 
     # the mask goes past diffusers, which cannot know its order, and in 0.36 refuses any
-    return spread(
-        q,
-        k,
-        v,
-        None,
-        0.0,
-        False,
-        scale,
-        False,
-        False,
-        forward_op=forward_op,
-        backward_op=None,
-        _parallel_config=parallel,
-    )
+    asked = (None, 0.0, False, scale, False, False)  # mask, dropout, causal, scale, grouped queries, log-sum
+    return spread(q, k, v, *asked, forward_op=forward_op, backward_op=None, _parallel_config=parallel)
 
 
 def mask_of_all_ranks(mask: Any, parallel: Any, keys: int) -> tuple[Any, bool]:

@@ -40,24 +40,12 @@ class ParkBackend(AttentionBackend):
 class ParkImpl(ServedLayer, AttentionImpl):
     """One layer, [b n h d]. dense: the backend that SGLang takes where none is asked for."""
 
-    # SGLang's signature: others of its backends are made with the same arguments
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        softmax_scale: float,
-        causal: bool = False,
-        num_kv_heads: int | None = None,
-        prefix: str = "",
-        **others: Any,
-    ) -> None:
-        self.index, self.text_follows, self.packed = Block.read(prefix)
-        self.scale, self.causal = softmax_scale, causal
-        path = current_platform.get_attn_backend_cls_str(None, head_size, get_compute_dtype())
-        self.dense = resolve_name(path).get_impl_cls()(
-            num_heads=num_heads, head_size=head_size, softmax_scale=softmax_scale, causal=causal,
-            num_kv_heads=num_kv_heads, prefix=prefix, **others,
-        )  # fmt: skip
+    def __init__(self, **given: Any) -> None:
+        """given: by which SGLang makes any of its backends, such as head_size and softmax_scale."""
+        self.index, self.text_follows, self.packed = Block.read(given.get("prefix", ""))
+        self.scale, self.causal = given["softmax_scale"], given.get("causal", False)
+        path = current_platform.get_attn_backend_cls_str(None, given["head_size"], get_compute_dtype())
+        self.dense = resolve_name(path).get_impl_cls()(**given)
         self.number_for_graphs()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:

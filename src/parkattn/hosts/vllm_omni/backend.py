@@ -59,27 +59,13 @@ class ParkBackend(AttentionBackend):
 class ParkImpl(ServedLayer, AttentionImpl):
     """One layer, [b n h d]. dense: the platform's own backend."""
 
-    # vLLM-Omni's signature: others of its backends are made with the same arguments
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        softmax_scale: float,
-        causal: bool = False,
-        num_kv_heads: int | None = None,
-        prefix: str = "",
-        role: str = "self",
-        backend_explicit: bool = False,
-        **others: Any,
-    ) -> None:
-        found = re.search(r"(?:^|\.)(\d+)\.", prefix)
-        self.index = int(found[1]) if found and role == "self" else None
+    def __init__(self, backend_explicit: bool = False, **given: Any) -> None:
+        """given: by which vLLM-Omni makes any of its backends; the platform's own was not asked for explicitly."""
+        found = re.search(r"(?:^|\.)(\d+)\.", given.get("prefix", ""))
+        self.index = int(found[1]) if found and given.get("role", "self") == "self" else None
         self.numbered = self.index is not None  # all that a graph reads of it, so that one graph serves every layer
-        self.scale, self.causal = softmax_scale, causal
-        self.dense = platform_default(head_size).get_impl_cls()(
-            num_heads=num_heads, head_size=head_size, softmax_scale=softmax_scale, causal=causal,
-            num_kv_heads=num_kv_heads, prefix=prefix, role=role, **others,
-        )  # fmt: skip
+        self.scale, self.causal = given["softmax_scale"], given.get("causal", False)
+        self.dense = platform_default(given["head_size"]).get_impl_cls()(**given)
         self.number_for_graphs()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:

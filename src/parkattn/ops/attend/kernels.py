@@ -120,26 +120,23 @@ class AttentionKernel:
     ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
         """Attention over any mask of the plan's blocks, (out [b h n d], lse [b*h n]), and stand-ins' arguments."""
         self._expect_attendable(q, k, v, scale)
-        b, h, m, d = k.shape
+        b, h, _, d = k.shape
         # the kernels take a plan's tensors as contiguous; one cut out of a larger plan is not
         offsets = [x.reshape(b * h, -1).contiguous() for x in (plan.queries.offsets, plan.keys.offsets)]
         order, key_order = (None if x is None else x.contiguous() for x in (plan.queries.order, plan.keys.order))
         token_of_row = None if order is None else order.view(b * h, -1)
         keys, values, means = k, v, []
         rounding = self._key_rounding(k)
-        if rounding is not None and compensate:
-            sorted_already = torch.arange(m, dtype=torch.int32, device=k.device).expand(b, h, m)
-            key_order = sorted_already.contiguous() if key_order is None else key_order
+        if compensate and (rounding is not None or key_order is not None):
+            key_order = plan.keys.permutation().contiguous()
             keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous(), rounding)
+        elif compensate:
+            means = [permute.block_means(x, plan.keys.offsets.contiguous()) for x in (k, v)]
         elif rounding is not None:
             keys = permute.round_rows(k, key_order, rounding)[0]
             values = v if key_order is None else permute.gather_rows(v, key_order)
-        elif key_order is not None and compensate:
-            keys, values, *means = permute.gather_with_means(k, v, key_order, plan.keys.offsets.contiguous())
         elif key_order is not None:
             keys, values = permute.gather_rows(k, key_order), permute.gather_rows(v, key_order)
-        elif compensate:
-            means = [permute.block_means(x, plan.keys.offsets.contiguous()) for x in (k, v)]
         stand_ins: dict[str, Any] = {}
         if compensate:
             stand_ins = {
