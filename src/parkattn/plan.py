@@ -160,10 +160,11 @@ class Plan:
     def moved(self, move: Callable[[Tensor], Tensor]) -> Plan:
         """The same plan on another device or of other heads: `move` brings each tensor there."""
         mass, bias = (None if x is None else move(x) for x in (self.estimated_mass, self.bias))
-        tensors = {"mask": move(self.mask), "estimated_mass": mass, "bias": bias}
+        queries, keys, mask = self.queries.moved(move), self.keys.moved(move), move(self.mask)
         memory = {name: move(x) for name, x in self.memory.items()}
-        queries, keys = self.queries.moved(move), self.keys.moved(move)
-        return dataclasses.replace(self, queries=queries, keys=keys, memory=memory, **tensors)
+        return dataclasses.replace(
+            self, queries=queries, keys=keys, mask=mask, estimated_mass=mass, bias=bias, memory=memory
+        )
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""
