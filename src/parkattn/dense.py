@@ -37,11 +37,5 @@ class Dense:
         """Dense attention remembers nothing."""
 
 
-ENTRIES = (
-    MethodEntry(
-        "dense",
-        lambda config: Dense(config.tolerance),
-        "every query attends to every key; the reference of the other methods",
-        Forecasts,
-    ),
-)
+LINE = "every query attends to every key; the reference of the other methods"
+ENTRIES = (MethodEntry("dense", lambda config: Dense(config.tolerance), LINE, Forecasts),)

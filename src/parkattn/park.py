@@ -184,14 +184,10 @@ class ParkPlanner:
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        words = 0 if site.text is None else site.text.stop - site.text.start
-        counts = config.counts(q.shape[2] - words, k.shape[2] - words)
-        warm = (
-            earlier if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries) else None
-        )
-        iterations = config.kmeans_iterations if warm is None else config.warm_iterations
-        old_queries, old_keys = (None, None) if warm is None else (_clusters_of(warm), warm.keys.labels)
-
+        counts = config.counts(q.shape[2] - site.text_tokens, k.shape[2] - site.text_tokens)
+        iterations, old_queries, old_keys = config.kmeans_iterations, None, None
+        if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries):
+            iterations, old_queries, old_keys = config.warm_iterations, _clusters_of(earlier), earlier.keys.labels
         how: dict[str, Any] = {"iterations": iterations, "seed": config.seed}
         queries_of, keys_of = roles.clustered_queries, roles.clustered_keys
         queries = cluster.kmeans(backend, q, counts.queries, **how, start=old_queries, valid=queries_of)

@@ -6,6 +6,7 @@ a warm start begins from the means under earlier labels; an empty cluster stays 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +43,11 @@ def kmeans(
     expect_count("clusters", clusters)
     expect_count("iterations", iterations)
     count = min(clusters, x.shape[2])
-    labels = torch.stack([
-        torch.stack([
-            _cluster_head(x[i, j], count, iterations, seed, None if start is None else start[i, j],
-                          None if valid is None else valid[i])
-            for j in range(x.shape[1])
-        ])
-        for i in range(x.shape[0])
-    ])  # fmt: skip
+    found = []
+    for i, j in itertools.product(range(x.shape[0]), range(x.shape[1])):
+        earlier, members = None if start is None else start[i, j], None if valid is None else valid[i]
+        found.append(_cluster_head(x[i, j], count, iterations, seed, earlier, members))
+    labels = by_head(found, x)
     centroids, sizes = segment_mean(x, labels, count)
     return Clustering(labels, centroids, sizes)
 
@@ -86,9 +84,8 @@ def first_centroids(x: Tensor, clusters: int, *, seed: int = 0, valid: Tensor | 
     for i in range(b):
         members = torch.arange(n, device=x.device) if valid is None else valid[i].nonzero().squeeze(1)
         used = min(clusters, len(members))
-        centroids[i, :, :used] = x[i][:, members[initial_tokens(len(members), used, seed).to(x.device)]].to(
-            centroids.dtype
-        )
+        first = members[initial_tokens(len(members), used, seed).to(x.device)]
+        centroids[i, :, :used] = x[i][:, first].to(centroids.dtype)
     return centroids
 
 
@@ -206,9 +203,8 @@ def cluster_keys(
     if metric.key_metric == "euclidean":
         return kmeans(k, clusters, **how)
     moments = query_metric(q, query_valid)
-    root = metric_root(
-        stabilise(moments, alpha=metric.alpha, epsilon=metric.epsilon, s_min=metric.s_min), metric.metric_root
-    )
+    stable = stabilise(moments, alpha=metric.alpha, epsilon=metric.epsilon, s_min=metric.s_min)
+    root = metric_root(stable, metric.metric_root)
     transformed = by_head([keys.to(r.dtype) @ r for keys, r in heads(k, root)], k)
     labels, _, sizes = kmeans(transformed, clusters, **how)
     centroids, _ = segment_mean(k, labels, sizes.shape[-1])
