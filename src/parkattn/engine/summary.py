@@ -127,29 +127,20 @@ class Summary:
         if not self.layers:
             return "\n".join([f"{self.method}: nothing has run yet", *self._reasons()])
         widths = {phase: max(6, len(phase) + 1) for phase in self.calls}
+        counted = ((len(found), phase) for phase, found in self.steps.items() if found)
+        steps = ", ".join(f"{count} {'step' if count == 1 else 'steps'} {phase}" for count, phase in counted)
+        held = f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now"
+        seconds = sum(self.attention_seconds.values())
+        where = " in the forwards that ran" if self.forwards.get("forecast") else ""
+        columns = " ".join(f"{phase:>{width}}" for phase, width in widths.items())
         lines = [
-            f"{self.method}: "
-            + ", ".join(
-                f"{len(found)} {'step' if len(found) == 1 else 'steps'} {phase}"
-                for phase, found in self.steps.items()
-                if found
-            )
-            + f"; mean density {self.density:.2f}; "
-            + f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now",
-            f"attention took {sum(self.attention_seconds.values()):.1f} s, {self._saved()}; "
-            f"{self.density:.0%} of dense attention was computed"
-            + (" in the forwards that ran" if self.forwards.get("forecast") else ""),
+            f"{self.method}: {steps}; mean density {self.density:.2f}; {held}",
+            f"attention took {seconds:.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed{where}",
             *self._forecasts(),
             *self._ranks(),
             *(f"attention: {reason}" for reason in self.backends),
             *(f"blocks compiled by enable: {outcome} ({count}x)" for outcome, count in self.fused.items()),
-            " ".join(
-                [
-                    f"{'transformer':14} {'layer':>5}",
-                    *(f"{phase:>{width}}" for phase, width in widths.items()),
-                    f"{'density':>8} {'mass':>6}",
-                ]
-            ),
+            f"{'transformer':14} {'layer':>5} {columns} {'density':>8} {'mass':>6}",
         ]
         for row in self.layers:
             mass = "" if row["estimated_mass"] is None else f"{row['estimated_mass']:.2f}"
@@ -173,24 +164,19 @@ class Summary:
         if not found:
             return []
         ratios = "slowest rank {plain:.2f} times the mean in the model's order, {assigned:.2f} as assigned"
-        lines = (
-            [f"heads by planned density: {ratios.format(**found)} ({found['plans']} plans)"] if found["plans"] else []
-        )
+        lines = []
+        if found["plans"]:
+            lines = [f"heads by planned density: {ratios.format(**found)} ({found['plans']} plans)"]
         return lines + [f"heads stay with their ranks: {reason} ({count}x)" for reason, count in found["off"].items()]
 
     def _saved(self) -> str:
-        if self.seconds_saved is not None:
-            return (
-                f"about {abs(self.seconds_saved):.1f} s {'saved' if self.seconds_saved >= 0 else 'lost'}, by the dense "
-                "calls of this run"
-            )
-        if self.seconds_saved_at_most is None:
+        seconds = self.seconds_saved_at_most if self.seconds_saved is None else self.seconds_saved
+        if seconds is None:
             return "what was saved is not known, since no layer has dense calls to compare with"
-        bound, saved = self.seconds_saved_at_most, self.seconds_saved_at_most >= 0
-        return (
-            f"at {'most' if saved else 'least'} {abs(bound):.1f} s {'saved' if saved else 'lost'}, by the anchors, "
-            "dense calls that also build a plan"
-        )
+        change = f"{abs(seconds):.1f} s {'saved' if seconds >= 0 else 'lost'}"
+        if self.seconds_saved is not None:
+            return f"about {change}, by the dense calls of this run"
+        return f"at {'most' if seconds >= 0 else 'least'} {change}, by the anchors, dense calls that also build a plan"
 
     def _reasons(self) -> list[str]:
         because = [f"dense {count}x: {reason}" for reason, count in self.dense_because.items()]
@@ -267,7 +253,6 @@ def _saved(times: list[dict[str, list[float]]], phase: str, choose: Callable[[li
     others = [[s for each, seconds in layer.items() if each != phase for s in seconds] for layer in times]
     if times and not any(others):
         return 0.0
-    measured = [
-        (choose(layer[phase]), own) for layer, own in zip(times, others, strict=True) if own and layer.get(phase)
-    ]
+    pairs = zip(times, others, strict=True)
+    measured = [(choose(layer[phase]), own) for layer, own in pairs if own and layer.get(phase)]
     return sum(one * len(own) - sum(own) for one, own in measured) if measured else None
