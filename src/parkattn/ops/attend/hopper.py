@@ -37,8 +37,7 @@ from .worklist import FIELDS, WARPGROUP_ROWS, WIDE, build_worklist, head_groups,
 LOG2E = 1.4426950408889634
 LINEAR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 UNSHARED_ROWS = 16_384  # mean rows of a query block from which on its last tile is not shared
-# named barriers of a shared query tile. FREE: warpgroup 0's products have read the queries, so their buffer may be
-# reused;
+# named barriers of a shared query tile. FREE: warpgroup 0's products have read the queries, whose buffer is free;
 # WRITTEN: warpgroup 1's sums are in it
 FREE, WRITTEN = gl.constexpr("8"), gl.constexpr("9")
 

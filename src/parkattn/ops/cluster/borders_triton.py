@@ -111,8 +111,7 @@ def _relabel(order, ends, labels, n, count, STEPS: tl.constexpr, TOKENS: tl.cons
     tl.store(labels + tl.load(order + bh * n + i, mask=live, other=0), low, mask=live)
 
 
-def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor,
-                                                                                     torch.Tensor]:
+def walk_chain(centroids: torch.Tensor, sizes: torch.Tensor, multiple: int) -> tuple[torch.Tensor, ...]:
     """centroids fp32 [b*h c d], sizes int32 [b*h c] -> (chain, slot, ends), int32 [b*h c] each."""
     bh, count, d = centroids.shape
     occupied = (sizes > 0).unsqueeze(-1)
@@ -142,9 +141,8 @@ def round_borders(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor
     place = torch.arange(count, device=x.device).expand(b * h, count)
     last = (sizes > 0).sum(-1, keepdim=True) - 1
     along = centroids.gather(1, chain.long().unsqueeze(-1).expand(-1, -1, d))
-    after, before = (along.gather(1, at.unsqueeze(-1).expand(-1, -1,
-                                                             d)) for at in ((place + 1).minimum(last.clamp(min=0)),
-                                                                            (place - 1).clamp(min=0)))
+    neighbours = (place + 1).minimum(last.clamp(min=0)), (place - 1).clamp(min=0)
+    after, before = (along.gather(1, at.unsqueeze(-1).expand(-1, -1, d)) for at in neighbours)
     direction = after - before
     # a token at the next centroid is about half a step along
     direction = (direction / direction.square().sum(-1, keepdim=True).clamp(min=1e-30)).contiguous()
