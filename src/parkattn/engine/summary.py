@@ -131,11 +131,12 @@ class Summary:
         steps = ", ".join(f"{count} {'step' if count == 1 else 'steps'} {phase}" for count, phase in counted)
         held = f"plans {self.peak_state_bytes / 2**20:.1f} MiB, {self.state_bytes / 2**20:.1f} MiB now"
         seconds = sum(self.attention_seconds.values())
+        computed = f"{self.density:.0%} of dense attention was computed"
         where = " in the forwards that ran" if self.forwards.get("forecast") else ""
         columns = " ".join(f"{phase:>{width}}" for phase, width in widths.items())
         lines = [
             f"{self.method}: {steps}; mean density {self.density:.2f}; {held}",
-            f"attention took {seconds:.1f} s, {self._saved()}; {self.density:.0%} of dense attention was computed{where}",
+            f"attention took {seconds:.1f} s, {self._saved()}; {computed}{where}",
             *self._forecasts(),
             *self._ranks(),
             *(f"attention: {reason}" for reason in self.backends),
