@@ -184,7 +184,8 @@ class ParkPlanner:
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        counts = config.counts(q.shape[2] - site.text_tokens, k.shape[2] - site.text_tokens)
+        words = 0 if site.text is None else site.text.stop - site.text.start
+        counts = config.counts(q.shape[2] - words, k.shape[2] - words)
         iterations, old_queries, old_keys = config.kmeans_iterations, None, None
         if config.warm_start and earlier is not None and _tells_clusters(earlier, counts.queries):
             iterations, old_queries, old_keys = config.warm_iterations, _clusters_of(earlier), earlier.keys.labels
