@@ -8,13 +8,13 @@ is the relative error of the output, root mean square over the layers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from records import argument_reader
 from torch import Tensor
 
 from parkattn.anchors import anchor_steps, log_signal_to_noise
@@ -129,7 +129,7 @@ def spreads(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_reader(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     path = parser.parse_args().out
     if not path.exists():
