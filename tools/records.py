@@ -35,12 +35,12 @@ def published(table: Callable[[], str]) -> Callable[[], str]:
     return table
 
 
-def table_of(columns: Columns, rows: Iterable[Any]) -> str:
+def table_of(columns: Columns, rows: Iterable[Any], form: Callable[..., str] = page_table) -> str:
     """A column is a format of a record's fields, or a function of a row."""
     shown = (
         [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()] for row in rows
     )
-    return page_table(" | ".join(columns), shown)
+    return form(" | ".join(columns), shown)
 
 
 def lines(name: str, benchmark: str | None = None) -> list[Record]:
