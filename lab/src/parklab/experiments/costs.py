@@ -18,7 +18,7 @@ from parklab.experiments.calibration import density_at, named_profile
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Table, interval
+from parklab.experiments.tables import Column, Table, grouped, interval
 from parklab.store import Cell
 
 PAPER = "paper"
@@ -79,15 +79,13 @@ def compare_at_costs(
 
 
 def cost_result(gathered: CellRecords) -> Result:
-    rows: dict[Row, list[Cell]] = {}
-    for cell in gathered.cells:
-        rows.setdefault(_row(cell.request), []).append(cell)
+    rows = grouped(gathered.cells, lambda cell: _row(cell.request))
     asked = _asked_costs(gathered)
     table = Table(COLUMNS, tuple(_table_row(gathered, row, asked.get(row[:2]), cells) for row, cells in rows.items()))
     findings = tuple(compared.finding for compared in compare_at_costs(gathered, asked))
 
     def point(request: Request) -> results.Label:
-        return _scale(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
+        return results.guidance_of(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
 
     return Result(table, findings, results.trade_off(results.runs_by(gathered, point)))
 
@@ -102,10 +100,6 @@ def _is_profile(setting: str) -> bool:
 
 def _row(request: Request) -> Row:
     return _setting(request), request["density"], request["guidance"]
-
-
-def _scale(request: Request) -> str:
-    return "" if request["guidance"] is None else f"{request['guidance']:g}"
 
 
 def _is(setting: str, density: float | None, guidance: float | None) -> Chosen:
@@ -137,7 +131,7 @@ def _distinct(costs: Iterable[float]) -> list[float]:
 
 def _table_row(gathered: CellRecords, row: Row, cost: float | None, cells: Sequence[Cell]) -> tuple[Any, ...]:
     found = [record["row"] for record in gathered.of(cells)]
-    head = row[0], cost, _scale(cells[0].request), len(found)
+    head = row[0], cost, results.guidance_of(cells[0].request), len(found)
     if not found:
         return (*head, *(None,) * 6, f"{NOT_RUN}: {gathered.why_not(cells)}")
     psnr = [each["psnr"] for each in found]
