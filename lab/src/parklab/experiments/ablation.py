@@ -23,7 +23,7 @@ from parklab.experiments.calibration import MATCHED, budget_field, find_budget
 from parklab.experiments.captures import Selection, capture_calls, spread_layers
 from parklab.experiments.evaluation import FLOOR, Evaluation
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Table
+from parklab.experiments.tables import Column, Table, columns_of
 from parklab.experiments.tables import to_markdown as table_markdown
 from parklab.record import environment
 from parklab.research import studied_entry
@@ -36,21 +36,12 @@ BUDGETS = ("top_k", "top_p")
 MEASURES = "psnr,ssim"
 CALIBRATION_STEPS = 3
 SETTINGS, TABLE = "parkattn.ablation.settings.1", "parkattn.ablation.table.1"
-COLUMNS = (
-    Column("method"), Column("runs"), Column("PSNR dB", 2), Column("±", 2), Column("SSIM", 4), Column("density", 3),
-    Column("recall", 3), Column("PARK ahead by dB", 2), Column("standard error", 2), Column("PARK ahead in"),
-)  # fmt: skip
-FIELDS = (
-    "method",
-    "runs",
-    "psnr",
-    "psnr_std",
-    "ssim",
-    "density",
-    "recall",
-    "park_ahead_by",
-    "standard_error",
-)  # of those columns
+COLUMNS = columns_of(
+    "method | runs | PSNR dB:2 | ±:2 | SSIM:4 | density:3 | recall:3 | PARK ahead by dB:2 | standard error:2 | "
+    "PARK ahead in"
+)
+# of those columns
+FIELDS = ("method", "runs", "psnr", "psnr_std", "ssim", "density", "recall", "park_ahead_by", "standard_error")
 
 
 def ablation_of(prompts: int, **given: Any) -> Evaluation:
@@ -217,7 +208,7 @@ def to_markdown(table: dict[str, Any]) -> str:
     for row in table["rows"]:
         psnr.setdefault((row["prompt"], row["seed"]), {})[row["method"]] = row["psnr"]
     names = [line["method"] for line in lines]
-    heads = (Column("prompt"), Column("seed"), *(Column(name, 2) for name in names))
+    heads = (*columns_of("prompt | seed"), *(Column(name, 2) for name in names))
     runs = Table(heads, tuple((*case, *(values.get(name) for name in names)) for case, values in psnr.items()))
     return "\n".join([
         f"Mean PSNR against dense attention at density {asked['density']} of the sparse steps ({budget}).\n",

@@ -16,9 +16,10 @@ from parkattn.park import ParkConfig
 from parklab.experiments import results
 from parklab.experiments.calibration import density_at, named_profile
 from parklab.experiments.evaluation import FLOORS
+from parklab.experiments.methods_compared import floors_of, methods_of
 from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Table, grouped, interval
+from parklab.experiments.tables import Table, columns_of, grouped, interval
 from parklab.store import Cell
 
 PAPER = "paper"
@@ -28,20 +29,19 @@ ROUNDING = 1e-4  # costs that are asked for and differ by less are one
 Request = Mapping[str, Any]
 Row = tuple[str, float | None, float | None]  # setting, density and guidance that are asked for
 
-COLUMNS = (
-    Column("setting"), Column("cost asked", 3), Column("guidance"), Column("runs"), Column("cost", 3),
-    Column("density", 3), Column("PSNR", 2), Column("±", 2), Column("error", 4), Column("seconds", 2), Column("note"),
-)  # fmt: skip
+COLUMNS = columns_of(
+    "setting | cost asked:3 | guidance | runs | cost:3 | density:3 | PSNR:2 | ±:2 | error:4 | seconds:2 | note"
+)
 
 
-def cost_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """Cells of matched_densities, and each profile at every cost that those have. methods: those that were chosen."""
-    chosen = methods if lab.evaluation.methods else RIVALS
+def cost_cells(lab: Lab) -> list[Cell]:
+    """Cells of matched_densities, and each profile at every cost that those have."""
+    chosen = methods_of(lab) if lab.evaluation.methods else RIVALS
     names = ["park", *(name for name in chosen if name != "park" and method_entry(name).budgets)]
     densities, changes = lab.evaluation.densities, lab.evaluation.changes
     asked = [{"method": name, "density": density, "changes": changes} for density in densities for name in names]
     costs = _distinct([lab.cost(each) for each in asked])
-    rows: list[tuple[str, float | None, str | None]] = [(floor, None, None) for floor in floors]
+    rows: list[tuple[str, float | None, str | None]] = [(floor, None, None) for floor in floors_of(lab)]
     rows += [(name, density, None) for density in densities for name in names]
     for profile in filter(_is_profile, ParkConfig.long_run_profiles()):
         share = lab.dense_share({"method": "park", "changes": changes, **named_profile(profile)})

@@ -19,7 +19,7 @@ from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.paper_numbers import PAPER
 from parklab.experiments.results import CellRecords, Panel, Plot, Result, Series, nothing_run
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
+from parklab.experiments.tables import Finding, Table, columns_of, interval, without_empty
 from parklab.store import Cell, Record
 
 CONDITIONAL, UNCONDITIONAL = "conditional", "unconditional"
@@ -90,9 +90,7 @@ MEASURES = {
     "ratio": "ratio of residuals", "ratio_std": "its spread over tokens",
     "cosine_distance": "cosine distance of residuals", "output_change": "relative change of outputs",
 }  # fmt: skip
-COLUMNS = (
-    *map(Column, ("measure", "of", "at")), Column("measured", 4), Column("±", 4), *(Column(name, 4) for name in REAL),
-)  # fmt: skip
+COLUMNS = columns_of(" | ".join(("measure | of | at | measured:4 | ±:4", *(f"{name}:4" for name in REAL))))
 NEAR = "as near to {} as those are to each other"
 
 Row = tuple[Any, ...]

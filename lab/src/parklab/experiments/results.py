@@ -10,7 +10,7 @@ from typing import Any
 
 from parklab.experiments.evaluation import FLOOR, FLOORS
 from parklab.experiments.quality import ALWAYS
-from parklab.experiments.tables import Column, Finding, Table, grouped, interval, mean, without_empty
+from parklab.experiments.tables import Column, Finding, Table, columns_of, grouped, interval, mean, without_empty
 from parklab.metrics.measures import MEASURES
 from parklab.store import Cell, Record
 from parklab.studio.video import Frames
@@ -111,7 +111,7 @@ def frame_sheet(gathered: CellRecords, needs: str = "") -> Result:
         (asked["method"], ", ".join(map(str, shown)), f"{asked['prompt']}, seed {asked['seed']}")
         for asked, shown, _ in found
     )
-    table = Table((Column("method"), Column("frames"), Column("video")), rows)
+    table = Table(columns_of("method | frames | video"), rows)
     return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
 
 
@@ -124,11 +124,10 @@ def nothing_run(gathered: CellRecords) -> Result:
 
 OTHERS = [name for name in MEASURES if name != ALWAYS]
 QUALITY = (
-    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title,
-                                                                MEASURES[name].digits) for name in OTHERS),
-    Column("error", 4), Column("density", 3), Column("of all steps", 3), Column("recall", 3),
-    Column("plan, ms", 2), Column("attention, ms", 2), Column("seconds", 2), Column("speedup", 2),
-    Column("note"),
+    *columns_of("runs | PSNR:2 | ±:2"), *(Column(MEASURES[name].title, MEASURES[name].digits) for name in OTHERS),
+    *columns_of(
+        "error:4 | density:3 | of all steps:3 | recall:3 | plan, ms:2 | attention, ms:2 | seconds:2 | speedup:2 | note"
+    ),
 )  # fmt: skip
 
 MEANS = (*OTHERS, "error", "density", "density_all_steps", "recall")

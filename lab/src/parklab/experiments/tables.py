@@ -34,6 +34,12 @@ class Column:
         return f"{value:.{self.digits}f}" if isinstance(value, float) and self.digits is not None else str(value)
 
 
+def columns_of(told: str) -> tuple[Column, ...]:
+    """Names separated by " | ", each with its digits behind a colon where it has some."""
+    parts = (each.partition(":") for each in told.split(" | "))
+    return tuple(Column(name, int(digits) if digits else None) for name, _, digits in parts)
+
+
 @dataclass(frozen=True)
 class Table:
     columns: tuple[Column, ...]
