@@ -214,7 +214,7 @@ def forecast_caches() -> str:
     """Dense attention with forecasts, with step caches of others and in fewer steps, by the forwards computed."""
     rows = []
     for tokens, lines in recorded().items():
-        most = max(line["steps"] for line in lines)
+        most = max((line["steps"] for line in lines), default=0)
         runs = [
             (guidance, name, videos)
             for (steps, guidance, name), videos in by_setting(lines).items()
