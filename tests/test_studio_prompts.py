@@ -61,15 +61,9 @@ def alone(model, tmp_path_factory):
 def test_two_processes_make_the_files_of_one(model, file, alone, tmp_path):
     out = tmp_path / "out"
     command = [
-        sys.executable,
-        "-c",
-        "from parklab.cli import main; main()",
-        "generate",
-        "--prompts",
-        str(file),
-        "--out",
+        sys.executable, "-c", "from parklab.cli import main; main()", "generate", "--prompts", str(file), "--out",
         str(out),
-    ]
+    ]  # fmt: skip
     command += ["--model", str(model), "--device", "cpu", "--set", "query_clusters=2", "--set", "key_clusters=4"]
     command += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     workers = []

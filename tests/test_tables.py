@@ -218,18 +218,9 @@ def test_doctor_and_the_table_of_gains_agree_in_every_row():
         name, frames, height = row[0].split(", ")
         steps, each = map(int, row[1].split(" x "))
         command = [
-            "doctor",
-            "--json",
-            "--gpu",
-            "H200",
-            "--model",
-            models[name],
-            "--frames",
-            frames.split()[0],
-            "--steps",
-            str(steps),
-            *(["--height", "480", "--width", "832"] if height == "480p" else []),
-        ]
+            "doctor", "--json", "--gpu", "H200", "--model", models[name], "--frames", frames.split()[0], "--steps",
+            str(steps), *(["--height", "480", "--width", "832"] if height == "480p" else []),
+        ]  # fmt: skip
         told = json.loads(CliRunner().invoke(cli.app, [*command, "--guidance", str(5 if each == 2 else 1)]).stdout)[
             "estimate"
         ]

@@ -205,18 +205,9 @@ def _outcomes(source: Path, files: list[Path], options: list[str]) -> dict[str, 
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "diffusers_own_tests",
-            *options,
-            f"--junitxml={report}",
-            *map(str, files),
-        ]
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "diffusers_own_tests", *options,
+            f"--junitxml={report}", *map(str, files),
+        ]  # fmt: skip
         path = os.pathsep.join(filter(None, (str(TESTS), str(source / "src"), os.environ.get("PYTHONPATH"))))
         offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         ended = subprocess.run(words, cwd=source, env={**os.environ, **offline}, capture_output=True, text=True)

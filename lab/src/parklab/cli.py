@@ -173,7 +173,7 @@ def metrics(
     out: Annotated[Path | None, typer.Option("--out", "--json", help="JSON with the values of every frame.")] = None,
 ) -> None:
     """How close videos are to others (PSNR, SSIM, LPIPS, VMAF, ...), and how good alone (VBench's dimensions)."""
-    from parkattn.checks import expect_choice, shown
+    from parkattn.checks import expect_choice, first_line, shown
     from parklab.metrics.measures import MEASURES, SINGLE, Setting, choose_measures
     from parklab.metrics.pairs import DECODED, RAW, find_pairs, mean_values, measure_pair
     from parklab.record import environment
@@ -193,7 +193,7 @@ def metrics(
         try:
             entries.append(measure_pair(pair, names, setting, read_mp4))
         except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
-            failures[pair.name] = (str(error).splitlines() or [type(error).__name__])[0]
+            failures[pair.name] = first_line(error)
     table = Table(Column("video", overflow="fold"), "frames", *(MEASURES[name].title for name in names))
     alone = [name for name in names if MEASURES[name].kind == SINGLE]
 

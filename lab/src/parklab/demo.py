@@ -22,9 +22,8 @@ from parklab.research import ResearchConfig
 from parklab.scene import Scene, clustered_scene
 from parklab.store import Cell, Say, Store
 
-CONFIG = ResearchConfig(
-    query_clusters=16, key_clusters=64, top_p=0.9
-)  # blocks of about the paper's 590 queries and 148 keys
+# blocks of about the paper's 590 queries and 148 keys
+CONFIG = ResearchConfig(query_clusters=16, key_clusters=64, top_p=0.9)
 VARIANTS: dict[str, dict[str, str]] = {
     "park": {},
     "park-no-qrkc": {"key_metric": "euclidean"},
@@ -106,12 +105,8 @@ def save_report(results: list[SceneResult], scene: Scene, out: Path, say: Say = 
     """result.json and scene.png in `out`."""
     rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
     record = {
-        "format": FORMAT,
-        "config": CONFIG.to_dict(),
-        "grid": scene.grid,
-        "results": rows,
-        "environment": environment(),
-    }
+        "format": FORMAT, "config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment(),
+    }  # fmt: skip
     Store(out, say).put(
         Cell(name="result", format=FORMAT, files=("scene.png",)), record, {"scene.png": _picture(results, scene)}
     )

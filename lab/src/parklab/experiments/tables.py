@@ -201,15 +201,7 @@ def to_html(table: Table) -> str:
 
 def _tex(text: str) -> str:
     special = {
-        "\\": "\\textbackslash{}",
-        "%": "\\%",
-        "&": "\\&",
-        "_": "\\_",
-        "#": "\\#",
-        "$": "\\$",
-        "{": "\\{",
-        "}": "\\}",
-        "^": "\\^{}",
-        "~": "\\~{}",
-    }
+        "\\": "\\textbackslash{}", "%": "\\%", "&": "\\&", "_": "\\_", "#": "\\#", "$": "\\$", "{": "\\{", "}": "\\}",
+        "^": "\\^{}", "~": "\\~{}",
+    }  # fmt: skip
     return "".join(special.get(letter, letter) for letter in text).replace("×", "$\\times$").replace("±", "$\\pm$")

@@ -122,16 +122,9 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
         # the bars of several processes would write over each other
         steps = (lambda item, place, of: bars.begin(f"{place}/{of}")) if shard.ranks == 1 else None
         outcome = generate_videos(
-            request,
-            prompts,
-            out,
-            shard=shard,
-            overwrite=overwrite,
-            progress=steps,
-            finished=finished,
-            stage=bars.stage,
-            say=say,
-        )
+            request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished,
+            stage=bars.stage, say=say,
+        )  # fmt: skip
     warn(too_short)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
     say(f"{who}{outcome.made} made, {outcome.kept} done already{index}")
@@ -198,15 +191,9 @@ def _show_comparison(report: dict[str, Any], prompt: str) -> None:
     cases = report.get("cases", [])
     shown = prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
     table = Table(
-        "method",
-        "PSNR dB",
-        "SSIM",
-        "density",
-        "recall",
-        "denoise s",
-        "speed-up",
+        "method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up",
         title=f"{report['tokens']:,} tokens: {shown}",
-    )
+    )  # fmt: skip
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
         table.add_row(
@@ -281,18 +268,9 @@ def doctor(
     from parklab.studio.doctor import examine, shown_examination
 
     found = examine(
-        model=model,
-        frames=frames,
-        height=height,
-        width=width,
-        gpu=gpu,
-        steps=steps,
-        guidance=guidance,
-        profile=profile,
-        density=density,
-        tolerance=tolerance,
-        precision=precision,
-    )
+        model=model, frames=frames, height=height, width=width, gpu=gpu, steps=steps, guidance=guidance,
+        profile=profile, density=density, tolerance=tolerance, precision=precision,
+    )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

@@ -282,19 +282,14 @@ def write_report(
     cases = [_case_report(store, case, records) for case, records in found.items()]
     first = next(iter(found.values()))[REFERENCE]
     report = {
-        "format": FORMAT,
-        "request": asked,
+        "format": FORMAT, "request": asked,
         "settings": {name: value for name, value in first["resolved"].items() if name not in ("method", "config")},
-        "command": command,
-        "tokens": first["tokens"],
-        "lpips": asked["lpips"],
+        "command": command, "tokens": first["tokens"], "lpips": asked["lpips"],
         "protocol": (fidelity.__doc__ or "").strip(),
         "timing_warning": next((case["timing_warning"] for case in cases if case["timing_warning"]), None),
-        "methods": over_cases([case["methods"] for case in cases]),
-        "main": main_variant(cases[0]["methods"]),
-        "cases": cases,
-        "environment": environment(),
-    }
+        "methods": over_cases([case["methods"] for case in cases]), "main": main_variant(cases[0]["methods"]),
+        "cases": cases, "environment": environment(),
+    }  # fmt: skip
     videos = [
         {name: store.load(record, case.file(f"{name}.mp4")) for name, record in records.items()}
         for case, records in found.items()

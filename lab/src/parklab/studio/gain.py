@@ -206,18 +206,10 @@ def estimate(
             for park in run["profiles"].values():
                 park["seconds"] = whole / park["speedup"]["dense"]
     return {
-        "model": model,
-        "video": [frames, height, width],
-        "tokens": n,
-        "attention_share": share,
-        "steps": steps,
-        "forwards_per_step": each,
-        "precision": precision,
-        "gpu": card,
-        "source": source,
-        "tflop_per_forward": (attention + rest) / 1e12,
-        **run,
-    }
+        "model": model, "video": [frames, height, width], "tokens": n, "attention_share": share, "steps": steps,
+        "forwards_per_step": each, "precision": precision, "gpu": card, "source": source,
+        "tflop_per_forward": (attention + rest) / 1e12, **run,
+    }  # fmt: skip
 
 
 def _is_of(own: Mapping[str, Any], name: str, size: ModelSize, video: list[int]) -> bool:

@@ -30,18 +30,10 @@ SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1
 # players show up to a few hundred frames a second
 MOST = {"seed": LARGEST_SEED, "steps": 1000, "text_tokens": 4096, "fps": 1000}
 LARGEST_GUIDANCE = 1000.0
-UNASKED = (
-    "prompt",
-    "changes",
-    "weights",
-    "image_hash",
-    "lora_hash",
-    "quantise_hash",
-    "file_hashes",
-)  # fields of a request that are no option of a command
-UNSAID = dict.fromkeys(
-    ("image", "image_hash", "lora", "lora_hash", "quantise", "quantise_hash")
-)  # in records of before there were any
+# fields of a request that are no option of a command
+UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash", "quantise_hash", "file_hashes")
+# in records of before there were any
+UNSAID = dict.fromkeys(("image", "image_hash", "lora", "lora_hash", "quantise", "quantise_hash"))
 # ours: what a pipeline calls it, and may not have
 OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
 

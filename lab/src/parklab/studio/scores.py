@@ -142,12 +142,9 @@ def flat_line(row: dict[str, Any]) -> dict[str, Any]:
     """A row as one line of metrics.csv."""
     recall = row["recall"] or {}
     line = {
-        "method": row["method"],
-        "profile": row["profile"] or "",
-        "psnr_db": row["psnr"]["mean"],
-        "psnr_worst_frame_db": row["psnr"]["worst"],
-        "ssim": row["ssim"]["mean"],
-    }
+        "method": row["method"], "profile": row["profile"] or "", "psnr_db": row["psnr"]["mean"],
+        "psnr_worst_frame_db": row["psnr"]["worst"], "ssim": row["ssim"]["mean"],
+    }  # fmt: skip
     line |= {"lpips": row["lpips"]["mean"] if row["lpips"] else "", "density": row["density"]}
     line |= {"density_sparse_steps": row["density_sparse_steps"]}
     line |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")}
