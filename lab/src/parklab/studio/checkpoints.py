@@ -43,19 +43,12 @@ def find_model(model: str | None) -> Path:
             f"model: expected a diffusers folder or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model!r}; "
             "check the path."
         )
-    check_folder(folder)
+    judge_folder(folder)
     return folder
 
 
 def is_shipped(folder: Path) -> bool:
     return folder.resolve() == CHECKPOINT.resolve()
-
-
-def check_folder(folder: Path) -> None:
-    """An ordinary diffusers folder with every component, weights in whole safetensors files, and nothing that could
-    run.
-    """
-    judge_folder(folder)
 
 
 def fingerprint(folder: Path) -> str:

@@ -196,15 +196,11 @@ def _show_comparison(report: dict[str, Any], prompt: str) -> None:
     )  # fmt: skip
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
-        table.add_row(
-            row["label"],
-            "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}",
-            f"{row['ssim']['mean']:.4f}",
-            f"{row['density']:.0%}",
-            f"{row['recall']['mean']:.3f}" if row["recall"] else "",
-            f"{row['seconds']['denoise']:.1f}",
-            "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x",
-        )
+        psnr = "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}"
+        recall = f"{row['recall']['mean']:.3f}" if row["recall"] else ""
+        speedup = "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x"
+        closeness = psnr, f"{row['ssim']['mean']:.4f}", f"{row['density']:.0%}", recall
+        table.add_row(row["label"], *closeness, f"{row['seconds']['denoise']:.1f}", speedup)
     console.print(table)
     for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
         say(row["verdict"])

@@ -5,7 +5,6 @@ the metrics and the page.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from parklab.studio.observe import RECALL_ROWS
 from parklab.studio.page import page_digest, render_page
 from parklab.studio.prompts import read_prompts, video_name
 from parklab.studio.request import (
-    UNASKED,
     UNSAID,
     Request,
     config_for,
@@ -38,6 +36,7 @@ from parklab.studio.request import (
     expect_settings_used,
     fit_to_pipeline,
     for_method,
+    option_words,
     prepare,
     understood,
 )
@@ -248,16 +247,13 @@ def repeat_comparison(
     recall_rows: int,
 ) -> str:
     """The command that makes the comparison again. resolved: one of its requests, for what was filled in."""
-    left_out = {*UNASKED, "method", "preset", "seed"} if seeds else {*UNASKED, "method", "preset"}
-    options = {name: value for name, value in resolved.to_dict().items() if name not in left_out and value is not None}
     words = ["park", "compare", *([resolved.prompt] if prompts is None else ["--prompts", str(prompts)])]
     words += ["--methods", ",".join(methods), "--out", out.name if out.is_absolute() else str(out)]
     words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     words += ["--profile", ",".join(profiles)] if profiles else []
     words += ["--recall-rows", str(recall_rows)] if recall_rows != RECALL_ROWS else []
-    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    return shlex.join(words)
+    left_out = ("method", "preset", *(["seed"] if seeds else []))
+    return shlex.join([*words, *option_words(resolved.to_dict(), request.changes, *left_out)])
 
 
 def write_report(

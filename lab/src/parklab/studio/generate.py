@@ -23,7 +23,16 @@ from parklab.store import Cell, CellWriter, Say, Store
 from parklab.studio import checkpoints
 from parklab.studio.lora import add_lora
 from parklab.studio.observe import RECALL_ROWS, Observer, measured, synchronise
-from parklab.studio.request import UNSAID, Request, config_for, fit_to_pipeline, named_files, prepare, repeat_command
+from parklab.studio.request import (
+    OPTIONAL,
+    UNSAID,
+    Request,
+    config_for,
+    fit_to_pipeline,
+    named_files,
+    prepare,
+    repeat_command,
+)  # fmt: skip
 from parklab.studio.video import Frames, as_bytes, load_picture, video_library, write_mp4
 
 FORMAT = "parkattn.generation.1"
@@ -225,12 +234,7 @@ def _call_options(request: Request) -> dict[str, Any]:
         # on the CPU, so that a seed means the same noise on every device
         "generator": torch.Generator("cpu").manual_seed(request.seed),
     }  # fmt: skip
-    if request.guidance is not None:
-        options["guidance_scale"] = request.guidance
-    if request.negative is not None:
-        options["negative_prompt"] = request.negative
-    if request.text_tokens is not None:
-        options["max_sequence_length"] = request.text_tokens
+    options |= {theirs: value for ours, theirs in OPTIONAL.items() if (value := getattr(request, ours)) is not None}
     if request.image is not None:
         assert request.width and request.height
         options["image"] = load_picture(request.image, request.width, request.height, request.image_hash)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,12 +244,17 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
 
 
 def repeat_command(request: Request, video: Path) -> str:
-    import shlex
-
-    options = {n: v for n, v in request.to_dict().items() if n not in UNASKED and v is not None}
-    if request.method == "park" and request.preset is None:
-        options["preset"] = "paper"  # the model's own settings; left out, the command would take another profile
+    # the model's own settings; left out, the command would take another profile
+    paper = {"preset": "paper"} if request.method == "park" and request.preset is None else {}
+    asked = {name: value for name, value in request.to_dict().items() if value is not None}
     words = ["park", "generate", request.prompt, "--out", str(video)]
-    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    return shlex.join(words)
+    return shlex.join([*words, *option_words(asked | paper, request.changes)])
+
+
+def option_words(fields: Mapping[str, Any], changes: Mapping[str, Any], *left_out: str) -> Iterator[str]:
+    """The options of a command that ask for these fields of a request."""
+    for name, value in fields.items():
+        if name not in (*UNASKED, *left_out) and value is not None:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    for name, value in changes.items():
+        yield from ("--set", f"{name}={json.dumps(value)}")

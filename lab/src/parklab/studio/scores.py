@@ -149,10 +149,7 @@ def flat_line(row: dict[str, Any]) -> dict[str, Any]:
     line |= {"density_sparse_steps": row["density_sparse_steps"]}
     line |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")}
     line |= {"speedup_denoise": row["speedup"]}
-    line |= {
-        "timing_step_spread": row["steadiness"]["step_spread"],
-        "timing_dense_apart": row["steadiness"]["dense_apart"],
-    }
+    line |= {f"timing_{name}": row["steadiness"][name] for name in ("step_spread", "dense_apart")}
     line |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
     line |= {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
     return line | {"worst_frame": row["worst_frame"]["frame"], "equal_frames": row["equal_frames"]}
@@ -162,17 +159,10 @@ def head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of heads.csv: one per layer and head."""
     density, recall = row["heat"]["density"] or [], row["heat"]["recall"]
     return [
-        {
-            "method": row["method"],
-            "profile": row["profile"] or "",
-            "layer": layer,
-            "head": head,
-            "density": value,
-            "recall": recall[layer][head] if recall else "",
-        }
-        for layer, heads in enumerate(density)
-        for head, value in enumerate(heads)
-    ]
+        {"method": row["method"], "profile": row["profile"] or "", "layer": layer, "head": head, "density": value,
+         "recall": recall[layer][head] if recall else ""}
+        for layer, heads in enumerate(density) for head, value in enumerate(heads)
+    ]  # fmt: skip
 
 
 def plain_cell(value: Any) -> Any:
