@@ -17,7 +17,7 @@ from parklab.experiments import results
 from parklab.experiments.calibration import density_at, named_profile
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.methods_compared import floors_of, methods_of
-from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result
+from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result, setting_of
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Table, columns_of, grouped, interval
 from parklab.store import Cell
@@ -85,13 +85,9 @@ def cost_result(gathered: CellRecords) -> Result:
     findings = tuple(compared.finding for compared in compare_at_costs(gathered, asked))
 
     def point(request: Request) -> results.Label:
-        return results.guidance_of(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
+        return results.guidance_of(request), setting_of(request), f"{asked[_row(request)[:2]]:.3g}"
 
     return Result(table, findings, results.trade_off(results.runs_by(gathered, point)))
-
-
-def _setting(request: Request) -> str:
-    return request.get("profile") or (PAPER if request["method"] == "park" else request["method"])
 
 
 def _is_profile(setting: str) -> bool:
@@ -99,7 +95,7 @@ def _is_profile(setting: str) -> bool:
 
 
 def _row(request: Request) -> Row:
-    return _setting(request), request["density"], request["guidance"]
+    return setting_of(request), request["density"], request["guidance"]
 
 
 def _is(setting: str, density: float | None, guidance: float | None) -> Chosen:

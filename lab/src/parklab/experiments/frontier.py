@@ -16,7 +16,7 @@ from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments import results
 from parklab.experiments.evaluation import FLOORS
 from parklab.experiments.methods_compared import floors_of, methods_of
-from parklab.experiments.results import CellRecords, Result, mean_of_all, trade_off
+from parklab.experiments.results import CellRecords, Result, machines_in, mean_of_all, setting_of, trade_off
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Finding, Table, columns_of, interval
 from parklab.store import Cell
@@ -60,9 +60,7 @@ def frontier_result(gathered: CellRecords) -> Result:
     }
     note = f"{places[0][1]}." if len(videos) == 1 else ""
     if lines:
-        facts = [line.get("environment", {}) for line in lines]
-        machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts)
-        note = f"From lines of earlier runs on {', '.join(machines)}. {note}".strip()
+        note = f"From lines of earlier runs on {', '.join(machines_in(lines)) or 'no named machine'}. {note}".strip()
     return Result(table, tuple(_findings(runs, places)), trade_off(points, ("psnr", "error")), note)
 
 
@@ -95,8 +93,7 @@ def _runs_of_cells(gathered: CellRecords) -> Runs:
         asked = cell.request
         if cell.name not in gathered.records:
             continue
-        setting = asked.get("profile") or (PAPER if asked["method"] == "park" else asked["method"])
-        found = runs.setdefault((_place(asked), setting), {})
+        found = runs.setdefault((_place(asked), setting_of(asked)), {})
         found[asked["prompt"], asked["seed"]] = gathered.records[cell.name]["row"]
     return runs
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from parklab.experiments.results import NOT_RUN, CellRecords, Dots, Panel, Plot, Result, Series
+from parklab.experiments.results import NOT_RUN, CellRecords, Dots, Panel, Plot, Result, Series, machines_in
 from parklab.experiments.runner import Lab
 from parklab.experiments.tables import Finding, Table, columns_of
 from parklab.store import Cell
@@ -105,13 +105,5 @@ def _without(gathered: CellRecords, benchmark: str) -> Result:
 
 
 def _machine(lines: list[Line]) -> str:
-    names = dict.fromkeys(_names(lines))
+    names = machines_in(lines)
     return f"Measured on {', '.join(names)}." if names else ""
-
-
-def _names(lines: list[Line]) -> Iterator[str]:
-    for line in lines:
-        facts = line.get("environment") or {}
-        name = facts.get("gpu") or facts.get("cpu")
-        if name:
-            yield str(name)

@@ -115,6 +115,18 @@ def frame_sheet(gathered: CellRecords, needs: str = "") -> Result:
     return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
 
 
+def machines_in(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """GPUs that something was measured on, or CPUs."""
+    facts = (record.get("environment") or {} for record in records)
+    return [str(name) for name in dict.fromkeys(each.get("gpu") or each.get("cpu") for each in facts) if name]
+
+
+def setting_of(request: Mapping[str, Any]) -> str:
+    """The profile or method of a quality cell; PARK without a profile has the paper's settings."""
+    own: str = "paper" if request["method"] == "park" else request["method"]
+    return request.get("profile") or own
+
+
 def nothing_run(gathered: CellRecords) -> Result:
     return Result(None, note=f"{NOT_RUN}: {gathered.why_not(gathered.cells)}")
 

@@ -74,11 +74,13 @@ class Run:
 def run_cells(lab: Lab) -> list[Cell]:
     """Every method at its own settings, as far as campaign files have it."""
     asked = (record["request"] for record in lab.store.records("quality").values())
-    return [
-        named_cell("quality", each["method"], each)
-        for each in asked
-        if each["density"] is None and not each["changes"] and "profile" not in each and each["method"] not in FLOORS
-    ]
+    return [named_cell("quality", each["method"], each) for each in asked if is_as_authors_set_it(each)]
+
+
+def is_as_authors_set_it(asked: Row) -> bool:
+    """Of a quality cell's request: a method at its own settings."""
+    changed = asked["density"] is not None or asked["changes"] or "profile" in asked
+    return not changed and asked["method"] not in FLOORS
 
 
 def run_result(gathered: CellRecords) -> Result:
