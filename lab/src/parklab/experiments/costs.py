@@ -73,9 +73,8 @@ def compare_at_costs(
             place = f", guidance {scale:g}" if len(scales) > 1 else ""
             chosen = _is(profile, at[profile], scale), _is(method, None, scale)
             statement = f"{profile} above {method} at cost {cost:.3g}{place}"
-            yield CostComparison(
-                profile, method, cost, scale, results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL)
-            )
+            found = results.psnr_above_line(gathered, statement, *chosen, "cost", near=EQUAL)
+            yield CostComparison(profile, method, cost, scale, found)
 
 
 def cost_result(gathered: CellRecords) -> Result:

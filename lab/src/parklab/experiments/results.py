@@ -243,13 +243,6 @@ def psnr_finding(gathered: CellRecords, statement: str, upper: Chosen, lower: Ch
     return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
 
 
-def psnr_finding_at_cost(
-    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, near: float
-) -> Finding:
-    """The same at the cost that the upper one has on each prompt and seed; all runs of the lower one are given."""
-    return _psnr_above_line(gathered, statement, upper, lower, "cost", near)
-
-
 def psnr_findings_at_density(
     gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, near: float
 ) -> list[Finding]:
@@ -257,14 +250,14 @@ def psnr_findings_at_density(
     upper one are given.
     """
     findings = [
-        _psnr_above_line(gathered, told, low, up, "density", near)
+        psnr_above_line(gathered, told, low, up, "density", near=near)
         for told, up, low in _at_scales(gathered, statement, upper, lower)
     ]
     return [found if found.margin is None else replace(found, margin=-found.margin) for found in findings]
 
 
-def _psnr_above_line(
-    gathered: CellRecords, statement: str, ones: Chosen, line: Chosen, by: str, near: float
+def psnr_above_line(
+    gathered: CellRecords, statement: str, ones: Chosen, line: Chosen, by: str, *, near: float
 ) -> Finding:
     """How far runs lie above the line through the runs of another method, at the cost or density (`by`) that each of
     the former has.

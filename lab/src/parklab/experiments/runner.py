@@ -35,7 +35,7 @@ from parklab.experiments.calibration import (
     cost_refusal,
     density_refusal,
     find_budget,
-)
+)  # fmt: skip
 from parklab.experiments.captures import (
     MODEL,
     CapturedCall,
@@ -45,7 +45,7 @@ from parklab.experiments.captures import (
     preset_in,
     read_captures,
     spread_layers,
-)
+)  # fmt: skip
 from parklab.experiments.cells import Cells
 from parklab.experiments.evaluation import (
     FLOORS,
@@ -122,12 +122,8 @@ class Lab(Cells):
             if cell.name in known:
                 give_up(cell, known[cell.name], unreachable=True)
             elif (found := self.store.look(cell)).state == OTHER:
-                path = self.store.folder / f"{cell.name}.json"
-                give_up(
-                    cell,
-                    f"out: expected {path} to answer its name, got one {found.reason}; "
-                    "remove it, or pass another --out.",
-                )
+                wanted = f"out: expected {self.store.folder / cell.name}.json to answer its name"
+                give_up(cell, f"{wanted}, got one {found.reason}; remove it, or pass another --out.")
         while True:
             try:
                 return FilledCells(self.store.fill(rest, make, kept=finished), failures, left_out)
