@@ -24,7 +24,7 @@ from parklab.experiments.run_frontier import (
     Run,
     is_as_authors_set_it,
     runs_of,
-)  # fmt: skip
+)
 
 # a later line replaces an earlier one
 LINES, CAMPAIGN = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl"), "gpu_75600"

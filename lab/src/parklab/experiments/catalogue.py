@@ -25,7 +25,7 @@ from parklab.experiments.methods_compared import (
     matched_cells,
     matched_result,
     timed_cells,
-)  # fmt: skip
+)
 from parklab.experiments.paper_numbers import LABELS
 from parklab.experiments.results import CellRecords, Result
 from parklab.experiments.retrieval_tables import (
@@ -35,7 +35,7 @@ from parklab.experiments.retrieval_tables import (
     qrkc_figure,
     recall_table,
     representation_table,
-)  # fmt: skip
+)
 from parklab.experiments.run_frontier import run_cells, run_result
 from parklab.experiments.runner import Lab
 from parklab.experiments.settings_varied import (
@@ -47,7 +47,7 @@ from parklab.experiments.settings_varied import (
     schedule_result,
     sensitivity_cells,
     sensitivity_result,
-)  # fmt: skip
+)
 from parklab.experiments.times import times_result
 from parklab.store import Cell
 from parklab.studio.model_files import LARGEST_CONFIG, read_json

@@ -106,6 +106,11 @@ def named_cell(
     )
 
 
+def at_density(density: float | None) -> str:
+    """As names of cells have it."""
+    return "" if density is None else f"-at-{density:g}"
+
+
 @functools.cache
 def file_hash(path: Path) -> str:
     found = sha256_of(path)

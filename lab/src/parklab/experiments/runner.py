@@ -35,7 +35,7 @@ from parklab.experiments.calibration import (
     cost_refusal,
     density_refusal,
     find_budget,
-)  # fmt: skip
+)
 from parklab.experiments.captures import (
     MODEL,
     CapturedCall,
@@ -45,7 +45,7 @@ from parklab.experiments.captures import (
     preset_in,
     read_captures,
     spread_layers,
-)  # fmt: skip
+)
 from parklab.experiments.cells import Cells
 from parklab.experiments.evaluation import (
     FLOORS,
@@ -56,7 +56,7 @@ from parklab.experiments.evaluation import (
     UnreachableDensityError,
     file_hash,
     named_cell,
-)  # fmt: skip
+)
 from parklab.experiments.forwards import WatchedForwards, plan_steps
 from parklab.experiments.mismatches import measure_call
 from parklab.experiments.opening import Openings

@@ -22,7 +22,6 @@ from parklab.metrics import fidelity
 from parklab.record import environment
 from parklab.sprites.grammar import EXAMPLE
 from parklab.store import FINISHED, Cell, CellWriter, Content, Record, Say, Store
-from parklab.studio import checkpoints
 from parklab.studio.generate import FORMAT as GENERATION
 from parklab.studio.generate import LOADING, READING, Progress, Stage, generate_frames, pipeline_for, write_video
 from parklab.studio.observe import RECALL_ROWS
@@ -38,6 +37,7 @@ from parklab.studio.request import (
     for_method,
     option_words,
     prepare,
+    tokens_of,
     understood,
 )
 from parklab.studio.scores import (
@@ -342,10 +342,8 @@ def _run(
     if not warm:
         warm_up(pipe, fitted, config)
     made = generate_frames(pipe, fitted, config, recall_rows=recall_rows, progress=progress)
-    assert fitted.frames and fitted.height and fitted.width
-    tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
     making.write(raw_name(making.cell.name), safetensors.numpy.save({"frames": np.ascontiguousarray(made.frames)}))
-    write_video(making, made, request, fitted, config, tokens)
+    write_video(making, made, request, fitted, config, tokens_of(fitted, pipe))
 
 
 def raw_name(name: str) -> str:

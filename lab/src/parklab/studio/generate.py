@@ -32,7 +32,8 @@ from parklab.studio.request import (
     named_files,
     prepare,
     repeat_command,
-)  # fmt: skip
+    tokens_of,
+)
 from parklab.studio.video import Frames, as_bytes, load_picture, video_library, write_mp4
 
 FORMAT = "parkattn.generation.1"
@@ -204,9 +205,7 @@ def make_video(pipe: Any, request: Request, making: CellWriter, *, progress: Pro
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     made = generate_frames(pipe, fitted, config, recall_rows=0, progress=progress)
-    assert fitted.frames and fitted.height and fitted.width
-    tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
-    return write_video(making, made, request, fitted, config, tokens)
+    return write_video(making, made, request, fitted, config, tokens_of(fitted, pipe))
 
 
 def write_video(

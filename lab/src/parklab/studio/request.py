@@ -236,11 +236,13 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
     if shipped and "density_profile" in config.to_dict().keys() - request.changes.keys():
         config = config.replace(density_profile="sprites")  # the model in the box has been measured
     expect_layers(pipe, config)
-    if not isinstance(config, Clusters):
-        return config
+    return config.for_tokens(tokens_of(request, pipe)) if isinstance(config, Clusters) else config
+
+
+def tokens_of(request: Request, pipe: Any) -> int:
+    """Of a request that was fitted to the pipeline."""
     assert request.frames and request.height and request.width
-    tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
-    return config.for_tokens(tokens)
+    return checkpoints.token_count(pipe, request.frames, request.height, request.width)
 
 
 def repeat_command(request: Request, video: Path) -> str:
