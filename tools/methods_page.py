@@ -251,7 +251,8 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
     repair = {"repair ms": "{repair_ms:.1f}"} if "repair_ms" in rows[0] else {}
     columns: Columns = {
         "shape": lambda row: SHAPES[row["shape"]], "plan ms": "{plan_ms:.1f}", "later plan ms": "{later_plan_ms:.1f}",
-        "memory of planning MB": "{plan_mb:.0f}", "attention ms": "{attend_ms:.1f}", **repair, "density": "{density:.2f}",
+        "memory of planning MB": "{plan_mb:.0f}", "attention ms": "{attend_ms:.1f}", **repair,
+        "density": "{density:.2f}",
     }  # fmt: skip
     gpus = ", ".join(sorted({row["environment"]["gpu"] for row in rows}))
     return (

@@ -31,13 +31,9 @@ from parklab.studio import checkpoints
 from parklab.studio.request import Request, fit_to_pipeline, prepare
 
 ASKED: dict[str, Any] = {
-    "prompt": "a blue cross moves down over purple bricks",
-    "steps": 50,
-    "frames": 17,
-    "height": 128,
-    "width": 192,
+    "prompt": "a blue cross moves down over purple bricks", "steps": 50, "frames": 17, "height": 128, "width": 192,
     "guidance": 1.0,
-}
+}  # fmt: skip
 LAYERS, RANK, REACH = (1, 3, 5), 12, 12  # REACH: steps after an anchor that are measured
 TOP_P = ResearchConfig.PROFILES["fast"]["top_p"]
 Errors = dict[tuple[int, int], float]

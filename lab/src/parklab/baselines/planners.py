@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parkattn.backend import resolve_for
 from parkattn.ops import Backend
-from parkattn.planned import PlannedMethod, Planner
+from parkattn.planned import PlannedMethod, Planner, Repair
 from parkattn.registry import MethodEntry
 from parkattn.settings import PlannedConfig
 from parkattn.site import CallSite
@@ -26,11 +26,17 @@ class ConfiguredPlanner(Generic[Config]):
 
 
 def planned_entry(
-    name: str, planner: Callable[[Any], Planner], config: type[PlannedConfig], line: str, paper: str, *budgets: str
+    name: str,
+    planner: Callable[[Any], Planner],
+    config: type[PlannedConfig],
+    line: str,
+    paper: str,
+    *budgets: str,
+    repair: Callable[[Any], Repair | None] = lambda settings: None,
 ) -> MethodEntry:
-    """Of a method that has nothing beside its planner. budgets: the usual one first."""
+    """Of a method that is made of its settings. budgets: the usual one first."""
 
     def make(settings: Any) -> PlannedMethod:
-        return PlannedMethod(name, planner(settings), settings)
+        return PlannedMethod(name, planner(settings), settings, repair=repair(settings))
 
     return MethodEntry(name, make, line, config, budgets=budgets, paper=paper)

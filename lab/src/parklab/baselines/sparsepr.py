@@ -54,11 +54,10 @@ from parkattn.ops import cluster, outside_autocast
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, Roles, assign_roles
-from parkattn.planned import PlannedMethod, values_of
-from parkattn.registry import MethodEntry
+from parkattn.planned import values_of
 from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 from parkattn.site import CallSite
-from parklab.baselines.planners import ConfiguredPlanner
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.subspace import metric_factor, onto_leading
 from parklab.baselines.svg2 import AuthorsClusters, centroid_weights, planned_blocks, with_borders
@@ -348,20 +347,9 @@ def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: 
         return slope, shift - middle @ slope
 
 
-def _make(config: SparsePrConfig) -> PlannedMethod:
-    return PlannedMethod(
-        "sparsepr", SparsePrPlanner(config), config, repair=ProbeRepair(config) if config.repair else None
-    )
-
-
 ENTRIES = (
-    MethodEntry(
-        "sparsepr",
-        _make,
+    planned_entry("sparsepr", SparsePrPlanner, SparsePrConfig,
         "clusters of each side in the metric of the other, a fixed density, and a low-rank repair from exact probe "
         "rows",
-        SparsePrConfig,
-        budgets=("density",),
-        paper="SparsePR, arXiv 2608.18484",
-    ),
-)
+        "SparsePR, arXiv 2608.18484", "density", repair=lambda config: ProbeRepair(config) if config.repair else None),
+)  # fmt: skip

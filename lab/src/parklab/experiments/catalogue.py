@@ -136,8 +136,12 @@ EXPERIMENTS: dict[str, Experiment] = {each.label: each for each in (
         )
         for name, title in SHEETS.items()
     ),
-    Experiment("frontier", "Quality against cost, profiles and methods (not in the paper)", frontier_cells, frontier_result),
-    Experiment("run_frontier", "Quality against the seconds of a run (not in the paper)", run_cells, run_result, _LINES),
+    Experiment(
+        "frontier", "Quality against cost, profiles and methods (not in the paper)", frontier_cells, frontier_result
+    ),
+    Experiment(
+        "run_frontier", "Quality against the seconds of a run (not in the paper)", run_cells, run_result, _LINES
+    ),
 )}  # fmt: skip
 NOT_BUILT = {"fig:overview": NotBuilt("fig:overview", "Overview of PARK", "a drawing")}
 

@@ -27,8 +27,8 @@ Place = tuple[str, str]  # guidance and video
 Runs = dict[tuple[Place, str], dict[tuple[str, int], Row]]  # by place and setting: by prompt and seed
 
 COLUMNS = columns_of(
-    "setting | guidance | video | runs | attention:3 | in two passes:3 | seconds:2 | speedup:2 | PSNR:2 | ±:2 | worst:2 | "
-    "error:4 | ± error:4 | over paper, dB:2 | ± dB:2"
+    "setting | guidance | video | runs | attention:3 | in two passes:3 | seconds:2 | speedup:2 | PSNR:2 | ±:2 | "
+    "worst:2 | error:4 | ± error:4 | over paper, dB:2 | ± dB:2"
 )
 
 

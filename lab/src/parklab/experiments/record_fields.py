@@ -26,7 +26,8 @@ FIELDS_OF_LINES: dict[str, dict[str, Shape]] = {
     FRONTIER: {
         **dict.fromkeys(("setting", "prompt"), str),
         **dict.fromkeys(("seed", "frames", "height", "width", "steps"), int),
-        **dict.fromkeys(("psnr", "cost", "seconds?", "guidance?", "cost_two_passes?", "error?", "share_computed?"), float),
+        **dict.fromkeys(("psnr", "cost", "seconds?", "guidance?"), float),
+        **dict.fromkeys(("cost_two_passes?", "error?", "share_computed?"), float),
     },
     "pama": {
         "shape": {"name": str, "*": object}, "kernel": str, "speedup": float,
