@@ -57,18 +57,9 @@ def matched_2k(**given):
 def quality(prompt, method, psnr, **changes):
     asked = {"prompt": prompt, "seed": 0, "guidance": 1.0, "method": method, "changes": changes, "density": 0.5}
     row = {
-        "psnr": psnr,
-        "ssim": 0.9,
-        "lpips": None,
-        "density": 0.5,
-        "density_all_steps": 0.6,
-        "recall": None,
-        "error": 0.1,
-        "cost": 0.6,
-        "cost_two_passes": 0.7,
-        "seconds": 2.0,
-        "dense_seconds": 3.0,
-    }
+        "psnr": psnr, "ssim": 0.9, "lpips": None, "density": 0.5, "density_all_steps": 0.6, "recall": None,
+        "error": 0.1, "cost": 0.6, "cost_two_passes": 0.7, "seconds": 2.0, "dense_seconds": 3.0,
+    }  # fmt: skip
     cell = Cell(name=f"{prompt} {method} {changes}", format="f", request=asked)
     return cell, {"request": asked, "row": row}
 

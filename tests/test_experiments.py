@@ -40,21 +40,9 @@ def run(tmp_path_factory):
     """A run that was killed once it had made a cell, and a second one that went on."""
     out = tmp_path_factory.mktemp("reproduce")
     words = [
-        sys.executable,
-        "-m",
-        "parklab.cli",
-        "reproduce",
-        *NAMES,
-        "--quick",
-        "--frames",
-        "5",
-        "--methods",
-        "park,svg",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+        sys.executable, "-m", "parklab.cli", "reproduce", *NAMES, "--quick", "--frames", "5", "--methods", "park,svg",
+        "--device", "cpu", "--out", str(out),
+    ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while not list(out.glob("cells/quality-*.json")):

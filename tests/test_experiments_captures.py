@@ -138,17 +138,9 @@ def test_the_measured_recall_is_that_of_the_plan_and_exact_estimates_have_no_err
 
 
 def test_a_run_ends_with_the_last_call_that_is_captured_and_the_calls_are_those_of_a_whole_run():
-    request, folder = prepare(
-        Request(
-            prompt="a red circle moves right over blue waves",
-            method="dense",
-            steps=4,
-            frames=5,
-            height=64,
-            width=64,
-            device="cpu",
-        )
-    )
+    size = {"steps": 4, "frames": 5, "height": 64, "width": 64}
+    prompt = "a red circle moves right over blue waves"
+    request, folder = prepare(Request(prompt=prompt, method="dense", device="cpu", **size))
     pipe = checkpoints.load_pipeline(folder, device="cpu")
     request = fit_to_pipeline(request, pipe)
     forwards = []

@@ -55,12 +55,8 @@ def test_more_blocks_that_change_nothing_lose_nothing():
 
 def test_recall_is_summed_up_over_heads_in_percent():
     values = {name: [0.5, 1.0] for name in REPRESENTATIONS} | {"pama": [0.75, 0.75], "exact": [1.0, 1.0]}
-    call = {
-        "recall": {order: {"top_p": values} for order in ("Clustered", "Original")},
-        "tv": values,
-        "tokens": [9, 9],
-        "blocks": [2, 2],
-    }
+    by_order = {order: {"top_p": values} for order in ("Clustered", "Original")}
+    call = {"recall": by_order, "tv": values, "tokens": [9, 9], "blocks": [2, 2]}
     cell = Cell(name="r", format="f")
     result = retrieval_tables.recall_table(CellRecords([cell], {"r": {"calls": [call]}}, {}), "top_p")
     assert result.table.rows[1] == ("Clustered", "Centroid", "Centroid", 75.0, pytest.approx(52.5), 50.0), (
@@ -76,17 +72,8 @@ def test_retrieval_has_intervals_over_videos_and_margins_are_paired():
             "euclidean": {"key_mse": [1.0], "score_error": [2.0]},
             "query-response": {"key_mse": [1.0 + pama], "score_error": [1.0]},
         }
-        shape = {"tokens": [9, 9], "blocks": [2, 2]}
-        return {
-            "calls": [
-                {
-                    "recall": {order: {"top_p": recall} for order in ("Clustered", "Original")},
-                    "tv": recall,
-                    "keys": keys,
-                }
-                | shape
-            ]
-        }
+        by_order = {order: {"top_p": recall} for order in ("Clustered", "Original")}
+        return {"calls": [{"recall": by_order, "tv": recall, "keys": keys, "tokens": [9, 9], "blocks": [2, 2]}]}
 
     # the two lie far apart, and always by as much: the margin is sure where the means are not
     cells = [Cell(name=name, format="f") for name in ("a", "b")]
@@ -110,20 +97,15 @@ def test_an_error_of_zero_has_no_change_in_percent_and_is_no_failure():
 
 def test_what_is_not_run_is_neither_held_nor_not_held():
     assert Finding("s", None, reason="why").held is None
-    assert (
-        "less than its interval" in Finding("s", 1.0, "dB", 2.0).line()
-        and "less" not in Finding("s", 3.0, "dB", 2.0).line()
-    )
+    assert "less than its interval" in Finding("s", 1.0, "dB", 2.0).line()
+    assert "less" not in Finding("s", 3.0, "dB", 2.0).line()
     assert Finding("s", 0.0).held is False and Finding("s", 0.0, tie=True).held is True
 
 
 def test_signs_of_latex_and_markdown_are_escaped_and_csv_keeps_every_digit():
     table = Table((Column("a_b"), Column("x", 2)), (("50% | {1}", 1 / 3),))
-    assert (
-        "a\\_b" in to_latex(table, "c & d", "tab:x")
-        and "50\\% | \\{1\\}" in to_latex(table, "c", "l")
-        and "0.33" in to_latex(table, "c", "l")
-    )
+    written = to_latex(table, "c & d", "tab:x")
+    assert "a\\_b" in written and "50\\% | \\{1\\}" in written and "0.33" in written
     assert "50% \\| {1} | 0.33" in to_markdown(table)
     assert repr(1 / 3) in to_csv(table)
 
@@ -140,19 +122,8 @@ def test_printed_tables_have_whole_rows_under_labels_that_are_listed():
     for label, printed in paper_numbers.PAPER.items():
         assert label in EXPERIMENTS or label in NOT_BUILT
         assert all(len(row) == len(printed.columns) and all(row) for row in printed.rows)
-    assert (
-        "HunyuanVideo",
-        "PARK",
-        "30.69",
-        "0.936",
-        "0.166",
-        "96.87%",
-        "96.50%",
-        "69.41%",
-        "55.07%",
-        "1837s",
-        "1.66×",
-    ) in paper_numbers.PAPER["tab:main_quality_efficiency"].rows
+    row = "HunyuanVideo PARK 30.69 0.936 0.166 96.87% 96.50% 69.41% 55.07% 1837s 1.66×"
+    assert tuple(row.split()) in paper_numbers.PAPER["tab:main_quality_efficiency"].rows
 
 
 def _line(setting, prompt, psnr, cost, guidance=5.0):
@@ -166,13 +137,9 @@ def test_the_frontier_of_earlier_lines_pairs_prompts_and_names_the_strongest_riv
         _line(setting, prompt, base + psnr, cost)
         for prompt, base in (("a", 0.0), ("b", 6.0))
         for setting, psnr, cost in (
-            ("dense", 100.0, 1.0),
-            ("paper", 30.0, 0.5),
-            ("quality", 33.0, 0.4),
-            ("svg", 31.0, 0.3),
-            ("sta", 29.0, 0.2),
+            ("dense", 100.0, 1.0), ("paper", 30.0, 0.5), ("quality", 33.0, 0.4), ("svg", 31.0, 0.3), ("sta", 29.0, 0.2),
         )
-    ]
+    ]  # fmt: skip
     path = tmp_path / "frontier.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"format": "parkattn.fron')
     lab = runner.Lab(quick(records=(path,)), tmp_path)
@@ -197,29 +164,13 @@ def test_lines_of_another_model_are_left_out(tmp_path):
 
 def test_kernel_tables_are_drawn_from_the_last_line_of_each_kernel_and_need_a_gpu_without_lines(tmp_path):
     shape = {"name": "wan", "heads": 2, "tokens": 900}
+    memory = {"extra_mb": 1.0, "memory_reduction": 2.0}
     lines = [
-        {
-            "benchmark": "pama",
-            "shape": shape,
-            "kernel": kernel,
-            "ms": ms,
-            "speedup": 8 / ms,
-            "extra_mb": 1.0,
-            "memory_reduction": 2.0,
-        }
+        {"benchmark": "pama", "shape": shape, "kernel": kernel, "ms": ms, "speedup": 8 / ms, **memory}
         for kernel, ms in (("PyTorch", 8.0), ("Triton (Full-K)", 9.0), ("Triton (Full-K)", 2.0))
     ]
-    lines.append(
-        {
-            "benchmark": "qrkc",
-            "shape": shape,
-            "ms": 2.5,
-            "metric_ms": 1,
-            "cholesky_ms": 1,
-            "transform_ms": 1,
-            "means_ms": 1,
-        }
-    )
+    parts = dict.fromkeys(("metric_ms", "cholesky_ms", "transform_ms", "means_ms"), 1)
+    lines.append({"benchmark": "qrkc", "shape": shape, "ms": 2.5, **parts})
     lines += [
         {"benchmark": "scaling", "over": "density", "part": "attention", "length": 9, "density": d, "ms": d}
         for d in (0.5, 1.0)
@@ -277,10 +228,8 @@ def test_the_ablation_is_made_of_cells_that_matched_densities_has_too(tmp_path):
     margins = {
         finding.statement: finding.margin for finding in EXPERIMENTS["ablation"].result(gathered(*pairs)).findings
     }
-    assert (
-        margins["PARK above centroid at density 0.5"] == 1.5
-        and margins["park-no-pama above centroid at density 0.5"] == -0.5
-    )
+    wanted = {"PARK": 1.5, "park-no-pama": -0.5}
+    assert all(margins[f"{name} above centroid at density 0.5"] == margin for name, margin in wanted.items())
 
 
 def test_each_rule_for_a_budget_has_a_row_and_a_finding_of_its_own(tmp_path):

@@ -249,15 +249,9 @@ def compared(model, tmp_path_factory):
 def test_compare_writes_everything_and_measures_against_dense(compared):
     out, report = compared
     names = {
-        "dense.mp4",
-        "park-quality.mp4",
-        "centroid-quality.mp4",
-        "side_by_side.mp4",
-        "metrics.json",
-        "metrics.csv",
-        "heads.csv",
-        "index.html",
-    }
+        "dense.mp4", "park-quality.mp4", "centroid-quality.mp4", "side_by_side.mp4", "metrics.json", "metrics.csv",
+        "heads.csv", "index.html",
+    }  # fmt: skip
     assert names <= {p.name for p in out.iterdir()}
     rows = {row["method"]: row for row in report["methods"]}
     assert rows["dense"]["psnr"]["mean"] == 100 and rows["dense"]["density"] == 1 and rows["dense"]["recall"] is None

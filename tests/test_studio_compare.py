@@ -216,15 +216,9 @@ def picture(tmp_path_factory):
 
 def image_request(folder, **changes) -> Request:
     small = {
-        "steps": 2,
-        "height": 32,
-        "width": 48,
-        "frames": 5,
-        "text_tokens": 32,
-        "guidance": 1.0,
-        "dtype": "float32",
+        "steps": 2, "height": 32, "width": 48, "frames": 5, "text_tokens": 32, "guidance": 1.0, "dtype": "float32",
         "device": "cpu",
-    }
+    }  # fmt: skip
     return Request(
         prompt="a cat", model=str(folder), changes={"query_clusters": 2, "key_clusters": 4}, **(small | changes)
     )

@@ -146,28 +146,15 @@ def test_density_that_changes_from_step_to_step_is_no_unsteadiness():
     ("dense", "park", "share", "said"),
     [
         # one step of eight that hung: 12 s too much of 28
-        (
-            run([2.0] * 7 + [14.0]),
-            QUIET[1],
-            12 / 28,
-            "in the run of dense, steps of equal work differed by 43% on average",
-        ),
+        (run([2.0] * 7 + [14.0]), QUIET[1], 12 / 28, "in the run of dense, steps of equal work differed by 43% on average"),
         # another job during half of the sparse steps: 3 s too much of 3 + 6 + 4
-        (
-            QUIET[0],
-            run([2.0] * 2, [1.0] * 3 + [2.0] * 3),
-            3 / 13,
-            "in the run of PARK, fast, steps of equal work differed by 23% on average",
-        ),
+        (QUIET[0], run([2.0] * 2, [1.0] * 3 + [2.0] * 3), 3 / 13,
+         "in the run of PARK, fast, steps of equal work differed by 23% on average"),
         # another job all through one run: nothing differs inside of it
-        (
-            QUIET[0],
-            run([3.0] * 2, [1.5] * 6),
-            0.5,
-            "dense steps in the run of PARK, fast and in that of dense differed by 50%",
-        ),
+        (QUIET[0], run([3.0] * 2, [1.5] * 6), 0.5,
+         "dense steps in the run of PARK, fast and in that of dense differed by 50%"),
     ],
-)
+)  # fmt: skip
 def test_each_kind_of_disturbance_is_seen_and_named(dense, park, share, said):
     rows = compared(dense, park)
     assert max(value for row in rows for value in row["steadiness"].values()) == pytest.approx(share)
@@ -183,10 +170,8 @@ def test_without_a_speed_up_there_is_nothing_to_warn_of():
     dense, park = run([2.0] * 7 + [14.0]), QUIET[1]
     assert timing_warning(compared(dense, park, speedup=None)) is None
     assert timing_warning(compared(dense, park)[:1]) is None
-    assert steadiness(park, None)["dense_apart"] is None and steadiness([], dense) == {
-        "step_spread": None,
-        "dense_apart": None,
-    }
+    assert steadiness(park, None)["dense_apart"] is None
+    assert steadiness([], dense) == {"step_spread": None, "dense_apart": None}
 
 
 def test_the_demo_on_record_was_measured_on_a_quiet_machine():
@@ -306,11 +291,7 @@ def test_a_folder_of_weights_is_measured_by_name(folder):
     ("broken", "name", "said"),
     [
         ("dino-vitb16/model.safetensors", "subject_consistency", "expected config.json and safetensors"),
-        (
-            "clip-vit-base-patch32/config.json",
-            "background_consistency",
-            "weights: expected a CLIPVisionModelWithProjection",
-        ),
+        ("clip-vit-base-patch32/config.json", "background_consistency", "expected a CLIPVisionModelWithProjection"),
     ],
 )
 def test_a_folder_that_lacks_a_file_is_one_line(folder, broken, name, said):

@@ -71,33 +71,22 @@ def test_frames_of_odd_size_are_made_even_and_survive_the_codec(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "frames", "line"),
+    ("name", "shape", "kind", "line"),
     [
-        (
-            "a.avi",
-            np.zeros((2, 32, 32, 3), np.uint8),
-            r"path: expected a file name ending in \.mp4, got .*a\.avi; rename it\.",
-        ),
+        ("a.avi", (2, 32, 32, 3), "uint8", r"path: expected a file name ending in \.mp4, got .*a\.avi; rename it\."),
         (
             "no/a.mp4",
-            np.zeros((2, 32, 32, 3), np.uint8),
+            (2, 32, 32, 3),
+            "uint8",
             r"path: expected a file in a folder that exists, got .*; make .*no first\.",
         ),
-        (
-            "a.mp4",
-            np.zeros((2, 32, 32, 3), np.float32),
-            r"frames: expected uint8 .*, got float32 \[2, 32, 32, 3\]; pass as_bytes",
-        ),
-        (
-            "a.mp4",
-            np.zeros((32, 32, 3), np.uint8),
-            r"frames: expected uint8 .*, got uint8 \[32, 32, 3\]; pass as_bytes",
-        ),
+        ("a.mp4", (2, 32, 32, 3), "float32", r"frames: expected uint8 .*, got float32 \[2, 32, 32, 3\]; pass as_bytes"),
+        ("a.mp4", (32, 32, 3), "uint8", r"frames: expected uint8 .*, got uint8 \[32, 32, 3\]; pass as_bytes"),
     ],
 )
-def test_what_cannot_be_an_mp4_is_refused_in_one_line(tmp_path, name, frames, line):
+def test_what_cannot_be_an_mp4_is_refused_in_one_line(tmp_path, name, shape, kind, line):
     with pytest.raises(ValueError, match=line):
-        video.write_mp4(str(tmp_path / name), frames, 8)
+        video.write_mp4(str(tmp_path / name), np.zeros(shape, kind), 8)
     assert not list(tmp_path.iterdir())
 
 

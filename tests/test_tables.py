@@ -52,11 +52,7 @@ def test_every_table_of_the_tool_stands_in_a_page(tables):
 
 def test_no_measured_figure_stands_in_a_table_that_is_typed_in(tables):
     measured = re.compile(r"\d\.\d+ ?(dB|ms|s|GB|%|x)(?!\w)|± ?\d")
-    written = {
-        "methods.md",
-        "profiles.md",
-        "support.md",
-    }  # whole pages of tools/methods_page.py and tools/support_page.py
+    written = {"methods.md", "profiles.md", "support.md"}  # whole pages of tools/methods_page.py and support_page.py
     for page in tables.pages():
         if page.name not in written:
             text = tables.MARKED.sub("", page.read_text())
@@ -116,34 +112,18 @@ def test_tables_of_runs_compare_each_row_with_the_same_profile_on_the_same_video
     monkeypatch.setattr(run_tables, "RESULTS", tmp_path)
     names = ("forecast_profiles", "forecast_caches", "int8_videos", "few_steps", "run_seconds")
     assert {tables.TABLES[name]() for name in names} == {run_tables.NOT_RUN}
-    (tmp_path / "run_75600.jsonl").write_text(
-        _lines(
-            [
-                ("fast", 50, 5.0, (30.0, 40.0), 1.0, 0.2),
-                ("fast tolerance=0.006", 50, 5.0, (29.0, 42.0), 0.5, 0.15),
-                ("fast precision=int8", 50, 5.0, (29.5, 39.5), 1.0, 0.2),
-                ("quality tolerance=0.004", 50, 5.0, (50.0, 50.0), 0.6, 0.3),  # nothing to compare it with
-                ("dense tolerance=0.004", 50, 5.0, (60.0, 60.0), 0.6, 0.6),
-            ]
-        )
-    )
-    (tmp_path / "few_steps.jsonl").write_text(
-        _lines([("paper", 4, 1.0, (40.0, 42.0), 1.0, 0.49), ("turbo", 4, 1.0, (45.0, 48.0), 1.0, 0.37)])
-    )
-    assert _cells(run_tables.forecast_profiles()) == [
-        [
-            "75,600",
-            "50",
-            "5",
-            "`fast tolerance=0.006`",
-            "2",
-            "0.50 (0.50)",
-            "35.5",
-            "-0.50 ± 19.06",
-            "+1.00",
-            "30.0, 29.0",
-        ]
+    lines = [
+        ("fast", 50, 5.0, (30.0, 40.0), 1.0, 0.2),
+        ("fast tolerance=0.006", 50, 5.0, (29.0, 42.0), 0.5, 0.15),
+        ("fast precision=int8", 50, 5.0, (29.5, 39.5), 1.0, 0.2),
+        ("quality tolerance=0.004", 50, 5.0, (50.0, 50.0), 0.6, 0.3),  # nothing to compare it with
+        ("dense tolerance=0.004", 50, 5.0, (60.0, 60.0), 0.6, 0.6),
     ]
+    (tmp_path / "run_75600.jsonl").write_text(_lines(lines))
+    few = [("paper", 4, 1.0, (40.0, 42.0), 1.0, 0.49), ("turbo", 4, 1.0, (45.0, 48.0), 1.0, 0.37)]
+    (tmp_path / "few_steps.jsonl").write_text(_lines(few))
+    row = "75,600 | 50 | 5 | `fast tolerance=0.006` | 2 | 0.50 (0.50) | 35.5 | -0.50 ± 19.06 | +1.00 | 30.0, 29.0"
+    assert _cells(run_tables.forecast_profiles()) == [row.split(" | ")]
     assert _cells(run_tables.int8_videos()) == [["75,600", "5", "fast", "2", "34.5", "+0.50 ± 0.00", "+0.50"]]
     (turbo, paper) = _cells(run_tables.few_steps())
     assert turbo[:4] == ["4", "`turbo`", "2", "37.0%"] and turbo[-1].startswith("+5.5 ±") and paper[-1] == ""
@@ -218,18 +198,9 @@ def test_doctor_and_the_table_of_gains_agree_in_every_row():
         name, frames, height = row[0].split(", ")
         steps, each = map(int, row[1].split(" x "))
         command = [
-            "doctor",
-            "--json",
-            "--gpu",
-            "H200",
-            "--model",
-            models[name],
-            "--frames",
-            frames.split()[0],
-            "--steps",
-            str(steps),
-            *(["--height", "480", "--width", "832"] if height == "480p" else []),
-        ]
+            "doctor", "--json", "--gpu", "H200", "--model", models[name], "--frames", frames.split()[0], "--steps",
+            str(steps), *(["--height", "480", "--width", "832"] if height == "480p" else []),
+        ]  # fmt: skip
         told = json.loads(CliRunner().invoke(cli.app, [*command, "--guidance", str(5 if each == 2 else 1)]).stdout)[
             "estimate"
         ]

@@ -12,7 +12,6 @@ python tools/budgets.py --videos benchmarks/results/budgets.jsonl    what settin
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from records import argument_reader
 from torch import Tensor
 
 from parkattn.ops.cluster.definition import Clustering, cluster_keys, kmeans
@@ -197,7 +197,7 @@ def print_gains(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_reader(__doc__)
     parser.add_argument("captures", nargs="*", type=Path)
     parser.add_argument("--videos", type=Path)
     parser.add_argument("--out", type=Path)

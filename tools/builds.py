@@ -13,12 +13,12 @@ import json
 import sys
 from pathlib import Path
 
+from records import write_rows
+
 from parkattn.ops.attend.tiles import triton_tile
-from parklab.files import write_atomically
 from parklab.record import environment, installed
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks/results/builds.json"
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 DIM = 128
 
@@ -38,8 +38,7 @@ def main() -> None:
             }
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
-    facts = {"rows": rows, "environment": environment() | {"triton": installed("triton")}}
-    write_atomically(RESULT, json.dumps(facts, indent=1).encode())
+    write_rows("builds", rows, environment=environment() | {"triton": installed("triton")})
 
 
 if __name__ == "__main__":

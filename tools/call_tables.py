@@ -16,7 +16,7 @@ from parklab.experiments.tables import Table, page_table, to_markdown
 from parklab.experiments.times import sparse_call_ms
 
 sys.path.insert(0, str(Path(__file__).parent))
-from records import Record, cells, lab, lines, published
+from records import Columns, Record, cells, lab, lines, published, table_of
 
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 OFFICIAL = {
@@ -53,26 +53,17 @@ def time_columns(campaign: str, method: str, density: float | None) -> tuple[str
 @published
 def times_2k() -> str:
     """A method's plan takes as long at every density: the mean of them."""
-    times = times_in("matched_2k")
-
-    def row(name: str) -> tuple[str, ...]:
-        found = {density: found for (method, density), found in times.items() if method == name}
-        plans = [each["later_plan_ms"] for each in found.values() if "later_plan_ms" in each]
+    rows = []
+    for name in METHODS:
+        found = {density: times for (method, density), times in times_in("matched_2k").items() if method == name}
+        plans = [times["later_plan_ms"] for times in found.values() if "later_plan_ms" in times]
         own = found.get(None)
         first = statistics.fmean(plans) if plans else None, None if own is None else sparse_call_ms(own)
         attention = (found[at]["attention_ms"] if at in found else None for at in (None, *DENSITIES))
-        return (name, *("" if value is None else _short(value) for value in (*first, *attention)))
-
-    columns = [
-        "method",
-        "plan",
-        "sparse call, own settings",
-        "attention, own settings",
-        *(f"{density:g}" for density in DENSITIES),
-    ]
-    return page_table(
-        " | ".join(columns), (row(name) for name in METHODS if any(method == name for method, _ in times))
-    )
+        shown = ("" if value is None else _short(value) for value in (*first, *attention))
+        rows += [(name, *shown)] if found else []
+    heads = "method | plan | sparse call, own settings | attention, own settings"
+    return page_table(" | ".join([heads, *(f"{density:g}" for density in DENSITIES)]), rows)
 
 
 def _short(value: float) -> str:
@@ -142,23 +133,14 @@ def attention_in_int8() -> str:
 
 @published
 def official_kernels() -> str:
-    return page_table(
-        "package | its compiled kernel | what both compute | tokens | theirs, ms | ours, ms | ours of theirs | our "
-        "plan, ms",
-        (
-            (
-                f"{row['kernel']} {row['version']}",
-                _compiled(row),
-                OFFICIAL[row["kernel"]],
-                f"{row['tokens']:,}",
-                *(f"{row[name]:.1f}" for name in ("official_ms", "ours_ms")),
-                f"{row['ours_ms'] / row['official_ms']:.2f}",
-                f"{row['ours_plan_ms']:.1f}" if "ours_plan_ms" in row else "",
-            )
-            for row in lines("gpu_official.jsonl", "official")
-            if "absent" not in row
-        ),
-    )
+    columns: Columns = {
+        "package": "{kernel} {version}", "its compiled kernel": _compiled,
+        "what both compute": lambda row: OFFICIAL[row["kernel"]], "tokens": "{tokens:,}",
+        "theirs, ms": "{official_ms:.1f}", "ours, ms": "{ours_ms:.1f}",
+        "ours of theirs": lambda row: f"{row['ours_ms'] / row['official_ms']:.2f}",
+        "our plan, ms": lambda row: f"{row['ours_plan_ms']:.1f}" if "ours_plan_ms" in row else "",
+    }  # fmt: skip
+    return table_of(columns, (row for row in lines("gpu_official.jsonl", "official") if "absent" not in row))
 
 
 def _compiled(row: Record) -> str:
@@ -174,24 +156,16 @@ def float8_linears() -> str:
     before = found["bfloat16"]
     phases = phases_of_run(ParkConfig.profile("paper", model="wan2.1-14b"))
 
-    def whole(row: Record) -> float:
-        return float(
-            composed(row["dense_compiled_s"], row["refresh_cold_s"], row["refresh_warm_s"], row["reuse_s"], phases)[
-                "park_s"
-            ]
-        )
+    def whole(row: Record) -> str:
+        sparse = row["refresh_cold_s"], row["refresh_warm_s"], row["reuse_s"]
+        return f"{composed(row['dense_compiled_s'], *sparse, phases)['park_s']:.0f} s"
 
-    columns = (
-        "linears | dense s | blocks compiled s | PARK, reuse s | of bfloat16 | PARK, 50 steps | attention | products | "
-        "rest | weights | peak, dense | peak, PARK"
-    )
-    return page_table(
-        columns,
-        (
-            (name, f"{row['dense_s']:.2f}", f"{row['dense_compiled_s']:.2f}", f"{row['reuse_s']:.2f}",
-             f"{row['reuse_s'] / before['reuse_s']:.2f}", f"{whole(row):.0f} s",
-             *(f"{row['split']['reuse'][part]:.2f}" for part in ("attention_s", "linears_s", "rest_s")),
-             *(f"{row['memory'][part]:.1f} GB" for part in ("weights_gb", "dense_peak_gb", "park_peak_gb")))
-            for name, row in found.items()
-        ),
-    )  # fmt: skip
+    columns: Columns = {
+        "linears": "{linears}", "dense s": "{dense_s:.2f}", "blocks compiled s": "{dense_compiled_s:.2f}",
+        "PARK, reuse s": "{reuse_s:.2f}", "of bfloat16": lambda row: f"{row['reuse_s'] / before['reuse_s']:.2f}",
+        "PARK, 50 steps": whole, "attention": "{split[reuse][attention_s]:.2f}",
+        "products": "{split[reuse][linears_s]:.2f}", "rest": "{split[reuse][rest_s]:.2f}",
+        "weights": "{memory[weights_gb]:.1f} GB", "peak, dense": "{memory[dense_peak_gb]:.1f} GB",
+        "peak, PARK": "{memory[park_peak_gb]:.1f} GB",
+    }  # fmt: skip
+    return table_of(columns, found.values())

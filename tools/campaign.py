@@ -22,6 +22,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,24 +38,17 @@ FAMILIES = ("wan", "skyreels", "hunyuan", "cogvideo", "ltx", "mochi")
 NOT_OURS = ("hunyuan_dit", "hunyuandit", "hunyuan_image_", "hunyuanimage", "ltx2", "wan_animate")
 
 
-def store() -> bool:
-    return _python(TESTS / "campaign_store.py")
+# parts that are a program of their own
+PROGRAMS = {
+    "store": "campaign_store.py",
+    "reproduce": "reproduce_cases.py",
+    "calls": "fuzz_calls.py",
+    "commands": "fuzz_commands.py",
+}
 
 
-def reproduce() -> bool:
-    return _python(TESTS / "reproduce_cases.py")
-
-
-def calls() -> bool:
-    return _python(TESTS / "fuzz_calls.py")
-
-
-def commands() -> bool:
-    return _python(TESTS / "fuzz_commands.py")
-
-
-def _python(script: Path) -> bool:
-    return subprocess.run([sys.executable, str(script)], cwd=ROOT).returncode == 0
+def _program(part: str) -> bool:
+    return subprocess.run([sys.executable, str(TESTS / PROGRAMS[part])], cwd=ROOT).returncode == 0
 
 
 def folders() -> bool:
@@ -205,18 +199,9 @@ def _outcomes(source: Path, files: list[Path], options: list[str]) -> dict[str, 
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "diffusers_own_tests",
-            *options,
-            f"--junitxml={report}",
-            *map(str, files),
-        ]
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "diffusers_own_tests", *options,
+            f"--junitxml={report}", *map(str, files),
+        ]  # fmt: skip
         path = os.pathsep.join(filter(None, (str(TESTS), str(source / "src"), os.environ.get("PYTHONPATH"))))
         offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         ended = subprocess.run(words, cwd=source, env={**os.environ, **offline}, capture_output=True, text=True)
@@ -239,8 +224,9 @@ def main() -> None:
     reader.add_argument("--diffusers", type=Path, default=None, metavar="PATH")
     asked = reader.parse_args()
     parts: dict[str, Callable[[], bool | None]] = {
-        "store": store, "reproduce": reproduce, "folders": folders, "files": files, "calls": calls,
-        "commands": commands, "soak": soak, "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
+        "store": partial(_program, "store"), "reproduce": partial(_program, "reproduce"), "folders": folders,
+        "files": files, "calls": partial(_program, "calls"), "commands": partial(_program, "commands"), "soak": soak,
+        "diffusers": lambda: own_tests_of_diffusers(asked.diffusers),
     }  # fmt: skip
     unknown = sorted(set(asked.parts) - parts.keys())
     if unknown:

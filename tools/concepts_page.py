@@ -246,14 +246,9 @@ def anchors() -> Picture:
 
 
 DRAWN = {
-    "clusters": clusters,
-    "qrkc": qrkc,
-    "pama": pama,
-    "top_p": top_p,
-    "reuse": reuse,
-    "corrections": corrections,
+    "clusters": clusters, "qrkc": qrkc, "pama": pama, "top_p": top_p, "reuse": reuse, "corrections": corrections,
     "anchors": anchors,
-}
+}  # fmt: skip
 
 
 if __name__ == "__main__":

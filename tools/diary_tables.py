@@ -4,21 +4,20 @@ anchors, GB by model.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parklab.experiments.tables import interval, page_table
+from parklab.experiments.tables import grouped, mean, page_table, within
 from parklab.studio.gain import model_size
 from parklab.studio.memory import PARAMETERS, memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 import budgets
 import residual_age
-from records import RESULTS, Record, cells, frontier_lines, lines, published
+from records import RESULTS, Columns, cells, frontier_lines, lines, published, table_of, table_rows
 
 # what the diary calls a rule: its name in the record, and the size of query tiles
 RULES = {
@@ -86,7 +85,7 @@ def budget_videos() -> str:
         if top_p is None:
             return ""
         gain = [each for each, _, _ in gains[f"{profile} top_p={top_p:g} {rest}"]]
-        return f"{statistics.fmean(gain):.1f} ± {interval(gain):.1f}"
+        return f"{statistics.fmean(gain):.1f}{within(gain, 1)}"
 
     columns = ["sparse density about", *(f"{density:g}" for density in budgets.DENSITIES)]
     rows = (
@@ -99,23 +98,16 @@ def budget_videos() -> str:
 def budget_sweep() -> str:
     """Means over the prompts that the tiled budget was swept on."""
     size = {"frames": 81, "height": 400, "width": 576, "steps": 50, "guidance": 1.0}
-    swept = [
-        line
-        for line in frontier_lines(RESULTS / "frontier_sweep.jsonl")
-        if all(line[name] == value for name, value in size.items())
-    ]
-    prompts = {
-        line["prompt"]
-        for line in swept
-        if line["setting"] == SWEPT['fast, `budget="error"`, `query_tile=128`, p = 0.3']
-    }
-
-    def row(name: str, setting: str) -> tuple[str, ...]:
-        runs = {line["prompt"]: line for line in swept if line["setting"] == setting and line["prompt"] in prompts}
-        cost, psnr = (statistics.fmean(run[part] for run in runs.values()) for part in ("cost", "psnr"))
-        return name, str(len(runs)), f"{cost:.1%}", f"{psnr:.1f} dB"
-
-    return page_table("setting | videos | attention computed | PSNR", (row(*each) for each in SWEPT.items()))
+    lines = frontier_lines(RESULTS / "frontier_sweep.jsonl")
+    swept = [line for line in lines if all(line[name] == value for name, value in size.items())]
+    tiled = SWEPT['fast, `budget="error"`, `query_tile=128`, p = 0.3']
+    prompts = {line["prompt"] for line in swept if line["setting"] == tiled}
+    rows = []
+    for name, setting in SWEPT.items():
+        last = {line["prompt"]: line for line in swept if line["setting"] == setting and line["prompt"] in prompts}
+        runs = last.values()
+        rows.append((name, str(len(runs)), f"{mean(runs, 'cost'):.1%}", f"{mean(runs, 'psnr'):.1f} dB"))
+    return page_table("setting | videos | attention computed | PSNR", rows)
 
 
 @published
@@ -135,17 +127,11 @@ def borders_on_scene() -> str:
 @published
 def borders_in_videos() -> str:
     """Means over prompts."""
-    runs: dict[str, list[Record]] = {}
-    for row in lines("ablation.jsonl"):
-        if row.get("method") == "park":
-            runs.setdefault("{query_multiple}, {key_multiple}".format(**row["changes"]), []).append(row)
-
-    def mean(multiples: str, name: str) -> float:
-        return statistics.fmean(row[name] for row in runs[multiples])
-
+    park = (row for row in lines("ablation.jsonl") if row.get("method") == "park")
+    runs = grouped(park, lambda row: "{query_multiple}, {key_multiple}".format(**row["changes"]))
     rows = [
-        ("PSNR against dense", *(f"{mean(each, 'psnr'):.1f} dB" for each in runs)),
-        ("density, recall", *(f"{mean(each, 'density'):.3f}, {mean(each, 'recall'):.3f}" for each in runs)),
+        ("PSNR against dense", *(f"{mean(found, 'psnr'):.1f} dB" for found in runs.values())),
+        ("density, recall", *(f"{mean(found, 'density'):.3f}, {mean(found, 'recall'):.3f}" for found in runs.values())),
     ]
     return page_table(" | ".join(["multiples of queries, keys", *runs]), rows)
 
@@ -179,23 +165,13 @@ def times_on_three_machines() -> str:
 
 @published
 def recall_by_rule() -> str:
-    rows = json.loads((RESULTS / "recall_by_rule.json").read_text())["rows"]
-    return page_table(
-        "density asked | method | blocks | rule | density | density of heads | recall | least of a head",
-        (
-            (
-                f"{row['asked']:g}",
-                row["method"],
-                " x ".join(f"{count:,}" for count in row["blocks"]),
-                row["budget"],
-                f"{row['density']:.3f}",
-                f"{row['least_density']:.2f} to {row['most_density']:.2f}",
-                f"{row['recall']:.3f}",
-                f"{row['least_recall']:.3f}",
-            )
-            for row in rows
-        ),
-    )
+    columns: Columns = {
+        "density asked": "{asked:g}", "method": "{method}", "blocks": "{blocks[0]:,} x {blocks[1]:,}",
+        "rule": "{budget}", "density": "{density:.3f}",
+        "density of heads": "{least_density:.2f} to {most_density:.2f}", "recall": "{recall:.3f}",
+        "least of a head": "{least_recall:.3f}",
+    }  # fmt: skip
+    return table_of(columns, table_rows("recall_by_rule"))
 
 
 @published
@@ -227,22 +203,16 @@ CARDS = {80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H200", 100: "B200", 12
 @published
 def builds_by_architecture() -> str:
     """Of the plain attention kernel, with everything and in brackets in its plain form."""
-    found = json.loads((RESULTS / "builds.json").read_text())["rows"]
-    pairs = zip(found[::2], found[1::2], strict=True)
-    return page_table(
-        "architecture, for example | Q K^T | tile: queries x keys, warps, stages | registers | spilled bytes | shared "
-        "memory | matrix products",
-        (
-            (
-                f"sm_{whole['arch']}, {CARDS[whole['arch']]}", "INT8" if whole["int8"] else "bf16",
-                "{} x {}, {}, {}".format(*whole["tile"]),
-                *(f"{whole[name]} ({plain[name]})" for name in ("registers", "stack")),
-                f"{whole['shared'] / 1024:.0f} KB ({plain['shared'] / 1024:.0f})",
-                ", ".join(f"`{_short(name)}`" for name in whole["products"]),
-            )
-            for plain, whole in pairs
-        ),
-    )  # fmt: skip
+    found = table_rows("builds")
+    columns: Columns = {
+        "architecture, for example": lambda row: f"sm_{row['arch']}, {CARDS[row['arch']]}",
+        "Q K^T": lambda row: "INT8" if row["int8"] else "bf16",
+        "tile: queries x keys, warps, stages": "{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}",
+        "registers": "{registers} ({plain[registers]})", "spilled bytes": "{stack} ({plain[stack]})",
+        "shared memory": lambda row: f"{row['shared'] / 1024:.0f} KB ({row['plain']['shared'] / 1024:.0f})",
+        "matrix products": lambda row: ", ".join(f"`{_short(name)}`" for name in row["products"]),
+    }  # fmt: skip
+    return table_of(columns, (whole | {"plain": plain} for plain, whole in zip(found[::2], found[1::2], strict=True)))
 
 
 def _short(product: str) -> str:
@@ -254,7 +224,7 @@ def _short(product: str) -> str:
 
 @published
 def errors_of_rounding() -> str:
-    rows = json.loads((RESULTS / "rounding.json").read_text())["rows"]
+    rows = table_rows("rounding")
     found = {(row["scheme"], row["problem"], row["density"]): row for row in rows}
     columns = list(dict.fromkeys((row["problem"], row["density"]) for row in rows))
     lines = []

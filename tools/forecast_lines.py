@@ -22,6 +22,7 @@ from torch import Tensor
 from parkattn.anchors import log_signal_to_noise
 from parkattn.hosts.diffusers import Session
 from parkattn.methods import configured_method
+from parklab.experiments.reproduce import parse_size
 from parklab.experiments.tables import page_table
 from parklab.files import write_atomically
 from parklab.record import environment
@@ -88,18 +89,14 @@ def run_outputs(pipe: Any, method: Any, asked: dict[str, Any], prompt: str) -> t
 
 
 def measure(size: str, steps: int, prompts: int) -> Record:
-    import diffusers
-
     from parklab.sprites import CHECKPOINT, grammar
+    from parklab.studio.checkpoints import choose_dtype, load_pipeline
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind: Any = {"default": torch.bfloat16 if device == "cuda" else torch.float32, "vae": torch.float32}
-    pipe = diffusers.DiffusionPipeline.from_pretrained(
-        str(CHECKPOINT), torch_dtype=kind, use_safetensors=True, local_files_only=True
-    ).to(device)
-    pipe.set_progress_bar_config(disable=True)
-    frames, height, width = map(int, size.split("x"))
-    asked = {"num_frames": frames, "height": height, "width": width, "num_inference_steps": steps}
+    pipe = load_pipeline(CHECKPOINT, device=device, dtype=choose_dtype("auto", device))
+    video = parse_size(size)
+    sides = {"height": video["height"], "width": video["width"], "num_frames": video["frames"]}
+    asked = {**sides, "num_inference_steps": steps}
     sentences = [scene.sentence for scene in grammar.held_out_scenes(prompts)]
     found: Record = {}
     for name, (method, config) in METHODS.items():

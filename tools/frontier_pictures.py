@@ -19,14 +19,9 @@ WIDTH, HEIGHT = 300, 250  # of a panel
 
 COLOURS = {"svg2": GREEN, "svg-ear": RED, "sparsepr": PURPLE, "sol": ORANGE}
 NAMES = {
-    "svg2": "SVG2",
-    "svg-ear": "SVG-EAR",
-    "sparsepr": "SparsePR",
-    "sol": "Sol-Attn",
-    "svg": "SVG",
-    "svoo": "SVOO",
+    "svg2": "SVG2", "svg-ear": "SVG-EAR", "sparsepr": "SparsePR", "sol": "Sol-Attn", "svg": "SVG", "svoo": "SVOO",
     "sta": "STA",
-}
+}  # fmt: skip
 NAMES |= {"xattention": "XAttention", "radial": "Radial"}
 LARGEST = 70  # percent of all-dense
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterator
 
-from records import RESULTS, Record, frontier_lines, lines, published
+from records import RESULTS, Columns, Record, frontier_lines, lines, published, table_of
 
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import phases_of_run
@@ -29,21 +30,25 @@ RUNS = (  # as people run them: guidance is two forwards per step, and distilled
 )  # fmt: skip
 
 
-@published
-def gains() -> str:
-    """Seconds of whole runs as `park doctor` composes them."""
-    rows = []
+def recorded_runs() -> Iterator[tuple[str, str, int, Record]]:
+    """Model, its video and steps, forwards per step, and the seconds of a run as `park doctor` composes them."""
     for model, steps, each in RUNS:
         own = measured_forwards()["models"][model]
         run = composed_run(own, SHORTER.get(model, model), steps=steps, forwards_per_step=each)
         frames, height, _ = own["video"]
-        rows.append((
-            f"{MODELS[model]}, {frames} frames, {height}p", f"{steps} x {each}",
-            *(f"{s:,.0f} s" for s in run["dense_s"].values()),
-            *(f"{park['seconds']:,.0f} s, {park['speedup']['compiled']:.2f}x "
-              f"({park['speedup']['own kernel']:.2f}x){', estimated' * park['estimated']}"
-              for park in (run["profiles"][name] for name in ("paper", "quality", "fast"))),
-        ))  # fmt: skip
+        yield model, f"{MODELS[model]}, {frames} frames, {height}p | {steps} x {each}", each, run
+
+
+@published
+def gains() -> str:
+    """Seconds of whole runs."""
+    rows = [
+        (*name.split(" | "), *(f"{s:,.0f} s" for s in run["dense_s"].values()),
+         *(f"{park['seconds']:,.0f} s, {park['speedup']['compiled']:.2f}x "
+           f"({park['speedup']['own kernel']:.2f}x){', estimated' * park['estimated']}"
+           for park in (run["profiles"][profile] for profile in ("paper", "quality", "fast"))))
+        for _, name, _, run in recorded_runs()
+    ]  # fmt: skip
     return page_table(
         "model, video | steps x forwards | dense, stock | compiled | our kernel | `paper` | `quality` | `fast`", rows
     )
@@ -52,21 +57,22 @@ def gains() -> str:
 @published
 def eight_bits_whole_models() -> str:
     """Attention in both precisions, and float8 linears, in one process: forwards and composed runs."""
-    rows = []
-    for row in lines("e2e_bits.jsonl", "e2e bits"):
-        names = ("own_dense_s", "anchor_warm_s", "anchor_second_s", "reuse_s", "quality_reuse_s")
-        seconds = (row["baselines"]["stock"], *(row.get(name) for name in names))
-        gains = (row["runs"].get(name, {"speedup": {}})["speedup"].get("stock") for name in ("quality", "fast"))
-        rows.append((
-            f"{MODELS[row['model']]}, {row['video'][1]}p", row["linears"],
-            "INT8" if row["precision"] == "int8" else "bfloat16", *("" if s is None else f"{s:.2f}" for s in seconds),
-            *("" if gain is None else f"{gain:.2f}x" for gain in gains), f"{row['memory']['park_peak_gb']:.1f}",
-        ))  # fmt: skip
-    return page_table(
-        "model | linears | Q K^T | stock, s | our dense, s | anchor, s | second branch, s | reuse `fast`, s | "
-        "reuse `quality`, s | `quality` | `fast` | peak, GB",
-        rows,
-    )
+
+    def seconds(name: str) -> Callable[[Record], str]:
+        return lambda row: f"{row[name]:.2f}" if name in row else ""
+
+    def gain(name: str) -> Callable[[Record], str]:
+        return lambda row: f"{row['runs'][name]['speedup']['stock']:.2f}x" if name in row["runs"] else ""
+
+    columns: Columns = {
+        "model": lambda row: f"{MODELS[row['model']]}, {row['video'][1]}p", "linears": "{linears}",
+        "Q K^T": lambda row: "INT8" if row["precision"] == "int8" else "bfloat16",
+        "stock, s": "{baselines[stock]:.2f}", "our dense, s": seconds("own_dense_s"),
+        "anchor, s": seconds("anchor_warm_s"), "second branch, s": seconds("anchor_second_s"),
+        "reuse `fast`, s": seconds("reuse_s"), "reuse `quality`, s": seconds("quality_reuse_s"),
+        "`quality`": gain("quality"), "`fast`": gain("fast"), "peak, GB": "{memory[park_peak_gb]:.1f}",
+    }  # fmt: skip
+    return table_of(columns, lines("e2e_bits.jsonl", "e2e bits"))
 
 
 def forwards() -> Record:

@@ -12,7 +12,6 @@ step that makes a plan has the assignment of the plan before, which in this reco
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from records import RESULTS, argument_reader
 from torch import Tensor
 
 from parkattn.balance import assign_heads, imbalance
@@ -29,7 +29,7 @@ from parklab.experiments.reproduce import held_out_prompts, parse_size
 from parklab.record import append_records, environment, read_records
 from parklab.sprites import CHECKPOINT
 
-RECORD = Path(__file__).resolve().parents[1] / "benchmarks/results/head_density.jsonl"
+RECORD = RESULTS / "head_density.jsonl"
 FORMAT = "parkattn.head-density.1"
 PROFILES = ("paper", "quality", "fast")
 PROMPTS = 8
@@ -60,14 +60,8 @@ def capture(size: str, steps: int, device: str, out: Path) -> None:
         if (profile, prompt, size, steps) not in known:
             method = Park(ParkConfig.profile(profile))
             with Session(pipe, method) as session:
-                seeded = torch.Generator("cpu").manual_seed(0)
-                run = {
-                    "num_inference_steps": steps,
-                    "guidance_scale": 1.0,
-                    "generator": seeded,
-                    "output_type": "latent",
-                }
-                pipe(prompt, **sides, **run)
+                run = {"num_inference_steps": steps, "guidance_scale": 1.0, "output_type": "latent"}
+                pipe(prompt, generator=torch.Generator("cpu").manual_seed(0), **sides, **run)
                 plans = list(plans_of(session.engine.log.calls))
             about = {"format": FORMAT, "profile": profile, "prompt": prompt, "size": size, "steps": steps}
             append_records(out, [{**about, "plans": plans, "config": method.config.to_dict(), "environment": facts}])
@@ -129,7 +123,7 @@ def cases() -> Iterator[tuple[str, int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_reader(__doc__)
     parser.add_argument("--capture", metavar="FRAMESxHEIGHTxWIDTH")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", default="cpu")

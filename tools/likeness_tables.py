@@ -6,12 +6,12 @@ import functools
 from typing import Any, NamedTuple
 
 from of_models import FIRST, NAMES, model_of
-from records import Record, every_cell, published
+from records import every_cell, published
 
 from parklab.experiments.evaluation import FORMATS
 from parklab.experiments.likeness import REAL, likeness_result
 from parklab.experiments.results import CellRecords, Result
-from parklab.experiments.tables import Finding, page_table
+from parklab.experiments.tables import Finding, grouped, page_table
 from parklab.store import Cell
 
 CAMPAIGNS = ("likeness", "gpu_75600")  # the second has retrieval alone
@@ -35,13 +35,10 @@ class Run(NamedTuple):
 @functools.cache
 def _results() -> dict[Run, Result]:
     """Short videos last, the first model first."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for campaign in CAMPAIGNS:
-        for record in every_cell(campaign).values():
-            if record["format"] in [FORMATS[kind] for kind in KINDS]:
-                asked = record["request"]
-                place = model_of(record), asked["frames"], asked["height"], asked["width"], asked["steps"]
-                found.setdefault(place, []).append(record)
+    every = (record for campaign in CAMPAIGNS for record in every_cell(campaign).values())
+    of_kinds = (record for record in every if record["format"] in [FORMATS[kind] for kind in KINDS])
+    places = ("frames", "height", "width", "steps")
+    found = grouped(of_kinds, lambda one: (model_of(one), *(one["request"][name] for name in places)))
     made = {}
     for (model, *_, steps), group in found.items():
         tokens = next(record["calls"][0]["tokens"][0] for record in group if "calls" in record)

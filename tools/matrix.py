@@ -33,20 +33,9 @@ WORK = ROOT / "out/matrix"
 DISK = 20 << 30  # bytes that stay free: an environment with a CUDA torch takes 6 GB, pip as much again for a while
 LIMIT_S = 2400  # of one check
 SHOWN = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "typer",
-    "rich",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "peft",
-    "av",
-    "pillow",
-    "matplotlib",
-)
+    "torch", "triton", "numpy", "safetensors", "typer", "rich", "diffusers", "transformers", "accelerate", "peft", "av",
+    "pillow", "matplotlib",
+)  # fmt: skip
 
 # -------------------------------------------------------------------------------- making and checking
 

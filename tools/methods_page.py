@@ -16,8 +16,11 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from records import RESULTS, Columns, table_of
 
 from parkattn import METHODS, CallSite, PlannedMethod, dense, make_method, park
 from parkattn.planned import make_plan
@@ -27,6 +30,7 @@ from parklab import baselines
 from parklab.baselines.settings import StudiedConfig
 from parklab.bench.frontier import changed_since, read_records
 from parklab.experiments.frontier import tabulate
+from parklab.experiments.tables import text_table, to_markdown
 from parklab.files import write_atomically
 from parklab.research import studied_entry
 
@@ -38,7 +42,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks/results"
 RECORDS = RESULTS / "gpu_methods.jsonl"
 # a later line replaces an earlier one
 FRONTIER = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl")
@@ -72,8 +75,6 @@ MEASURED_FEW_STEPS = """## Cost and fidelity in few steps
 These runs use the small model's LoRA for few steps (`--lora few-steps`, model card in `parklab/sprites/few_steps`),
 which needs no guidance (`benchmarks/results/few_steps.jsonl`).
 """
-HEADING = """| tokens | steps | guidance | profile | videos | attention computed | PSNR | gain | worst video | other settings |
-|---|---|---|---|---|---|---|---|---|---|"""
 ABOUT = {
     "dense": "Dense attention computes every pair of tokens. It has no plan and is the reference of the other methods.",
     "park": "PARK clusters queries and keys into blocks. Keys with similar scores under the current queries share a"
@@ -131,7 +132,7 @@ def pages() -> dict[str, str]:
     """Path below docs -> text."""
     lines = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     costs = [line for line in lines if line["benchmark"] == "methods"]
-    rows = ["| method | description | density set by | reference |", "|---|---|---|---|"]
+    rows = []
     texts = {}
     for module in (dense, park, *baselines.MODULES):
         first, *ablations = module.ENTRIES
@@ -141,18 +142,24 @@ def pages() -> dict[str, str]:
         for entry in module.ENTRIES:
             budgets = ", ".join(f"`{budget}`" for budget in entry.budgets)
             page = f"{entry.name}.md" if entry is first else f"{ABLATIONS}#{entry.name}"
-            rows.append(f"| [{entry.name}](methods/{page}) | {_line(entry)} | {budgets} | {_paper(entry)} |")
-    return {"profiles.md": _profiles(), "methods.md": "\n".join([INDEX, *rows]) + "\n", **texts}
+            rows.append((f"[{entry.name}](methods/{page})", _line(entry), budgets, _paper(entry)))
+    table = _table("method | description | density set by | reference", rows)
+    return {"profiles.md": _profiles(), "methods.md": f"{INDEX}\n{table}", **texts}
 
 
 def _profiles() -> str:
     config = METHODS["park"].config
-    lines = ["| profile | sets |", "|---|---|"]
-    for name, changes in config.PROFILES.items():
-        sets = ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
-        lines.append(f"| {name} | {sets or 'the paper settings of [the model](methods/park.md#settings)'} |")
-    tables = [MEASURED, _measured(FRONTIER), "", MEASURED_FEW_STEPS, _measured(FEW_STEPS)]
-    return "\n".join([PROFILES, *lines, "", *tables]) + "\n"
+    paper = "the paper settings of [the model](methods/park.md#settings)"
+    sets = _table("profile | sets", ((name, _told(changes) or paper) for name, changes in config.PROFILES.items()))
+    return "\n".join([PROFILES, sets, MEASURED, _measured(FRONTIER), MEASURED_FEW_STEPS, _measured(FEW_STEPS)])
+
+
+def _table(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    return to_markdown(text_table(columns.split(" | "), list(rows)))
+
+
+def _told(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{field}={value!r}`" for field, value in changes.items())
 
 
 def _measured(names: tuple[str, ...]) -> str:
@@ -161,17 +168,15 @@ def _measured(names: tuple[str, ...]) -> str:
     lines = [line for name in names for line in read_records(RESULTS / name) if line["setting"] in profiles]
     records = list({tuple(line[name] for name in PLACE): line for line in lines}.values())
     order = [name for name in profiles if any(r["setting"] == name for r in records)]
-    records, measured = _complete(records, order), [HEADING]
-    for row in sorted(
-        tabulate(records), key=lambda row: (-_tokens(row), -row["steps"], row["guidance"], order.index(row["setting"]))
-    ):
-        other = changed_since(row["config"], row["setting"])
-        measured.append(
-            f"| {_tokens(row):,} | {row['steps']} | {row['guidance']:g} | {row['setting']} | {row['runs']} | "
-            f"{row['cost']:.1%} | {row['psnr']:.1f} dB | {row['gain_db']:+.1f} dB | {row['worst_psnr']:.1f} dB | "
-            f"{', '.join(f'`{field}={value!r}`' for field, value in other.items())} |"
-        )
-    return "\n".join(measured)
+    columns: Columns = {
+        "tokens": lambda row: f"{_tokens(row):,}", "steps": "{steps}", "guidance": "{guidance:g}",
+        "profile": "{setting}", "videos": "{runs}", "attention computed": "{cost:.1%}", "PSNR": "{psnr:.1f} dB",
+        "gain": "{gain_db:+.1f} dB", "worst video": "{worst_psnr:.1f} dB",
+        "other settings": lambda row: _told(changed_since(row["config"], row["setting"])),
+    }  # fmt: skip
+    rows = tabulate(_complete(records, order))
+    rows.sort(key=lambda row: (-_tokens(row), -row["steps"], row["guidance"], order.index(row["setting"])))
+    return table_of(columns, rows, _table)
 
 
 def _complete(records: list[dict[str, Any]], settings: list[str]) -> list[dict[str, Any]]:
@@ -243,29 +248,17 @@ def _cost(entry: MethodEntry, costs: list[dict[str, Any]]) -> str:
         return "None: the method has no plan.\n"
     if not rows:
         return "Not measured on a GPU: `benchmarks/results/gpu_methods.jsonl` has no record of it.\n"
-    repaired = "repair_ms" in rows[0]
-    lines = [
-        f"| {SHAPES[row['shape']]} | {row['plan_ms']:.1f} | {row['later_plan_ms']:.1f} | {row['plan_mb']:.0f} | "
-        f"{row['attend_ms']:.1f} " + (f"| {row['repair_ms']:.1f} " if repaired else "") + f"| {row['density']:.2f} |"
-        for row in rows
-    ]
-    heads = [
-        "shape",
-        "plan ms",
-        "later plan ms",
-        "memory of planning MB",
-        "attention ms",
-        *(["repair ms"] if repaired else []),
-        "density",
-    ]
+    repair = {"repair ms": "{repair_ms:.1f}"} if "repair_ms" in rows[0] else {}
+    columns: Columns = {
+        "shape": lambda row: SHAPES[row["shape"]], "plan ms": "{plan_ms:.1f}", "later plan ms": "{later_plan_ms:.1f}",
+        "memory of planning MB": "{plan_mb:.0f}", "attention ms": "{attend_ms:.1f}", **repair,
+        "density": "{density:.2f}",
+    }  # fmt: skip
     gpus = ", ".join(sorted({row["environment"]["gpu"] for row in rows}))
     return (
         f"One layer on one {gpus}, at the defaults, on Gaussian mixtures (`benchmarks/results/gpu_methods.jsonl`,"
         " `park bench methods`). A later plan may start from the previous one. Density depends on the data "
-        "and differs in real videos.\n\n"
-        + f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
-        + "\n".join(lines)
-        + "\n"
+        f"and differs in real videos.\n\n{table_of(columns, rows, _table)}"
     )
 
 
@@ -279,26 +272,22 @@ def _changes(entry: MethodEntry) -> str:
 def _settings(entry: MethodEntry) -> str:
     shared = {field.name: field.default for field in dataclasses.fields(StudiedConfig)}
     explained = {name: text for kind in reversed(entry.config.__mro__) for name, text in field_docstrings(kind).items()}
-    lines = [
-        f"| `{field.name}` | `{field.default!r}` | {explained[field.name]} |"
+    rows = [
+        (f"`{field.name}`", f"`{field.default!r}`", explained[field.name])
         for field in dataclasses.fields(entry.config)
         if shared.get(field.name, dataclasses.MISSING) != field.default
     ]
-    if not lines:
+    if not rows:
         return "None.\n"
-    table = "\n".join(["| setting | default | meaning |", "|---|---|---|", *lines])
     shared_by_all = "Schedule, corrections and backend are [those of every method](../api.md#settings)"
-    return f"{table}\n\n{shared_by_all} unless they are listed here.\n"
+    return f"{_table('setting | default | meaning', rows)}\n{shared_by_all} unless they are listed here.\n"
 
 
 def _presets(entry: MethodEntry) -> str:
     if not entry.config.PRESETS:
         return ""
-    lines = [
-        f"| {name} | {', '.join(f'`{field}={value!r}`' for field, value in changes.items()) or 'the defaults'} |"
-        for name, changes in entry.config.PRESETS.items()
-    ]
-    return "\n".join(["| preset | sets |", "|---|---|", *lines]) + "\n"
+    rows = ((name, _told(changes) or "the defaults") for name, changes in entry.config.PRESETS.items())
+    return _table("preset | sets", rows)
 
 
 def field_docstrings(kind: type) -> dict[str, str]:

@@ -5,40 +5,31 @@ the block and whole (`park bench models`), docs/solids.md.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import head_balance
-from gain_tables import MODELS, RUNS, last_profiles, whole_models_recorded
-from records import Record, lines, published
+from gain_tables import last_profiles, recorded_runs, whole_models_recorded
+from records import Columns, Record, lines, published, table_of
 
 from parklab.experiments.tables import page_table
 from parklab.solids.following import BARS
 from parklab.solids.judge import judge_record
-from parklab.studio.gain import composed_run, measured_forwards
+from parklab.studio.gain import measured_forwards
 
 # docs/fleet.md
 
 DAY, WANTED, GPUS = 24 * 60 * 60, 1000, 8
 
 
-def _runs() -> list[tuple[str, str, int, Record]]:
-    """Model, its video and steps, forwards per step, and the seconds of a run as README's table has them."""
-    found = []
-    for model, steps, each in RUNS:
-        own = measured_forwards()["models"][model]
-        frames, height, _ = own["video"]
-        run = composed_run(own, own.get("model", model), steps=steps, forwards_per_step=each)
-        found.append((model, f"{MODELS[model]}, {frames} frames, {height}p, {steps} x {each}", each, run))
-    return found
-
-
 @published
 def videos_of_a_day() -> str:
     rows = []
-    for _, name, _, run in _runs():
-        seconds = {"compiled": run["dense_s"]["compiled"]}
-        seconds |= {profile: run["profiles"][profile]["seconds"] for profile in ("paper", "quality", "fast")}
-        cells = (f"{int(GPUS * DAY / s):,}; {-int(-WANTED * s // DAY)}" for s in seconds.values())
-        rows.append((name, *cells))
+    for _, name, _, run in recorded_runs():
+        profiles = (run["profiles"][profile]["seconds"] for profile in ("paper", "quality", "fast"))
+        cells = (
+            f"{int(GPUS * DAY / s):,}; {-int(-WANTED * s // DAY)}" for s in (run["dense_s"]["compiled"], *profiles)
+        )
+        rows.append((name.replace(" |", ","), *cells))
     return page_table("video, steps x forwards | dense, compiled | `paper` | `quality` | `fast`", rows)
 
 
@@ -68,27 +59,22 @@ def worth_of_even_ranks() -> str:
     plain = {row["model"]: row for row in whole_models_recorded() if not row["compiled"]}
     profiled = {row["model"]: row for row in last_profiles()}
     rows = []
-    for model, name, each, run in (found for found in _runs() if found[0] in profiled):
+    for model, name, each, run in (found for found in recorded_runs() if found[0] in profiled):
         one, two = plain[model], profiled[model]
         # what all pairs would take, from a step at two densities
         pairs = (one["reuse_s"] - two["plain_reuse_s"]) / (one["density"] - two["plain_density"])
-        for ranks in (4, 8):
-            heads = head_balance.HEADS[model]
+        heads, timed = head_balance.HEADS[model], measured_forwards()["models"][model]["profiles"]
+        for ranks, profile in itertools.product((4, 8), ("quality", "fast")):
             if heads % ranks or heads == ranks:
                 continue
-            for profile in ("quality", "fast"):
-                found, density = (
-                    run["profiles"][profile],
-                    measured_forwards()["models"][model]["profiles"][profile]["density"],
-                )
-                even, ratios = found["seconds"] / ranks, _evenness(profile, "all layers", heads, ranks)
-                ways = [even, even]  # heads in the model's order, by density
-                for phase, by_density in (("refresh", ratios.refresh), ("reuse", ratios.reuse)):
-                    attention = each * found["phases"].get(phase, 0) * pairs * density[phase] / ranks
-                    ways = [way + attention * (r - 1) for way, r in zip(ways, (ratios.plain, by_density), strict=True)]
-                gain = f"{ways[0] / ways[1] - 1:.1%}"
-                cells = (f"{found['seconds']:,.0f}", f"{even:.1f}", *(f"{way:.1f}" for way in ways), gain)
-                rows.append((name, str(ranks), f"`{profile}`", *cells))  # fmt: skip
+            found, density = run["profiles"][profile], timed[profile]["density"]
+            even, ratios = found["seconds"] / ranks, _evenness(profile, "all layers", heads, ranks)
+            ways = [even, even]  # heads in the model's order, by density
+            for phase, by_density in (("refresh", ratios.refresh), ("reuse", ratios.reuse)):
+                attention = each * found["phases"].get(phase, 0) * pairs * density[phase] / ranks
+                ways = [way + attention * (r - 1) for way, r in zip(ways, (ratios.plain, by_density), strict=True)]
+            cells = (f"{found['seconds']:,.0f}", *(f"{s:.1f}" for s in (even, *ways)), f"{ways[0] / ways[1] - 1:.1%}")
+            rows.append((name.replace(" |", ","), str(ranks), f"`{profile}`", *cells))
     return page_table(
         "video, steps x forwards | GPUs | profile | one GPU | evenly split | model's order | by density | gain", rows
     )
@@ -111,20 +97,14 @@ def gated() -> dict[str, Record]:
 
 @published
 def blocks_of_newer_models() -> str:
-    def row(found: Record) -> tuple[str, ...]:
-        paper, quality = found["paper"], found["quality"]
-        return (
-            NEWER[found["model"]], found["video"], f"{found['tokens']:,}", f"{found['block_dense_s']:.2f} s",
-            f"{found['block_own_dense_s']:.2f} s",
-            f"{paper['block_s']['reuse']:.2f} s, {paper['reuse_speedup']:.2f}x",
-            f"{quality['block_s']['reuse']:.2f} s, {quality['reuse_speedup']:.2f}x",
-            f"{paper['density']:.3f}, {quality['density']:.3f}",
-        )  # fmt: skip
-
-    return page_table(
-        "model | video | tokens | dense, stock | dense, our kernel | reuse, `paper` | reuse, `quality` | density",
-        [row(gated()[name]) for name in NEWER],
-    )
+    columns: Columns = {
+        "model": lambda found: NEWER[found["model"]], "video": "{video}", "tokens": "{tokens:,}",
+        "dense, stock": "{block_dense_s:.2f} s", "dense, our kernel": "{block_own_dense_s:.2f} s",
+        "reuse, `paper`": "{paper[block_s][reuse]:.2f} s, {paper[reuse_speedup]:.2f}x",
+        "reuse, `quality`": "{quality[block_s][reuse]:.2f} s, {quality[reuse_speedup]:.2f}x",
+        "density": "{paper[density]:.3f}, {quality[density]:.3f}",
+    }  # fmt: skip
+    return table_of(columns, (gated()[name] for name in NEWER))
 
 
 @published
@@ -132,16 +112,12 @@ def whole_minimax_h3() -> str:
     (found,) = lines("gpu_models.jsonl", "models whole")
     assert found["ok"]
     kinds = {"dense": "dense, stock", "refresh": "first plan", "reuse": "reuse"}
-    return page_table(
-        "one forward of MiniMax-H3 | seconds | of dense | peak memory",
-        [
-            (
-                f"{told}, {found['blocks']} of {found['released_blocks']} blocks", f"{found['seconds'][kind]:.1f} s",
-                f"{found['seconds'][kind] / found['seconds']['dense']:.2f}", f"{found['peak_gb'][kind]:.1f} GB",
-            )
-            for kind, told in kinds.items()
-        ],
-    )  # fmt: skip
+    rows = [
+        (f"{told}, {found['blocks']} of {found['released_blocks']} blocks", f"{found['seconds'][kind]:.1f} s",
+         f"{found['seconds'][kind] / found['seconds']['dense']:.2f}", f"{found['peak_gb'][kind]:.1f} GB")
+        for kind, told in kinds.items()
+    ]  # fmt: skip
+    return page_table("one forward of MiniMax-H3 | seconds | of dense | peak memory", rows)
 
 
 # docs/solids.md
@@ -149,18 +125,14 @@ def whole_minimax_h3() -> str:
 SOLIDS = "solids.jsonl"
 
 
-def _size(size: list[int]) -> str:
-    return "{} x {} x {}".format(*size)
-
-
 @published
 def solids_speed() -> str:
-    rows = []
-    for record in lines(SOLIDS, "solids speed"):
+    found, rows = lines(SOLIDS, "solids speed"), []
+    for record in found:
         where = record["environment"]
         machine = where["gpu"] if record["device"] == "cuda" else f"CPU, threads: {where['threads']}"
         rows.append((machine, *(f"{rate['clips_a_minute']:,.0f}" for rate in record["rates"])))
-    sizes = [_size(rate["size"]) for rate in lines(SOLIDS, "solids speed")[0]["rates"]]
+    sizes = ("{} x {} x {}".format(*rate["size"]) for rate in found[0]["rates"])
     return page_table(" | ".join(("machine", *sizes)), rows)
 
 

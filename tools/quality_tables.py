@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from parklab.experiments.catalogue import EXPERIMENTS
 from parklab.experiments.costs import compare_at_costs
 from parklab.experiments.evaluation import FLOOR
 from parklab.experiments.frontier import tabulate
+from parklab.experiments.methods_compared import is_method
 from parklab.experiments.results import CellRecords, on_curve, psnr_findings_at_density
-from parklab.experiments.tables import interval, page_table
+from parklab.experiments.tables import grouped, mean, page_table, within
 from parklab.store import Cell
 
 sys.path.insert(0, str(Path(__file__).parent))
 from call_tables import TIME_HEADS, time_columns
 from of_models import of_models
-from records import RESULTS, SIZES, Record, cells, frontier_lines, lab, published
+from records import RESULTS, SIZES, Columns, Record, cells, frontier_lines, lab, published, table_of
 
 PROFILES = ("paper", "quality", "fast")
 RIVALS = ("svg2", "svg-ear", "sparsepr", "sol")
@@ -35,87 +37,71 @@ COST_DENSITIES = (0.1, 0.2, 0.25, 0.35, 0.5)  # of the H200's runs at equal cost
 SAME_SCHEDULE = {"dense_layers": [0], "dense_steps": 10}  # of the runs in gpu_75600_same_schedule
 COSTS_ARE_ONE = 1e-3
 NEAR = 0.03  # of all-dense: as in park reproduce matched_costs
-MATCHED_HEADS = (
-    "density asked | method | density | videos | attention computed | PSNR | worst video | SSIM | error | recall"
-)
+QUALITY_HEADS = "videos | attention computed | PSNR | worst video | SSIM | error | recall"
+MATCHED_HEADS = f"density asked | method | density | {QUALITY_HEADS}"
 TIMED_AS = {FLOOR: "dense"}  # rows of a table: the method that was timed
+
+
+Place = Callable[[Record], Any]  # of a cell's request; None: it has no place in the table
 
 
 @published
 @of_models(heads=2)
 def own_settings_on_h200() -> str:
     """Every method at its authors' settings, and PARK's profiles, on all prompts that each was run on."""
-    found: dict[tuple[float, str], list[Record]] = {}
-    for cell in _all_cells("gpu_75600"):
-        asked = cell["request"]
-        if asked["density"] is None and not asked["changes"]:
-            found.setdefault((asked["guidance"], asked["method"]), []).append(cell["row"])
+
+    def own(asked: Record) -> Any:
+        return (asked["guidance"], asked["method"]) if asked["density"] is None and not asked["changes"] else None
+
+    found = _rows_by(own, _all_cells("gpu_75600"))
     for scale in (1.0, 5.0):
         for name, runs in profile_rows("gpu_75600", scale).items():
             if name != "paper" and runs:  # paper is park at its own settings
                 found[scale, f"PARK, {name}"] = list(runs.values())
-    cost = {place: statistics.fmean(row["cost"] for row in rows) for place, rows in found.items()}
-    return page_table(
-        f"guidance | method | videos | attention computed | PSNR | worst video | SSIM | error | recall | {TIME_HEADS}",
-        (
-            (
-                f"{scale:g}",
-                name,
-                *_quality(found[scale, name]),
-                *time_columns("gpu_75600", TIMED_AS.get(name, name), None),
-            )
-            for scale, name in sorted(found, key=lambda place: (place[0], cost[place]))
-        ),
-    )
+    rows = [
+        (f"{scale:g}", name, *_quality(rows), *time_columns("gpu_75600", TIMED_AS.get(name, name), None))
+        for (scale, name), rows in sorted(found.items(), key=lambda item: (item[0][0], mean(item[1], "cost")))
+    ]
+    return page_table(f"guidance | method | {QUALITY_HEADS} | {TIME_HEADS}", rows)
 
 
 @published
 @of_models(heads=3)
 def matched_on_h200() -> str:
     """Every method at a density that is asked for, at each guidance; which it cannot have are left out."""
-    found = _by_density("gpu_75600")
-    return page_table(
-        f"guidance | {MATCHED_HEADS} | {TIME_HEADS}",
-        (
-            (f"{scale:g}", *_matched(density, name, rows), *time_columns("gpu_75600", name, density))
-            for (scale, density, name), rows in found.items()
-        ),
-    )
+    rows = [
+        (f"{scale:g}", *_matched(density, name, rows), *time_columns("gpu_75600", name, density))
+        for (scale, density, name), rows in _by_density("gpu_75600").items()
+    ]
+    return page_table(f"guidance | {MATCHED_HEADS} | {TIME_HEADS}", rows)
 
 
 @published
 @of_models(heads=2)
 def same_schedule_on_h200() -> str:
     """As above, with one schedule for every method, and how far PARK is above it on the same prompts."""
-    found = _by_density("gpu_75600_same_schedule")
     margins = _park_above("gpu_75600_same_schedule", SAME_SCHEDULE)
-    return page_table(
-        f"{MATCHED_HEADS} | PARK above it",
-        (
-            (*_matched(density, name, rows), margins.get((density, name), ""))
-            for (_, density, name), rows in found.items()
-        ),
-    )
+    rows = [
+        (*_matched(density, name, rows), margins.get((density, name), ""))
+        for (_, density, name), rows in _by_density("gpu_75600_same_schedule").items()
+    ]
+    return page_table(f"{MATCHED_HEADS} | PARK above it", rows)
 
 
 def _by_density(folder: str) -> dict[tuple[float, float, str], list[Record]]:
     """Rows by guidance, density and method, in the order of a table."""
-    found: dict[tuple[float, float, str], list[Record]] = {}
-    for cell in _all_cells(folder):
-        asked = cell["request"]
-        if asked["density"] in H200_DENSITIES.get(asked["guidance"], ()) and "profile" not in asked:
-            found.setdefault((asked["guidance"], asked["density"], asked["method"]), []).append(cell["row"])
+
+    def at(asked: Record) -> Any:
+        matched = asked["density"] in H200_DENSITIES.get(asked["guidance"], ()) and "profile" not in asked
+        return (asked["guidance"], asked["density"], asked["method"]) if matched else None
+
     order = list(METHODS)
+    found = _rows_by(at, _all_cells(folder))
     return dict(sorted(found.items(), key=lambda item: (*item[0][:2], order.index(item[0][2]))))
 
 
 def _matched(density: float, name: str, rows: Sequence[Record]) -> tuple[str, ...]:
-    reached = statistics.fmean(row["density"] for row in rows)
-    return f"{density:g}", name, f"{reached:.3f}", *_quality(rows)
-
-
-def _made_at(name: str, density: float, request: Record) -> bool:
-    return (request["method"], request["density"]) == (name, density)
+    return f"{density:g}", name, f"{mean(rows, 'density'):.3f}", *_quality(rows)
 
 
 def _park_above(folder: str, changes: Record) -> dict[tuple[float, str], str]:
@@ -127,11 +113,7 @@ def _park_above(folder: str, changes: Record) -> dict[tuple[float, str], str]:
     gathered, found = CellRecords(ours, records, {}), {}
     for density, name in [(density, name) for _, density, name in _by_density(folder) if name != "park"]:
         (finding,) = psnr_findings_at_density(
-            gathered,
-            name,
-            lambda request: request["method"] == "park",
-            functools.partial(_made_at, name, density),
-            near=MATCHED,
+            gathered, name, is_method("park"), is_method(name, density=density), near=MATCHED
         )
         if finding.margin is not None and finding.spread is not None:
             found[density, name] = f"{finding.margin:+.1f} ± {finding.spread:.1f} dB"
@@ -157,35 +139,26 @@ def schedules_on_h200() -> str:
 
 def _changed(heads: str, settings: tuple[str, ...]) -> str:
     """Runs of PARK that differ in these settings."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for cell in _all_cells("gpu_75600"):
-        changes = cell["request"]["changes"]
-        if set(changes) == set(settings):
-            place = tuple(
-                tuple(value) if isinstance(value, list) else value for value in (changes[name] for name in settings)
-            )
-            found.setdefault(place, []).append(cell["row"])
-    shown = {
-        place: [", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in place]
-        for place in found
-    }
-    return page_table(
-        f"{heads} | videos | attention computed | PSNR | worst video | SSIM | error | recall",
-        (
-            (*shown[place], *_quality(found[place]))
-            for place in sorted(found, key=lambda place: (str(place).count(","), place))
-        ),
-    )
+
+    def values(asked: Record) -> Any:
+        found = [asked["changes"].get(name) for name in settings]
+        alone = set(asked["changes"]) == set(settings)
+        return tuple(tuple(value) if isinstance(value, list) else value for value in found) if alone else None
+
+    found = _rows_by(values, _all_cells("gpu_75600"))
+    rows = [
+        (*(", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in place), *_quality(rows))
+        for place, rows in sorted(found.items(), key=lambda item: (str(item[0]).count(","), item[0]))
+    ]
+    return page_table(f"{heads} | {QUALITY_HEADS}", rows)
 
 
 def _quality(rows: Sequence[Record]) -> tuple[str, ...]:
     psnr = [row["psnr"] for row in rows]
-    half, mean = interval(psnr), f"{statistics.fmean(psnr):.1f}"
     more = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("ssim", "error", "recall")}
     return (
-        str(len(rows)), f"{statistics.fmean(row['cost'] for row in rows):.1%}",
-        f"{mean} dB" if half is None else f"{mean} ± {half:.1f} dB", f"{min(psnr):.1f} dB",
-        *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
+        str(len(rows)), f"{mean(rows, 'cost'):.1%}", f"{statistics.fmean(psnr):.1f}{within(psnr, 1)} dB",
+        f"{min(psnr):.1f} dB", *(f"{statistics.fmean(values):.4f}" if values else "" for values in more.values()),
     )  # fmt: skip
 
 
@@ -197,16 +170,13 @@ def profiles_above_methods() -> str:
     """
     rows, names = [], (*RIVALS, *dict.fromkeys(name for folder in TOKENS for name in relatives_in(folder)))
     for folder, tokens in TOKENS.items():
-        curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for cell in _cells(folder):
-            place = cell["request"]["method"], cell["request"]["prompt"]
-            curves.setdefault(place, []).append((cell["row"]["cost"], cell["row"]["psnr"]))
+        found = _rows_by(lambda asked: (asked["method"], asked["prompt"]), _cells(folder))
+        curves = {place: [(row["cost"], row["psnr"]) for row in rows] for place, rows in found.items()}
         for setting, runs in profiles_beside_methods(folder, {prompt for _, prompt in curves}).items():
             if setting != "paper" and runs:
-                cost = statistics.fmean(row["cost"] for row in runs.values())
                 run_on = (all((name, prompt) in curves for prompt in runs) for name in names)
                 margins = [_margin(runs, curves, name) if was else "" for name, was in zip(names, run_on, strict=True)]
-                rows.append((tokens, setting, str(len(runs)), f"{cost:.1%}", *margins))
+                rows.append((tokens, setting, str(len(runs)), f"{mean(runs.values(), 'cost'):.1%}", *margins))
     above = " | ".join(f"above {name}" for name in names)
     return page_table(f"tokens | profile | videos | attention computed | {above}", rows)
 
@@ -215,23 +185,17 @@ def profiles_above_methods() -> str:
 @of_models(heads=3)
 def short_runs_at_equal_cost() -> str:
     """Profiles in runs of few steps beside the paper's settings with a top_p that costs about as much."""
-    equal = [
-        row for row in tabulate(frontier_lines(RESULTS / "frontier_equal_cost.jsonl")) if row["size"] == "81x400x576"
-    ]
-    own = [
+    found = [
         row
-        for row in tabulate(frontier_lines(RESULTS / "frontier.jsonl"))
-        if row["size"] == "81x400x576" and row["steps"] < 50
+        for name in ("frontier_equal_cost", "frontier")
+        for row in tabulate(frontier_lines(RESULTS / f"{name}.jsonl"))
     ]
-    rows = sorted([*equal, *own], key=lambda row: (-row["steps"], row["guidance"], row["cost"]))
-    return page_table(
-        "steps | guidance | setting | videos | attention computed | PSNR | worst video",
-        (
-            (str(row["steps"]), f"{row['guidance']:g}", row["setting"], str(row["runs"]), f"{row['cost']:.1%}",
-             f"{row['psnr']:.1f} dB", f"{row['worst_psnr']:.1f} dB")
-            for row in rows
-        ),
-    )  # fmt: skip
+    rows = [row for row in found if row["size"] == "81x400x576" and row["steps"] < 50]
+    columns: Columns = {
+        "steps": "{steps}", "guidance": "{guidance:g}", "setting": "{setting}", "videos": "{runs}",
+        "attention computed": "{cost:.1%}", "PSNR": "{psnr:.1f} dB", "worst video": "{worst_psnr:.1f} dB",
+    }  # fmt: skip
+    return table_of(columns, sorted(rows, key=lambda row: (-row["steps"], row["guidance"], row["cost"])))
 
 
 @published
@@ -240,15 +204,15 @@ def matched_2k() -> str:
     """PSNR at equal density of the sparse steps, means over the prompts;
     empty where a method cannot have the density.
     """
-    found: dict[tuple[str, float, float], list[float]] = {}
-    for cell in _all_cells("matched_2k"):
-        asked = cell["request"]
-        if asked["density"] in DENSITIES and "profile" not in asked:
-            found.setdefault((asked["method"], asked["guidance"], asked["density"]), []).append(cell["row"]["psnr"])
-    scales = sorted({scale for _, scale, _ in found})
-    columns = [(scale, density) for scale in scales for density in DENSITIES]
+
+    def at(asked: Record) -> Any:
+        matched = asked["density"] in DENSITIES and "profile" not in asked
+        return (asked["method"], asked["guidance"], asked["density"]) if matched else None
+
+    found = _rows_by(at, _all_cells("matched_2k"))
+    columns = list(itertools.product(sorted({scale for _, scale, _ in found}), DENSITIES))
     rows = [
-        (name, *(f"{statistics.fmean(found[name, *at]):.1f}" if (name, *at) in found else "" for at in columns))
+        (name, *(f"{mean(found[name, *at], 'psnr'):.1f}" if (name, *at) in found else "" for at in columns))
         for name in METHODS if any(which == name for which, _, _ in found)
     ]  # fmt: skip
     head = [
@@ -283,15 +247,14 @@ def _costs(folder: str, **asked: Any) -> str:
         if finding.margin is not None:
             spread = "" if finding.spread is None else f" ± {finding.spread:.1f}"
             rows.setdefault((scale or 0.0, cost), {}).setdefault(profile, {})[method] = f"{finding.margin:+.1f}{spread}"
-    computed: dict[tuple[float, str], list[tuple[float, float]]] = {}  # by guidance and profile: asked for, computed
-    for cell in wanted:
-        if "profile" in cell.request and cell.name in records:
-            at = cell.request["guidance"] or 0.0, cell.request["profile"]
-            computed.setdefault(at, []).append((drawn.cost(cell.request), records[cell.name]["row"]["cost"]))
+    made = [cell for cell in wanted if "profile" in cell.request and cell.name in records]
 
     def own(scale: float, profile: str, cost: float) -> str:
-        found = [real for asked_for, real in computed[scale, profile] if abs(asked_for - cost) < COSTS_ARE_ONE]
-        return f"{statistics.fmean(found):.3f}"
+        there = [
+            cell for cell in made if (cell.request["guidance"] or 0.0, cell.request["profile"]) == (scale, profile)
+        ]
+        near = [cell for cell in there if abs(drawn.cost(cell.request) - cost) < COSTS_ARE_ONE]
+        return f"{mean((records[cell.name]['row'] for cell in near), 'cost'):.3f}"
 
     names = ("paper", *RIVALS, *relatives)
     lines = []
@@ -314,16 +277,13 @@ def _margin(runs: dict[str, Record], curves: dict[tuple[str, str], list[tuple[fl
         if (y := on_curve(curves[name, prompt], row["cost"], NEAR)) is not None
     ]
     if 2 * len(ahead) >= len(runs):
-        return f"{statistics.fmean(ahead):+.1f} ± {interval(ahead):.1f} dB"
-    cheapest = [min(curves[name, prompt]) for prompt in runs]
+        return f"{statistics.fmean(ahead):+.1f}{within(ahead, 1)} dB"
+    cheapest, dearest = ([end(curves[name, prompt]) for prompt in runs] for end in (min, max))
     if any(cost < row["cost"] for (cost, _), row in zip(cheapest, runs.values(), strict=True)):
-        return (
-            f"not between its runs, {min(cheapest)[0]:.1%} to "
-            f"{max(max(curves[name, prompt]) for prompt in runs)[0]:.1%}"
-        )
+        return f"not between its runs, {min(cheapest)[0]:.1%} to {max(dearest)[0]:.1%}"
     apart = [row["psnr"] - psnr for row, (_, psnr) in zip(runs.values(), cheapest, strict=True)]
     at = statistics.fmean(cost for cost, _ in cheapest)
-    return f"{statistics.fmean(apart):+.1f} ± {interval(apart):.1f} dB, its cheapest run computes {at:.1%}"
+    return f"{statistics.fmean(apart):+.1f}{within(apart, 1)} dB, its cheapest run computes {at:.1%}"
 
 
 def relatives_in(folder: str) -> tuple[str, ...]:
@@ -335,6 +295,12 @@ def relatives_in(folder: str) -> tuple[str, ...]:
 
 def _all_cells(folder: str) -> list[Record]:
     return list(cells(folder, "quality").values())
+
+
+def _rows_by(place: Place, chosen: Iterable[Record]) -> dict[Any, list[Record]]:
+    """Rows of cells by the place of their request."""
+    found = grouped(chosen, lambda cell: place(cell["request"]))
+    return {at: [cell["row"] for cell in group] for at, group in found.items() if at is not None}
 
 
 def _cells(folder: str) -> list[Record]:
@@ -352,11 +318,8 @@ def _cells(folder: str) -> list[Record]:
 
 def method_rows(folder: str, prompts: set[str]) -> dict[tuple[str, float], list[Record]]:
     """By method and the density that was asked for, 0 where it is the method's own."""
-    groups: dict[tuple[str, float], list[Record]] = {}
-    for cell in _cells(folder):
-        if cell["request"]["prompt"] in prompts:
-            groups.setdefault((cell["request"]["method"], cell["request"]["density"] or 0.0), []).append(cell["row"])
-    return groups
+    chosen = (cell for cell in _cells(folder) if cell["request"]["prompt"] in prompts)
+    return _rows_by(lambda asked: (asked["method"], asked["density"] or 0.0), chosen)
 
 
 def profile_curves(folder: str) -> tuple[dict[tuple[str, float], list[Record]], set[str]]:
@@ -367,10 +330,8 @@ def profile_curves(folder: str) -> tuple[dict[tuple[str, float], list[Record]], 
     budgets = {(cell["request"]["profile"], cell["request"]["density"]) for cell in found}
     count = Counter(cell["request"]["prompt"] for cell in found)
     prompts = {prompt for prompt, runs in count.items() if runs == len(budgets)}
-    groups: dict[tuple[str, float], list[Record]] = {}
-    for cell in found:
-        if cell["request"]["prompt"] in prompts:
-            groups.setdefault((cell["request"]["profile"], cell["request"]["density"]), []).append(cell["row"])
+    chosen = (cell for cell in found if cell["request"]["prompt"] in prompts)
+    groups = _rows_by(lambda asked: (asked["profile"], asked["density"]), chosen)
     return groups, prompts or {cell["request"]["prompt"] for cell in _cells(folder)}
 
 

@@ -10,22 +10,20 @@ average.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from records import argument_reader, write_rows
+
 from parkattn.methods import make_method
 from parkattn.planned import PlannedMethod, make_plan
 from parklab.experiments.captures import CapturedCall, read_captures
-from parklab.files import write_atomically
 from parklab.metrics.budget import density_of_sparse_calls, solve_budget
-from parklab.record import environment
 from parklab.research import studied_entry
 from parklab.studio.observe import sampled_recall
 
-RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/recall_by_rule.json"
 DENSITIES = (0.1, 0.25)
 ROWS = 256  # queries per head on which recall is measured
 COARSE, FINE = (128, 512), (300, 1000)  # blocks of PARK and of SVG2
@@ -61,7 +59,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_reader(__doc__)
     parser.add_argument("calls", type=Path, help="file of park capture")
     calls, about = read_captures(parser.parse_args().calls)
     rows = []
@@ -69,8 +67,7 @@ def main() -> None:
         for setting in SETTINGS:
             rows.append(measure(calls, *setting, density))
             print(json.dumps(rows[-1]), flush=True)
-    facts = {"rows": rows, "about": about, "calls": [call.name for call in calls], "environment": environment()}
-    write_atomically(RESULT, json.dumps(facts, indent=1).encode())
+    write_rows("recall_by_rule", rows, about=about, calls=[call.name for call in calls])
 
 
 if __name__ == "__main__":

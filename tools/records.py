@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from parklab.experiments.campaign import read_campaign
 from parklab.experiments.evaluation import FORMATS
 from parklab.experiments.reproduce import evaluation_for
 from parklab.experiments.runner import Lab
+from parklab.experiments.tables import page_table
+from parklab.files import write_atomically
+from parklab.record import environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 H200 = {"device": "cuda", "steps": 50, "fuse": True}
@@ -22,6 +26,7 @@ H200 = {"device": "cuda", "steps": 50, "fuse": True}
 SIZES = {"gpu_75600": (81, 400, 576), "gpu_75600_same_schedule": (81, 400, 576), "gpu_7168": (29, 224, 256)}
 
 Record = dict[str, Any]
+Columns = Mapping[str, str | Callable[[Any], str]]
 TABLES: dict[str, Callable[[], str]] = {}  # by the name that a page has in its marker
 
 
@@ -30,11 +35,37 @@ def published(table: Callable[[], str]) -> Callable[[], str]:
     return table
 
 
+def table_of(columns: Columns, rows: Iterable[Any], form: Callable[..., str] = page_table) -> str:
+    """A column is a format of a record's fields, or a function of a row."""
+    shown = (
+        [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()] for row in rows
+    )
+    return form(" | ".join(columns), shown)
+
+
 def lines(name: str, benchmark: str | None = None) -> list[Record]:
     """Of a file of JSON lines, those of a benchmark, and of the model that is read."""
     found = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
     chosen = [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
     return [record for record in chosen if is_read(record)]
+
+
+def argument_reader(doc: str | None) -> argparse.ArgumentParser:
+    """Of a tool, whose help is its docstring as it stands."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def write_rows(name: str, rows: list[Record], **more: Any) -> None:
+    """A file of rows, with where they were measured."""
+    facts = {"rows": rows, **more}
+    facts.setdefault("environment", environment())
+    write_atomically(RESULTS / f"{name}.json", json.dumps(facts, indent=1).encode())
+
+
+def table_rows(name: str) -> list[Record]:
+    """Of a file of rows, which a tool wrote whole."""
+    found: list[Record] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return found
 
 
 def frontier_lines(path: Path) -> list[Record]:

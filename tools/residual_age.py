@@ -8,13 +8,13 @@ is the relative error of the output, root mean square over the layers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from records import argument_reader
 from torch import Tensor
 
 from parkattn.anchors import anchor_steps, log_signal_to_noise
@@ -31,13 +31,9 @@ from parklab.studio import checkpoints
 from parklab.studio.request import Request, fit_to_pipeline, prepare
 
 ASKED: dict[str, Any] = {
-    "prompt": "a blue cross moves down over purple bricks",
-    "steps": 50,
-    "frames": 17,
-    "height": 128,
-    "width": 192,
+    "prompt": "a blue cross moves down over purple bricks", "steps": 50, "frames": 17, "height": 128, "width": 192,
     "guidance": 1.0,
-}
+}  # fmt: skip
 LAYERS, RANK, REACH = (1, 3, 5), 12, 12  # REACH: steps after an anchor that are measured
 TOP_P = ResearchConfig.PROFILES["fast"]["top_p"]
 Errors = dict[tuple[int, int], float]
@@ -129,7 +125,7 @@ def spreads(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_reader(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     path = parser.parse_args().out
     if not path.exists():

@@ -12,13 +12,13 @@ bf16.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from records import argument_reader, write_rows
 from torch import Tensor
 
 from parkattn.methods import make_method
@@ -29,10 +29,7 @@ from parkattn.settings import KEY_GRANULE
 from parkattn.site import CallSite
 from parklab.bench.problems import Shape, mixture
 from parklab.experiments.captures import read_captures
-from parklab.files import write_atomically
-from parklab.record import environment
 
-RESULT = Path(__file__).resolve().parents[1] / "benchmarks/results/rounding.json"
 DENSITIES, ONE_DENSITY = (1.0, 0.25, 0.10), (0.25,)
 LARGER, ONE_KEY = (4, 16), 7  # times as large as it was, and which key of each head
 ROWS = 64  # queries per head whose output is compared
@@ -255,7 +252,7 @@ def problems(calls: Path) -> Iterator[tuple[str, tuple[float, ...], list[tuple[T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_reader(__doc__)
     parser.add_argument("calls", type=Path, help="file of park capture --values")
     table = []
     for problem, densities, tensors in problems(parser.parse_args().calls):
@@ -271,7 +268,7 @@ def main() -> None:
                 row = {"problem": problem, "density": density, "scheme": scheme, "error": (square / whole) ** 0.5}
                 table.append(row | {"ratio": (square / wrong["bf16"]) ** 0.5})
                 print(json.dumps(table[-1]), flush=True)
-    write_atomically(RESULT, json.dumps({"rows": table, "environment": environment()}, indent=1).encode())
+    write_rows("rounding", table)
 
 
 if __name__ == "__main__":

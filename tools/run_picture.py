@@ -10,12 +10,21 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from page_svg import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, Axes, Picture
-from records import RESULTS, SIZES, Record, cells, frontier_lines
+from records import RESULTS, SIZES, cells, frontier_lines
 
 from parkattn.park import ParkConfig
 from parklab.bench.frontier import Setting
-from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.run_frontier import CACHES, DENSE_FORECAST, FEWER, METHODS_ALONE, MODELS, TITLES, Run, runs_of
+from parklab.experiments.run_frontier import (
+    CACHES,
+    DENSE_FORECAST,
+    FEWER,
+    METHODS_ALONE,
+    MODELS,
+    TITLES,
+    Run,
+    is_as_authors_set_it,
+    runs_of,
+)
 
 # a later line replaces an earlier one
 LINES, CAMPAIGN = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl"), "gpu_75600"
@@ -70,19 +79,8 @@ def draw_caches() -> Picture:
 
 def recorded_runs() -> list[Run]:
     lines = [line for name in LINES if (RESULTS / name).exists() for line in frontier_lines(RESULTS / name)]
-    return list(runs_of(lines, _own_settings()))
-
-
-def _own_settings() -> list[tuple[Record, Record]]:
     found = [(record["request"], record["row"]) for record in cells(CAMPAIGN, "quality").values()]
-    return [
-        (asked, row)
-        for asked, row in found
-        if asked["density"] is None
-        and not asked["changes"]
-        and "profile" not in asked
-        and asked["method"] not in FLOORS
-    ]
+    return list(runs_of(lines, [each for each in found if is_as_authors_set_it(each[0])]))
 
 
 def _profiles() -> list[str]:

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import records
 from of_models import of_models
-from records import RESULTS, Record, frontier_lines, published
+from records import RESULTS, Columns, Record, frontier_lines, published, table_of
 
 from parkattn.park import ParkConfig
 from parklab.bench.frontier import DENSE, Setting
-from parklab.experiments.run_frontier import DRAWN, TITLES, Run, runs_of
-from parklab.experiments.tables import interval, page_table
+from parklab.experiments.run_frontier import DRAWN, TITLES, runs_of
+from parklab.experiments.tables import mean, page_table, within
 
 FILES = {"run_75600.jsonl": "75,600", "run_7168.jsonl": "7,168", "run_1920.jsonl": "1,920"}  # tokens
 FEW = "few_steps.jsonl"
@@ -43,33 +43,39 @@ def by_setting(lines: list[Record]) -> dict[tuple[int, float, str], Videos]:
     return dict(sorted(found.items(), key=lambda item: (-item[0][0], item[0][1])))
 
 
-def profile_rows() -> Iterator[tuple[str, ...]]:
-    for tokens, lines in recorded().items():
-        found = by_setting(lines)
-        for (steps, guidance, name), videos in found.items():
-            asked = Setting.parse(name)
-            every = found.get((steps, guidance, name.partition(" tolerance=")[0]))
-            if asked.method == DENSE or "tolerance" not in asked.changes or every is None:
-                continue
-            lost = [every[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in every]
-            kept = [row["psnr"] for row in videos.values()]
-            lowest = [min(row["psnr"] for row in each.values()) for each in (every, videos)]
-            yield (
-                tokens, str(steps), f"{guidance:g}", f"`{name}`", str(len(kept)), _share(videos.values()),
-                f"{statistics.fmean(kept):.1f}", f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
-                f"{lowest[0]:.1f}, {lowest[1]:.1f}",
-            )  # fmt: skip
+def _beside(field: str, lines: list[Record]) -> Iterator[tuple[Any, Setting, Videos, Videos]]:
+    """Place, setting and videos of each profile with a field, and the videos of the same without it."""
+    found = by_setting(lines)
+    for (steps, guidance, name), videos in found.items():
+        asked, plain = Setting.parse(name), found.get((steps, guidance, name.partition(f" {field}=")[0]))
+        if asked.method != DENSE and field in asked.changes and plain is not None:
+            yield (str(steps), f"{guidance:g}"), asked, videos, plain
+
+
+def _lost(videos: Videos, plain: Videos) -> tuple[str, str]:
+    """The mean and the most that a video loses, in dB."""
+    lost = [plain[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in plain]
+    return f"{statistics.fmean(lost):+.2f}{within(lost)}", f"{max(lost):+.2f}"
+
+
+def _psnr(videos: Videos) -> list[float]:
+    return [row["psnr"] for row in videos.values()]
 
 
 @published
 @of_models(heads=4)
 def forecast_profiles() -> str:
     """What forecasts lose against the same profile with every forward, on the same videos."""
+    rows = [
+        (tokens, *place, f"`{asked.label}`", str(len(videos)), _share(videos), f"{mean(videos.values(), 'psnr'):.1f}",
+         *_lost(videos, plain), f"{min(_psnr(plain)):.1f}, {min(_psnr(videos)):.1f}")
+        for tokens, lines in recorded().items()
+        for place, asked, videos, plain in _beside("tolerance", lines)
+    ]  # fmt: skip
     heads = (
         "tokens | steps | guidance | setting | videos | forwards computed | PSNR | lost, dB | most lost by a video, dB "
         "| worst video, without and with"
     )
-    rows = list(profile_rows())
     return page_table(heads, rows) if rows else NOT_RUN
 
 
@@ -87,41 +93,30 @@ def forecast_rules() -> str:
         for (steps, guidance, name), videos in settings.items():
             if steps == 50 and re.fullmatch(r"(quality|fast) tolerance=[\d.]+", name):
                 found[tokens, guidance, name, "as it is"] = videos
-    rows = []
-    for (tokens, guidance, name, rule), videos in sorted(
-        found.items(), key=lambda item: (*item[0][:2], item[0][2].split()[0], _computed(item[1]))
-    ):
-        whole = every[tokens][50, guidance, name.split()[0]]
-        lost = [whole[place]["psnr"] - row["psnr"] for place, row in videos.items()]
-        loss = f"{statistics.fmean(lost):+.2f}{_within(lost)}"
-        rows.append((tokens, f"{guidance:g}", f"`{name}`", rule, _share(videos.values()), loss, f"{max(lost):+.2f}"))
+    order = sorted(
+        found.items(),
+        key=lambda item: (*item[0][:2], item[0][2].split()[0], mean(item[1].values(), "share_computed")),
+    )
+    rows = [
+        (tokens, f"{guidance:g}", f"`{name}`", rule, _share(videos),
+         *_lost(videos, every[tokens][50, guidance, name.split()[0]]))
+        for (tokens, guidance, name, rule), videos in order
+    ]  # fmt: skip
     return page_table(
         "tokens | guidance | setting | rule | forwards computed | lost, dB | most lost by a video, dB", rows
     )
-
-
-def _computed(videos: Videos) -> float:
-    return statistics.fmean(row["share_computed"] for row in videos.values())
 
 
 @published
 @of_models(heads=3, ranked=("PSNR in INT8",))
 def int8_videos() -> str:
     """Profiles whose attention is computed in INT8 beside the same ones in the model's dtype, on the same videos."""
-    rows = []
-    for tokens, lines in recorded().items():
-        found = by_setting(lines)
-        for (steps, guidance, name), videos in found.items():
-            asked = Setting.parse(name)
-            same = found.get((steps, guidance, asked.config or ""))
-            if list(asked.changes.items()) != [("precision", "int8")] or same is None:
-                continue
-            lost = [same[place]["psnr"] - row["psnr"] for place, row in videos.items() if place in same]
-            kept = [row["psnr"] for row in videos.values()]
-            rows.append((
-                tokens, f"{guidance:g}", str(asked.config), str(len(kept)), f"{statistics.fmean(kept):.1f}",
-                f"{statistics.fmean(lost):+.2f}{_within(lost)}", f"{max(lost):+.2f}",
-            ))  # fmt: skip
+    rows = [
+        (tokens, place[1], str(asked.config), str(len(videos)), f"{mean(videos.values(), 'psnr'):.1f}",
+         *_lost(videos, plain))
+        for tokens, lines in recorded().items()
+        for place, asked, videos, plain in _beside("precision", lines) if asked.changes == {"precision": "int8"}
+    ]  # fmt: skip
     heads = "tokens | guidance | profile | videos | PSNR in INT8 | lost, dB | most lost by a video, dB"
     return page_table(heads, rows) if rows else NOT_RUN
 
@@ -134,14 +129,14 @@ def few_steps() -> str:
     rows = []
     for steps, guidance in sorted({place[:2] for place in found}):
         here = {name: videos for (*place, name), videos in found.items() if tuple(place) == (steps, guidance)}
-        for name in sorted(here.keys() - {DENSE}, key=lambda name: _cost(here[name])):
-            videos, paper = here[name], here.get("paper", {})
-            kept = [row["psnr"] for row in videos.values()]
+        paper = here.get("paper", {})
+        for name in sorted(here.keys() - {DENSE}, key=lambda name: mean(here[name].values(), "cost")):
+            videos, kept = here[name], _psnr(here[name])
             above = [row["psnr"] - paper[place]["psnr"] for place, row in videos.items() if place in paper]
             rows.append((
-                str(steps), f"`{name}`", str(len(kept)), f"{_cost(videos):.1%}",
-                f"{statistics.fmean(kept):.1f}{_within(kept)}", f"{min(kept):.1f}",
-                f"{statistics.fmean(above):+.1f}{_within(above)}" if above and name != "paper" else "",
+                str(steps), f"`{name}`", str(len(kept)), f"{mean(videos.values(), 'cost'):.1%}",
+                f"{statistics.fmean(kept):.1f}{within(kept)}", f"{min(kept):.1f}",
+                f"{statistics.fmean(above):+.1f}{within(above)}" if above and name != "paper" else "",
             ))  # fmt: skip
     heads = "steps | profile | videos | attention computed | PSNR | worst video | above `paper`, dB"
     return page_table(heads, rows) if rows else NOT_RUN
@@ -182,7 +177,7 @@ def run_seconds() -> str:
             psnr, share = run.psnr, run.mean("share_computed")
             rows.append((
                 TITLES[run.model], tokens, f"`{name}`{', ' * bool(linears_or_precision)}{linears_or_precision}",
-                f"{statistics.fmean(psnr):.1f}{_within(psnr)}" if psnr else "", "" if share is None else f"{share:.2f}",
+                f"{statistics.fmean(psnr):.1f}{within(psnr)}" if psnr else "", "" if share is None else f"{share:.2f}",
                 f"{run.seconds:,.0f} s", *(f"{run.dense[way] / run.seconds:.2f}x" for way in ("stock", "compiled")),
                 run.how,
             ))  # fmt: skip
@@ -199,21 +194,18 @@ def whole_runs() -> str:
     """Runs of which every step was made, beside what their forwards, timed one by one, add up to."""
     names = ("e2e_profile.jsonl", "e2e_forecast.jsonl")
     found = [line for name in names if (RESULTS / name).exists() for line in records.lines(name, "e2e profile run")]
-    rows = [
-        (f"{line['model']}, `{line['profile']}`", str(len(line["steps_by_phase"].get("forecast", ()))),
-         f"{line['density_sparse_steps']:.2f}", f"{line['denoise_s']:.1f} s", f"{line['composed_s']:.1f} s",
-         f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}")
-        for line in found if line["method"] == "park"
-    ]  # fmt: skip
-    return page_table("run of 50 steps | forecast | density | whole | composed | apart", rows) if rows else NOT_RUN
+    columns: Columns = {
+        "run of 50 steps": "{model}, `{profile}`",
+        "forecast": lambda line: str(len(line["steps_by_phase"].get("forecast", ()))),
+        "density": "{density_sparse_steps:.2f}", "whole": "{denoise_s:.1f} s", "composed": "{composed_s:.1f} s",
+        "apart": lambda line: f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}",
+    }  # fmt: skip
+    rows = [line for line in found if line["method"] == "park"]
+    return table_of(columns, rows) if rows else NOT_RUN
 
 
 def _of_profile(family: str) -> bool:
     return family.partition(",")[0] in ParkConfig.long_run_profiles()
-
-
-def _cost(videos: Videos) -> float:
-    return statistics.fmean(row["cost"] for row in videos.values())
 
 
 @published
@@ -222,28 +214,23 @@ def forecast_caches() -> str:
     """Dense attention with forecasts, with step caches of others and in fewer steps, by the forwards computed."""
     rows = []
     for tokens, lines in recorded().items():
-        for guidance in sorted({line["guidance"] for line in lines}):
-            steps = max(line["steps"] for line in lines)
-            runs = [
-                Run("", (0, 0, 0, steps), name, "", videos)
-                for (in_steps, scale, name), videos in by_setting(lines).items()
-                if (in_steps, scale) == (steps, guidance) and name.startswith(f"{DENSE} ")
-            ]
-            rows += [
-                (tokens, f"{guidance:g}", f"`{run.name}`", str(len(run.psnr)), _share(run.videos.values()),
-                 f"{run.mean('cost'):.2f}", f"{statistics.fmean(run.psnr):.1f}{_within(run.psnr)}",
-                 f"{min(run.psnr):.1f}")
-                for run in sorted(runs, key=lambda run: -(run.mean("share_computed") or 0))
-            ]  # fmt: skip
+        most = max((line["steps"] for line in lines), default=0)
+        runs = [
+            (guidance, name, videos)
+            for (steps, guidance, name), videos in by_setting(lines).items()
+            if steps == most and name.startswith(f"{DENSE} ")
+        ]
+        for guidance, name, videos in sorted(runs, key=lambda run: (run[0], -mean(run[2].values(), "share_computed"))):
+            psnr, cost = _psnr(videos), mean(videos.values(), "cost")
+            rows.append((
+                tokens, f"{guidance:g}", f"`{name}`", str(len(psnr)), _share(videos), f"{cost:.2f}",
+                f"{statistics.fmean(psnr):.1f}{within(psnr)}", f"{min(psnr):.1f}",
+            ))  # fmt: skip
     heads = "tokens | guidance | setting | videos | forwards computed | attention | PSNR | worst video"
     return page_table(heads, rows) if rows else NOT_RUN
 
 
-def _share(videos: Iterable[Mapping[str, Any]]) -> str:
-    shares = [row["share_computed"] for row in videos]
-    return f"{statistics.fmean(shares):.2f} ({max(shares):.2f})"
-
-
-def _within(values: list[float]) -> str:
-    half = interval(values)
-    return "" if half is None else f" ± {half:.2f}"
+def _share(videos: Videos) -> str:
+    return (
+        f"{mean(videos.values(), 'share_computed'):.2f} ({max(row['share_computed'] for row in videos.values()):.2f})"
+    )

@@ -9,7 +9,6 @@ Goals ("bar") are the only numbers of this file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -22,7 +21,7 @@ from parkattn.models import SIZES, STAY_DENSE
 from parklab.bench.e2e import phases_of_run
 from parklab.bench.e2e_profile import anchored_run
 from parklab.experiments.frontier import tabulate
-from parklab.experiments.tables import page_table
+from parklab.experiments.tables import grouped, page_table
 from parklab.files import write_atomically
 from parklab.research import ResearchConfig
 from parklab.studio.gain import measured_forwards
@@ -36,7 +35,7 @@ import quality_tables  # noqa: F401
 import run_tables
 from gain_tables import MODELS, expect_measured, forwards, last_profiles, whole_models_recorded
 from of_models import of_models
-from records import TABLES, Record, lines, published
+from records import TABLES, Columns, Record, argument_reader, lines, published, table_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ROOT / "lab/src/parklab/studio/forwards.json"
@@ -61,113 +60,99 @@ def only(rows: Iterable[Record], **wanted: Any) -> Record:
 # README.md; its gains are in gain_tables.py
 
 
-def _profiles_of_whole_models() -> list[tuple[Record, str, Record]]:
-    """Runs of today's profiles out of the forwards of a record."""
-    found = []
-    for row in last_profiles():
-        for name in ("fast", "quality", "paper"):
-            run = row["runs"]["paper"]
-            if name != "paper":
-                asked = ResearchConfig.profile(name, model=row["model"])
-                run = anchored_run(row, phases_of_run(asked), row["baselines"])
-                expect_measured(row, asked)
-            found.append((row, name, run))
-    return found
-
-
 @published
 def profiles_of_whole_models() -> str:
-    rows = [
-        (MODELS[row["model"]], name, *([f"{row[part]:.2f}" for part in ("own_dense_s", "anchor_warm_s",
-                                                                        "reuse_s")] if name != "paper"
-         else [f"{row['baselines']['stock']:.2f}", f"{row['refresh_warm_s']:.2f}", f"{row['plain_reuse_s']:.2f}"]),
-         ", ".join(f"{count} {phase}" for phase, count in run["steps"].items() if count),
-         *(f"{run['speedup'][way]:.2f}x" for way in ("stock", "compiled", "own kernel")),
-         f"{row['memory']['plans_with_guidance_gb' if name == 'paper' else 'state_with_guidance_gb']:.2f} GB")
-        for row, name, run in _profiles_of_whole_models()
-    ]  # fmt: skip
-    columns = (
+    """Runs of today's profiles out of the forwards of a record."""
+    rows = []
+    for row in last_profiles():
+        for name in ("fast", "quality", "paper"):
+            run, state = row["runs"]["paper"], row["memory"]["plans_with_guidance_gb"]
+            seconds = row["baselines"]["stock"], row["refresh_warm_s"], row["plain_reuse_s"]
+            if name != "paper":
+                asked = ResearchConfig.profile(name, model=row["model"])
+                expect_measured(row, asked)
+                run, state = (
+                    anchored_run(row, phases_of_run(asked), row["baselines"]),
+                    row["memory"]["state_with_guidance_gb"],
+                )
+                seconds = row["own_dense_s"], row["anchor_warm_s"], row["reuse_s"]
+            steps = ", ".join(f"{count} {phase}" for phase, count in run["steps"].items() if count)
+            gains = (f"{run['speedup'][way]:.2f}x" for way in ("stock", "compiled", "own kernel"))
+            shown = (f"{s:.2f}" for s in seconds)
+            rows.append((MODELS[row["model"]], name, *shown, steps, *gains, f"{state:.2f} GB"))
+    return page_table(
         "model | profile | dense s | anchor or refresh s | reuse s | steps | against stock | blocks compiled | our "
-        "dense kernel"
+        "dense kernel | state, both branches",
+        rows,
     )
-    return page_table(f"{columns} | state, both branches", rows)
 
 
 @published
 @of_models(heads=2, name=0, ranked=("PSNR against dense",))
 def profiles() -> str:
     order = ("paper", "quality", "fast")
-    rows = [
-        row for row in tabulate(run_tables.newest_lines("75,600")) if row["steps"] == 50 and row["setting"] in order
-    ]
-    rows.sort(key=lambda row: (row["guidance"], order.index(row["setting"])))
-    return page_table(
-        "profile | guidance | videos | attention computed | PSNR against dense | worst video",
-        (
-            (row["setting"], f"{row['guidance']:g}", str(row["runs"]), f"{row['cost']:.1%}", f"{row['psnr']:.1f} dB",
-             f"{row['worst_psnr']:.1f} dB")
-            for row in rows
-        ),
-    )  # fmt: skip
+    rows = tabulate(run_tables.newest_lines("75,600"))
+    rows = [row for row in rows if row["steps"] == 50 and row["setting"] in order]
+    columns: Columns = {
+        "profile": "{setting}", "guidance": "{guidance:g}", "videos": "{runs}", "attention computed": "{cost:.1%}",
+        "PSNR against dense": "{psnr:.1f} dB", "worst video": "{worst_psnr:.1f} dB",
+    }  # fmt: skip
+    return table_of(columns, sorted(rows, key=lambda row: (row["guidance"], order.index(row["setting"]))))
 
 
 @published
 def cpu() -> str:
-    names = ("density", "dense_ms", "sparse_ms", "speedup", "plan_ms", "calls_to_break_even")
-    return page_table(
-        "density | dense ms | sparse ms | speed-up | plan ms | calls until the plan has paid",
-        ([str(record[name]) for name in names] for record in lines("cpu.jsonl", "cpu")),
-    )
+    columns: Columns = {
+        "density": "{density}", "dense ms": "{dense_ms}", "sparse ms": "{sparse_ms}", "speed-up": "{speedup}",
+        "plan ms": "{plan_ms}", "calls until the plan has paid": "{calls_to_break_even}",
+    }  # fmt: skip
+    return table_of(columns, lines("cpu.jsonl", "cpu"))
 
 
 @published
 def attention_calls() -> str:
     found = lines("gpu_attend.jsonl", "attend")
-    cases = [case for case in ATTENTION_BARS if not case.endswith("0.40")]
-    rows = []
-    for case in cases:
-        dense, ours = only(found, case=case, kernel="cudnn"), only(found, case=case, kernel="gluon", borders="rounded")
-        rows.append((case, f"{dense['ms']:.1f}", f"{ours['ms']:.1f}", f"{ours['ratio']:.3f}"))
-    return page_table("shape | dense ms | sparse ms | share", rows)
+    rows = [
+        only(found, case=case, kernel="gluon", borders="rounded") | {"dense": only(found, case=case, kernel="cudnn")}
+        for case in ATTENTION_BARS if not case.endswith("0.40")
+    ]  # fmt: skip
+    columns: Columns = {
+        "shape": "{case}",
+        "dense ms": "{dense[ms]:.1f}",
+        "sparse ms": "{ms:.1f}",
+        "share": "{ratio:.3f}",
+    }
+    return table_of(columns, rows)
 
 
 @published
 def dense_calls() -> str:
     names = {
-        "cudnn": "dense, cuDNN", "ours": "dense, our kernel", "anchor, compensated": "anchor", "factor": "factors of "
-                                                                                                         "the residual",
-        "reuse, compensated": "reuse, density 0.10", "add residual": "adding the residual",
-        "without a mask": "dense without padding, cuDNN", "stock, with a mask": "dense with a mask, PyTorch",
-        "ours, padded": "dense with padding, our kernel",
+        "cudnn": "dense, cuDNN", "ours": "dense, our kernel", "anchor, compensated": "anchor",
+        "factor": "factors of the residual", "reuse, compensated": "reuse, density 0.10",
+        "add residual": "adding the residual", "without a mask": "dense without padding, cuDNN",
+        "stock, with a mask": "dense with a mask, PyTorch", "ours, padded": "dense with padding, our kernel",
     }  # fmt: skip
     shapes = {"wan2.1-14b": "Wan2.1-14B", "hunyuan, padded": "HunyuanVideo"}
-    return page_table(
-        "shape | call | ms | share | of",
-        (
-            (
-                shapes[row["case"]],
-                names[row["kernel"]],
-                f"{row['ms']:.3g}",
-                f"{row['ratio']:.3f}",
-                names[row["baseline"]],
-            )
-            for row in lines("gpu_dense.jsonl", "dense")
-            if row["kernel"] in names
-        ),
-    )
+    columns: Columns = {
+        "shape": lambda row: shapes[row["case"]], "call": lambda row: names[row["kernel"]], "ms": "{ms:.3g}",
+        "share": "{ratio:.3f}", "of": lambda row: names[row["baseline"]],
+    }  # fmt: skip
+    return table_of(columns, (row for row in lines("gpu_dense.jsonl", "dense") if row["kernel"] in names))
+
+
+def _unfused(row: Record) -> str:
+    return "" if row["compiled"] else f"{row['reuse_unfused_s']:.2f}"
 
 
 @published
 def whole_models() -> str:
-    return page_table(
-        "model | dense s | refresh s | reuse s | reuse s, fuse=False | 50 steps",
-        (
-            (row["model"] + ", both compiled" * row["compiled"],
-             *(f"{row[name]:.2f}" for name in ("dense_s", "refresh_warm_s", "reuse_s")),
-             "" if row["compiled"] else f"{row['reuse_unfused_s']:.2f}", f"{row['run']['speedup']:.2f}x")
-            for row in whole_models_recorded()
-        ),
-    )  # fmt: skip
+    columns: Columns = {
+        "model": lambda row: row["model"] + ", both compiled" * row["compiled"], "dense s": "{dense_s:.2f}",
+        "refresh s": "{refresh_warm_s:.2f}", "reuse s": "{reuse_s:.2f}", "reuse s, fuse=False": _unfused,
+        "50 steps": "{run[speedup]:.2f}x",
+    }  # fmt: skip
+    return table_of(columns, whole_models_recorded())
 
 
 # docs/integrate.md
@@ -175,18 +160,14 @@ def whole_models() -> str:
 
 @published
 def whole_models_and_memory() -> str:
-    def row(found: Record) -> tuple[str, ...]:
-        names = ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s")
-        memory = [f"{found['memory'][name]:.1f}" for name in ("dense_peak_gb", "park_peak_gb")]
-        return (
-            "the same, both compiled" if found["compiled"] else MODELS[found["model"]],
-            *(f"{found[name]:.2f}" for name in names), REUSE_BARS[found["model"]],
-            "" if found["compiled"] else f"{found['reuse_unfused_s']:.2f}", f"{found['run']['speedup']:.2f}x", *memory,
-            f"{found['memory']['state_with_guidance_gb']:.2f}",
-        )  # fmt: skip
-
-    columns = "model | dense | refresh, cold | refresh, warm | reuse | target of reuse | reuse, fuse=False | 50 steps"
-    return page_table(f"{columns} | peak dense | peak PARK | plans, both branches", map(row, whole_models_recorded()))
+    columns: Columns = {
+        "model": lambda row: "the same, both compiled" if row["compiled"] else MODELS[row["model"]],
+        "dense": "{dense_s:.2f}", "refresh, cold": "{refresh_cold_s:.2f}", "refresh, warm": "{refresh_warm_s:.2f}",
+        "reuse": "{reuse_s:.2f}", "target of reuse": lambda row: REUSE_BARS[row["model"]],
+        "reuse, fuse=False": _unfused, "50 steps": "{run[speedup]:.2f}x", "peak dense": "{memory[dense_peak_gb]:.1f}",
+        "peak PARK": "{memory[park_peak_gb]:.1f}", "plans, both branches": "{memory[state_with_guidance_gb]:.2f}",
+    }  # fmt: skip
+    return table_of(columns, whole_models_recorded())
 
 
 # docs/kernels.md
@@ -194,33 +175,24 @@ def whole_models_and_memory() -> str:
 
 @published
 def pama() -> str:
-    shapes: dict[str, dict[str, Record]] = {}
-    for found in lines("gpu_plans.jsonl", "pama"):
-        shape = "({heads}, {tokens:,}, {key_blocks:,})".format(**found["shape"])
-        shapes.setdefault(shape, {})[found["kernel"]] = found
-    kernels = ("Triton (Full-K)", "Triton (two-pass)", "TileLang (Full-K)", "TileLang (two-pass)")
-
-    def told(found: Record | None) -> str:
-        return "" if found is None else "{ms:.2f} ms, {speedup:.1f}x, {extra_mb:.0f} MB".format(**found)
-
-    return page_table(
-        "(h, L, N_K) | PyTorch | Full-K | two-pass | TileLang Full-K | TileLang two-pass",
-        (
-            (shape, f"{by['PyTorch']['ms']:.1f} ms", *(told(by.get(name)) for name in kernels))
-            for shape, by in shapes.items()
-        ),
+    by_shape = grouped(
+        lines("gpu_plans.jsonl", "pama"), lambda row: "({heads}, {tokens:,}, {key_blocks:,})".format(**row["shape"])
     )
+    kernels = ("Triton (Full-K)", "Triton (two-pass)", "TileLang (Full-K)", "TileLang (two-pass)")
+    rows = []
+    for shape, found in by_shape.items():
+        by = {row["kernel"]: "{ms:.2f} ms, {speedup:.1f}x, {extra_mb:.0f} MB".format(**row) for row in found}
+        rows.append((shape, f"{only(found, kernel='PyTorch')['ms']:.1f} ms", *(by.get(name, "") for name in kernels)))
+    return page_table("(h, L, N_K) | PyTorch | Full-K | two-pass | TileLang Full-K | TileLang two-pass", rows)
 
 
 @published
 def clustering() -> str:
-    found = lines("gpu_plans.jsonl", "kmeans")
-    rows = []
-    for row in found:
-        clusters = row["shape"]["clusters"]
-        bar = "flash-kmeans" if clusters < 1024 else ""
-        times = (f"{row['iteration_ms']:.2f} ms", f"{row['flash_kmeans_ms']:.2f} ms")
-        rows.append((f"k-means iteration, {clusters:,} clusters", *times, bar))
+    rows = [
+        (f"k-means iteration, {clusters:,} clusters", f"{row['iteration_ms']:.2f} ms",
+         f"{row['flash_kmeans_ms']:.2f} ms", "flash-kmeans" if clusters < 1024 else "")
+        for row in lines("gpu_plans.jsonl", "kmeans") for clusters in [row["shape"]["clusters"]]
+    ]  # fmt: skip
     (qrkc,) = lines("gpu_plans.jsonl", "qrkc")
     parts = ", ".join(f"{qrkc[f'{name}_ms']:.2f}" for name in ("metric", "cholesky", "transform", "means"))
     rows.append(("QRKC without k-means, its parts one after the other", f"{qrkc['ms']:.2f} ms", "", "2 ms"))
@@ -230,15 +202,12 @@ def clustering() -> str:
 
 @published
 def one_layer() -> str:
-    found = lines("gpu_attend.jsonl", "layer")
-    rows = []
+    found, rows = lines("gpu_attend.jsonl", "layer"), []
     for borders, name in (("rounded", "rounded (64, 32)"), ("as clustered", "as clustered")):
-        cold, warm, refresh, reuse = (
-            only(found, borders=borders, part=part)
-            for part in ("plan, cold", "plan, warm", "refresh step", "reuse step from the store")
-        )
-        told = [f"{row['ms']:.1f} ms" for row in (cold, warm, refresh, reuse)]
-        rows.append((name, f"{cold['density']:.3f}", *told[:3], f"{told[3]}, {reuse['ratio']:.3f} of cuDNN"))
+        parts = "plan, cold", "plan, warm", "refresh step", "reuse step from the store"
+        timed = [only(found, borders=borders, part=part) for part in parts]
+        *told, last = (f"{row['ms']:.1f} ms" for row in timed)
+        rows.append((name, f"{timed[0]['density']:.3f}", *told, f"{last}, {timed[3]['ratio']:.3f} of cuDNN"))
     return page_table("borders | density | plan, cold | plan, warm | refresh step (warm) | reuse step", rows)
 
 
@@ -265,11 +234,9 @@ def flashinfer() -> str:
     found = lines("gpu_official.jsonl", "flashinfer")
     rows = []
     for kernel in ("fa3", "fa2"):
-        parts = [
-            only(found, part=f"flashinfer {kernel}: {part}")
-            for part in ("its plan", "attention alone", "all of a reuse step")
-        ]
-        rows.append((kernel, *(f"{part['ms']:.1f} ms" for part in parts), f"{parts[-1]['ratio']:.3f}"))
+        parts = ("its plan", "attention alone", "all of a reuse step")
+        timed = [only(found, part=f"flashinfer {kernel}: {part}") for part in parts]
+        rows.append((kernel, *(f"{part['ms']:.1f} ms" for part in timed), f"{timed[-1]['ratio']:.3f}"))
     return page_table("kernel | its plan, every call | attention alone | all of a reuse step | of cuDNN", rows)
 
 
@@ -324,26 +291,19 @@ def one_video_on_h200() -> str:
 # docs/integrate.md, out of parkattn.models
 
 _EXACT = {
-    "none": "",
-    "first": "text, first",
-    "last": "text, last",
-    "packed": "all that is before the video",
+    "none": "", "first": "text, first", "last": "text, last", "packed": "all that is before the video",
     "keys": "keys of text, and what follows the video",
-}
+}  # fmt: skip
 
 
 @published
 def transformer_classes() -> str:
-    return page_table(
-        "transformer class | models | layers counted from 0 | exact beside the video | settings",
-        (
-            (
-                f"`{name}`", row.released, ", then ".join(f"`{blocks}`" for blocks, _ in row.blocks), _EXACT[row.text],
-                f"borrowed from {row.preset}" if row.borrows else f"{row.preset}",
-            )
-            for name, row in TRANSFORMERS.items()
-        ),
-    )  # fmt: skip
+    rows = [
+        (f"`{name}`", row.released, ", then ".join(f"`{blocks}`" for blocks, _ in row.blocks), _EXACT[row.text],
+         f"borrowed from {row.preset}" if row.borrows else f"{row.preset}")
+        for name, row in TRANSFORMERS.items()
+    ]  # fmt: skip
+    return page_table("transformer class | models | layers counted from 0 | exact beside the video | settings", rows)
 
 
 @published
@@ -368,7 +328,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader = argument_reader(__doc__)
     reader.add_argument("--check", action="store_true", help="Write nothing; exit code 1 where a page differs.")
     check = reader.parse_args().check
     packaged = json.dumps(forwards(), indent=1) + "\n"

@@ -81,14 +81,8 @@ def scene(
         "method", "density", "recall", "output error", "plan ms", "attention ms", title="8,192 tokens, 4 heads, p = 0.9"
     )
     for row in results:
-        table.add_row(
-            row.method,
-            f"{row.density:.2f}",
-            f"{row.recall['mean']:.3f}",
-            f"{row.error:.3f}",
-            f"{row.plan_ms:.0f}",
-            f"{row.attention_ms:.0f}",
-        )
+        times = f"{row.plan_ms:.0f}", f"{row.attention_ms:.0f}"
+        table.add_row(row.method, f"{row.density:.2f}", f"{row.recall['mean']:.3f}", f"{row.error:.3f}", *times)
     console.print(table)
     for path in save_report(results, built, out, say):
         say(f"wrote {path}")
@@ -103,15 +97,10 @@ def methods(
 
     if as_json:
         known = {
-            name: {
-                "line": e.line,
-                "paper": e.paper,
-                "budgets": e.budgets,
-                "settings": e.config().to_dict(),
-                "presets": sorted(e.config.PRESETS),
-            }
+            name: {"line": e.line, "paper": e.paper, "budgets": e.budgets, "settings": e.config().to_dict(),
+                   "presets": sorted(e.config.PRESETS)}
             for name, e in METHODS.items()
-        }
+        }  # fmt: skip
         console.print_json(json.dumps(known))
         return
     table = Table("method", "what it is", "density set by", "described in")
@@ -173,7 +162,7 @@ def metrics(
     out: Annotated[Path | None, typer.Option("--out", "--json", help="JSON with the values of every frame.")] = None,
 ) -> None:
     """How close videos are to others (PSNR, SSIM, LPIPS, VMAF, ...), and how good alone (VBench's dimensions)."""
-    from parkattn.checks import expect_choice, shown
+    from parkattn.checks import expect_choice, first_line, shown
     from parklab.metrics.measures import MEASURES, SINGLE, Setting, choose_measures
     from parklab.metrics.pairs import DECODED, RAW, find_pairs, mean_values, measure_pair
     from parklab.record import environment
@@ -193,7 +182,7 @@ def metrics(
         try:
             entries.append(measure_pair(pair, names, setting, read_mp4))
         except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
-            failures[pair.name] = (str(error).splitlines() or [type(error).__name__])[0]
+            failures[pair.name] = first_line(error)
     table = Table(Column("video", overflow="fold"), "frames", *(MEASURES[name].title for name in names))
     alone = [name for name in names if MEASURES[name].kind == SINGLE]
 
@@ -234,10 +223,8 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="All settings, 
     usual = config().to_dict()
     table = Table("name", "differs from the defaults in")
     for name, settings in known.items():
-        table.add_row(
-            name,
-            ", ".join(f"{field}={value}" for field, value in settings.items() if value != usual[field]) or "nothing",
-        )
+        own = (f"{field}={value}" for field, value in settings.items() if value != usual[field])
+        table.add_row(name, ", ".join(own) or "nothing")
     console.print(table)
 
 

@@ -18,19 +18,13 @@ from parkattn.plan import Plan
 from parklab.extras import pyplot
 from parklab.metrics.retrieval import recall_summary
 from parklab.record import environment
-from parklab.research import ResearchConfig
+from parklab.research import ResearchConfig, studied_entry
 from parklab.scene import Scene, clustered_scene
 from parklab.store import Cell, Say, Store
 
-CONFIG = ResearchConfig(
-    query_clusters=16, key_clusters=64, top_p=0.9
-)  # blocks of about the paper's 590 queries and 148 keys
-VARIANTS: dict[str, dict[str, str]] = {
-    "park": {},
-    "park-no-qrkc": {"key_metric": "euclidean"},
-    "park-no-pama": {"importance": "query-centroid"},
-    "centroid": {"key_metric": "euclidean", "importance": "query-centroid"},
-}
+# blocks of about the paper's 590 queries and 148 keys
+CONFIG = ResearchConfig(query_clusters=16, key_clusters=64, top_p=0.9)
+VARIANTS = ("park", "park-no-qrkc", "park-no-pama", "centroid")
 METHOD_ORDER = ("dense", *VARIANTS)
 FORMAT = "parklab.scene.1"
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -80,7 +74,7 @@ def run_method(method: str, truth: Truth) -> SceneResult:
     q, k, v = truth.scene.q, truth.scene.k, truth.scene.v
     if method == "dense":
         return SceneResult("dense", 1.0, {"mean": 1.0, "p05": 1.0, "worst": 1.0}, 0.0, 0.0, truth.dense_ms, {}, None)
-    config = CONFIG.replace(**VARIANTS[method])
+    config = studied_entry(method).make(CONFIG).config  # type: ignore[attr-defined]
     begin = time.perf_counter()
     plan = build_plan(q, k, config)
     planned = time.perf_counter()
@@ -106,12 +100,8 @@ def save_report(results: list[SceneResult], scene: Scene, out: Path, say: Say = 
     """result.json and scene.png in `out`."""
     rows = [{name: value for name, value in dataclasses.asdict(r).items() if name != "mask"} for r in results]
     record = {
-        "format": FORMAT,
-        "config": CONFIG.to_dict(),
-        "grid": scene.grid,
-        "results": rows,
-        "environment": environment(),
-    }
+        "format": FORMAT, "config": CONFIG.to_dict(), "grid": scene.grid, "results": rows, "environment": environment(),
+    }  # fmt: skip
     Store(out, say).put(
         Cell(name="result", format=FORMAT, files=("scene.png",)), record, {"scene.png": _picture(results, scene)}
     )

@@ -45,6 +45,7 @@ from parkattn.registry import MethodEntry
 from parkattn.reuse import History, Phase, always_dense, dense_prefix, plan_lifetime
 from parkattn.settings import LARGEST_SEED
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner
 from parklab.baselines.sta import Triple, expect_triple, sliding_window
 from parklab.baselines.token_groups import FullSteps, GroupedMethod, Groups, TokenGroupsConfig, plan_tokens
 from parklab.baselines.video import expect_grid
@@ -104,10 +105,7 @@ class EveryFullStep(FullSteps):
         return Phase("anchor", dense.reason)
 
 
-class ChipmunkPlanner:
-    def __init__(self, config: ChipmunkConfig) -> None:
-        self.config = config
-
+class ChipmunkPlanner(ConfiguredPlanner[ChipmunkConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config, size = self.config, math.prod(self.config.voxel)
         grid = expect_grid(q, k, site)

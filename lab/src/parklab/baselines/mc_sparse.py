@@ -38,6 +38,7 @@ from parkattn.plan import Plan
 from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner
 from parklab.baselines.settings import MOST_ITERATIONS
 from parklab.baselines.token_groups import FullSteps, GroupedMethod, Groups, TokenGroupsConfig, plan_tokens
 
@@ -70,10 +71,7 @@ class McSparseConfig(TokenGroupsConfig):
         return ((least / self.multiple).ceil() * self.multiple).minimum(video)
 
 
-class McSparsePlanner:
-    def __init__(self, config: McSparseConfig) -> None:
-        self.config = config
-
+class McSparsePlanner(ConfiguredPlanner[McSparseConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
         config = self.config
         words = slice(0, 0) if site.text is None else site.text

@@ -32,12 +32,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_flag, expect_fraction
 from parkattn.plan import Plan, assign_roles, tiles
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
@@ -53,7 +51,6 @@ class RadialConfig(StudiedConfig):
     block: int = 128
     """Tokens per block, and the width below which bands do not fall."""
     dense_fraction: float = 0.24
-    """Share of the steps, at the start, that stay dense."""
     refresh_interval: int | None = None
     """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
 
@@ -71,12 +68,9 @@ class RadialConfig(StudiedConfig):
         expect_count("block", self.block)
 
 
-class RadialPlanner:
-    def __init__(self, config: RadialConfig) -> None:
-        self.config = config
-
+class RadialPlanner(ConfiguredPlanner[RadialConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         b, h = q.shape[:2]
         frames, height, width = expect_grid(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -144,12 +138,7 @@ def band(distance: int, per_frame: int, block: int, decay: float) -> int:
 
 
 ENTRIES = (
-    MethodEntry(
-        "radial",
-        lambda config: PlannedMethod("radial", RadialPlanner(config), config),
+    planned_entry("radial", RadialPlanner, RadialConfig,
         "Radial Attention: a fixed band per pair of frames that halves when their distance doubles",
-        RadialConfig,
-        budgets=("decay",),
-        paper="arXiv 2506.19852",
-    ),
-)
+        "arXiv 2506.19852", "decay"),
+)  # fmt: skip

@@ -29,12 +29,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_fraction, shown
 from parkattn.plan import Plan
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import Runs, cut_both_sides, keep_best
 
@@ -61,7 +59,6 @@ class SolConfig(StudiedConfig):
     compensate: bool = True
     """A skipped block enters through one key, its mean, with the weight of its size, and its mean value."""
     dense_layers: tuple[int, ...] = (0,)
-    """Layers that stay dense."""
     refresh_interval: int | None = 1
     """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
 
@@ -80,12 +77,9 @@ class SolConfig(StudiedConfig):
             expect_count("sink_start", self.sink_start, least=0)
 
 
-class SolPlanner:
-    def __init__(self, config: SolConfig) -> None:
-        self.config = config
-
+class SolPlanner(ConfiguredPlanner[SolConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         sides = cut_both_sides(q, k, site, config.block, config.block)
         queries, keys = sides.queries, sides.keys
         pooled_queries, pooled_keys = queries.means(q) * (sides.scale * math.log2(math.e)), keys.means(k)
@@ -132,12 +126,7 @@ def in_sink(keys: Runs, config: SolConfig) -> Tensor:
 
 
 ENTRIES = (
-    MethodEntry(
-        "sol",
-        lambda config: PlannedMethod("sol", SolPlanner(config), config),
+    planned_entry("sol", SolPlanner, SolConfig,
         "Sol-Attn: blocks whose pooled score stands out are exact, the others enter through their means",
-        SolConfig,
-        budgets=("topk",),
-        paper="arXiv 2607.24027",
-    ),
-)
+        "arXiv 2607.24027", "topk"),
+)  # fmt: skip

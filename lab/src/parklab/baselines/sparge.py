@@ -28,14 +28,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_flag, expect_fraction, shown
 from parkattn.ops.importance.definition import kept_mass, select_top_p
 from parkattn.plan import Plan
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import HEADS_AT_ONCE, Runs, cut_both_sides, keep_best
 
@@ -59,7 +57,6 @@ class SpargeConfig(StudiedConfig):
     attention_sink: bool = False
     """Whether every query sees the first key block."""
     dense_fraction: float = 0.0
-    """Share of the steps, at the start, that stay dense."""
     refresh_interval: int | None = 1
     """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
 
@@ -84,12 +81,9 @@ class SpargeConfig(StudiedConfig):
         return 0.6 if self.topk is None else -0.1
 
 
-class SpargePlanner:
-    def __init__(self, config: SpargeConfig) -> None:
-        self.config = config
-
+class SpargePlanner(ConfiguredPlanner[SpargeConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         sides = cut_both_sides(q, k, site, config.block_q, config.block_k)
         queries, keys = sides.queries, sides.keys
         pooled_queries, query_similarity = pool(q, queries, smooth=False)
@@ -128,12 +122,7 @@ def pool(x: Tensor, runs: Runs, *, smooth: bool) -> tuple[Tensor, Tensor]:
 
 
 ENTRIES = (
-    MethodEntry(
-        "sparge",
-        lambda config: PlannedMethod("sparge", SpargePlanner(config), config),
+    planned_entry("sparge", SpargePlanner, SpargeConfig,
         "SpargeAttn: pooled block scores up to a cumulative share or top-k, incoherent blocks dense",
-        SpargeConfig,
-        budgets=("topk", "cdfthreshd"),
-        paper="arXiv 2502.18137",
-    ),
-)
+        "arXiv 2502.18137", "topk", "cdfthreshd"),
+)  # fmt: skip

@@ -49,16 +49,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_flag, expect_fraction, expect_positive
 from parkattn.ops import cluster, outside_autocast
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, Roles, assign_roles
-from parkattn.planned import PlannedMethod, values_of
-from parkattn.registry import MethodEntry
+from parkattn.planned import values_of
 from parkattn.segments import by_head, compute_dtype, heads, segment_mean
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.subspace import metric_factor, onto_leading
 from parklab.baselines.svg2 import AuthorsClusters, centroid_weights, planned_blocks, with_borders
@@ -112,15 +111,11 @@ class SparsePrConfig(AuthorsClusters, StudiedConfig):
         expect_positive("ridge", self.ridge)
 
 
-class SparsePrPlanner:
-    def __init__(self, config: SparsePrConfig) -> None:
-        self.config = config
-
+class SparsePrPlanner(ConfiguredPlanner[SparsePrConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
-        words = site.text_tokens
-        counts = config.counts(q.shape[2] - words, k.shape[2] - words)
+        counts = config.counts_in(q, k, site)
         warm = earlier if config.warm_start else None
         held = {} if warm is None else warm.memory
         kmeans = partial(
@@ -153,9 +148,8 @@ class SparsePrPlanner:
         )
         budget = key_budget(q, k, site, roles, config.density, taken)[..., None, None]
         mask = fill_blocks(score.masked_fill(sizes == 0, -torch.inf), sizes, budget)
-        memory = {
-            name: basis for name, basis in (("key_basis", key_basis), ("query_basis", query_basis)) if basis is not None
-        }
+        bases = {"key_basis": key_basis, "query_basis": query_basis}
+        memory = {name: basis for name, basis in bases.items() if basis is not None}
         if config.repair:
             memory |= probe_rows(features, found, config.probes)
         return planned_blocks(backend, roles, queries, keys, mask, centroid_weights(queries, keys, site.scale), memory)
@@ -259,21 +253,19 @@ def key_budget(q: Tensor, k: Tensor, site: CallSite, roles: Roles, density: floa
     """Key tokens that every query cluster may keep [b h]; taken [b h]: probe rows, which the density pays for."""
     if density >= 1:
         return torch.full_like(taken, k.shape[2])
-    words = site.text_tokens
-    every = torch.ones(q.shape[0], 1, dtype=torch.float64, device=q.device)
-    queries = (
-        every * (q.shape[2] - words)
-        if roles.clustered_queries is None
-        else roles.clustered_queries.sum(-1, True).double()
-    )
-    video = (
-        every * (k.shape[2] - words) if roles.clustered_keys is None else roles.clustered_keys.sum(-1, True).double()
-    )
-    text = (
-        every * words
-        if site.text is None or roles.key_valid is None
-        else roles.key_valid[:, site.text].sum(-1, True).double()
-    )
+
+    def members(valid: Tensor | None, every: int) -> Tensor:
+        """[b 1]"""
+        return (
+            torch.full((q.shape[0], 1), every, device=q.device).double()
+            if valid is None
+            else valid.sum(-1, True).double()
+        )
+
+    queries = members(roles.clustered_queries, q.shape[2] - site.text_tokens)
+    video = members(roles.clustered_keys, k.shape[2] - site.text_tokens)
+    valid = None if site.text is None or roles.key_valid is None else roles.key_valid[:, site.text]
+    text = members(valid, site.text_tokens)
     return (((density - taken / queries) * (video + text) - 1e-9).ceil() - text).long().clamp(min=1)
 
 
@@ -341,12 +333,8 @@ def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: 
     d]
     """
     with outside_autocast(sparse):
-        sparse, exact, share = (
-            sparse.to(weight.dtype),
-            exact.to(weight.dtype),
-            (weight / weight.sum(-1, True)).unsqueeze(-1),
-        )
-        residual = exact - sparse
+        sparse, share = sparse.to(weight.dtype), (weight / weight.sum(-1, True)).unsqueeze(-1)
+        residual = exact.to(weight.dtype) - sparse
         middle, shift = (sparse * share).sum(-2, True), (residual * share).sum(-2, True)
         spread = ((sparse - middle).square() * share).sum(-2, True).sqrt().clamp(min=1e-5)
         x, y, w = (sparse - middle) / spread, residual - shift, weight.unsqueeze(-1)
@@ -359,20 +347,9 @@ def correction(sparse: Tensor, exact: Tensor, weight: Tensor, rank: int, ridge: 
         return slope, shift - middle @ slope
 
 
-def _make(config: SparsePrConfig) -> PlannedMethod:
-    return PlannedMethod(
-        "sparsepr", SparsePrPlanner(config), config, repair=ProbeRepair(config) if config.repair else None
-    )
-
-
 ENTRIES = (
-    MethodEntry(
-        "sparsepr",
-        _make,
+    planned_entry("sparsepr", SparsePrPlanner, SparsePrConfig,
         "clusters of each side in the metric of the other, a fixed density, and a low-rank repair from exact probe "
         "rows",
-        SparsePrConfig,
-        budgets=("density",),
-        paper="SparsePR, arXiv 2608.18484",
-    ),
-)
+        "SparsePR, arXiv 2608.18484", "density", repair=lambda config: ProbeRepair(config) if config.repair else None),
+)  # fmt: skip

@@ -25,12 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, shown
 from parkattn.plan import Plan, assign_roles
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
@@ -46,7 +44,6 @@ class StaConfig(StudiedConfig):
     tile: Triple = (6, 8, 8)
     """Tokens of a tile along each axis."""
     dense_fraction: float = 0.24
-    """Share of the steps, at the start, that stay dense."""
     refresh_interval: int | None = None
     """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
 
@@ -70,12 +67,9 @@ class StaConfig(StudiedConfig):
         return list(given)
 
 
-class StaPlanner:
-    def __init__(self, config: StaConfig) -> None:
-        self.config = config
-
+class StaPlanner(ConfiguredPlanner[StaConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         b, h = q.shape[:2]
         grid = expect_grid(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -127,11 +121,7 @@ def expect_triple(name: str, value: Any) -> Triple:
 
 
 ENTRIES = (
-    MethodEntry(
-        "sta",
-        lambda config: PlannedMethod("sta", StaPlanner(config), config),
+    planned_entry("sta", StaPlanner, StaConfig,
         "STA: a fixed 3-D window of whole tiles around each tile of the video",
-        StaConfig,
-        paper="arXiv 2502.04507",
-    ),
-)
+        "arXiv 2502.04507"),
+)  # fmt: skip

@@ -30,15 +30,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_choice, expect_count, expect_fraction
 from parkattn.ops.cluster.definition import uniform
 from parkattn.plan import Plan, Roles, assign_roles
-from parkattn.planned import PlannedMethod, values_of
-from parkattn.registry import MethodEntry
+from parkattn.planned import values_of
 from parkattn.segments import compute_dtype
 from parkattn.settings import LARGEST_SEED, LONG_VIDEO
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import arrange_keys, arrange_queries, expect_grid
 
@@ -115,12 +114,9 @@ class Bands:
         return torch.stack([cell, cell % self.per_frame * self.frames + cell // self.per_frame])
 
 
-class SvgPlanner:
-    def __init__(self, config: SvgConfig) -> None:
-        self.config = config
-
+class SvgPlanner(ConfiguredPlanner[SvgConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        backend = site.backend or resolve_for(q, self.config.backend)
+        backend = self.backend(q, site)
         b, h = q.shape[:2]
         bands = self.bands(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
@@ -247,12 +243,7 @@ def _tokens(cells: Tensor, site: CallSite) -> Tensor:
 
 
 ENTRIES = (
-    MethodEntry(
-        "svg",
-        lambda config: PlannedMethod("svg", SvgPlanner(config), config),
+    planned_entry("svg", SvgPlanner, SvgConfig,
         "SVG: spatial and temporal heads, told apart on sampled rows, each a band in its own order",
-        SvgConfig,
-        budgets=("sparsity",),
-        paper="arXiv 2502.01776",
-    ),
-)
+        "arXiv 2502.01776", "sparsity"),
+)  # fmt: skip

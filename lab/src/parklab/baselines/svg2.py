@@ -32,16 +32,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parkattn.backend import resolve_for
 from parkattn.ops import Backend, cluster
 from parkattn.ops.cluster.borders import fitting_multiple
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import centroid_log_mass, kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.settings import LONG_VIDEO, BlockCounts, by_length
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import FlooredSelection, KMeans, StudiedConfig
 
 # of SVG2, and of SVG-EAR, which begins from its settings
@@ -68,18 +66,21 @@ class AuthorsClusters(KMeans):
 
     def counts(self, queries: int, keys: int) -> BlockCounts:
         """As many tokens per block as the authors' clusters hold, in short videos too."""
-        many_queries, many_keys = self.long_video_blocks
-        few_queries, few_keys = (
-            max(2, queries * many_queries // AUTHORS_TOKENS),
-            max(4, keys * many_keys // AUTHORS_TOKENS),
-        )
+
+        def count(asked: Any, tokens: int, many: int, least: int) -> int:
+            own = by_length(asked, tokens >= LONG_VIDEO)
+            return own or (many if tokens >= LONG_VIDEO else max(least, tokens * many // AUTHORS_TOKENS))
+
         return BlockCounts(
-            by_length(self.query_clusters, queries >= LONG_VIDEO)
-            or (many_queries if queries >= LONG_VIDEO else few_queries),
-            by_length(self.key_clusters, keys >= LONG_VIDEO) or (many_keys if keys >= LONG_VIDEO else few_keys),
+            count(self.query_clusters, queries, self.long_video_blocks[0], 2),
+            count(self.key_clusters, keys, self.long_video_blocks[1], 4),
             self.query_multiple or 1,
             self.key_multiple or 1,
         )
+
+    def counts_in(self, q: Tensor, k: Tensor, site: CallSite) -> BlockCounts:
+        """Of a call, whose text is in no cluster."""
+        return self.counts(q.shape[2] - site.text_tokens, k.shape[2] - site.text_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +93,9 @@ class Svg2Config(AuthorsClusters, FlooredSelection, StudiedConfig):
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = AUTHORS_PRESETS
 
 
-class Svg2Planner:
-    def __init__(self, config: Svg2Config) -> None:
-        self.config = config
-
+class Svg2Planner(ConfiguredPlanner[Svg2Config]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
         queries, keys, memory = cluster_both(backend, q, k, site, roles, earlier, config)
         weights = centroid_weights(queries, keys, site.scale)
@@ -113,8 +111,7 @@ def cluster_both(
     """Clusters of queries and of keys by plain k-means, and what the next call begins from: the centroids, in q's
     dtype.
     """
-    words = site.text_tokens
-    counts = config.counts(q.shape[2] - words, k.shape[2] - words)
+    counts = config.counts_in(q, k, site)
     found, memory = [], {}
     for name, x, count, multiple, valid in (
         ("query_centroids", q, counts.queries, counts.query_multiple, roles.clustered_queries),
@@ -202,12 +199,7 @@ def planned_blocks(
 
 
 ENTRIES = (
-    MethodEntry(
-        "svg2",
-        lambda config: PlannedMethod("svg2", Svg2Planner(config), config),
+    planned_entry("svg2", Svg2Planner, Svg2Config,
         "k-means of queries and keys at every step, size-weighted centroid softmax, top-p with a floor",
-        Svg2Config,
-        budgets=("top_p", "top_k"),
-        paper="Sparse VideoGen2, arXiv 2505.18875",
-    ),
-)
+        "Sparse VideoGen2, arXiv 2505.18875", "top_p", "top_k"),
+)  # fmt: skip

@@ -35,15 +35,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_positive
 from parkattn.ops import cluster
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.plan import Blocks, Plan, assign_roles
-from parkattn.planned import PlannedMethod, values_of
-from parkattn.registry import MethodEntry
+from parkattn.planned import values_of
 from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import FlooredSelection, StudiedConfig
 from parklab.baselines.svg2 import (
     AUTHORS_PRESETS,
@@ -79,12 +78,9 @@ class SvgEarConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
             expect_positive("gamma", self.gamma)
 
 
-class SvgEarPlanner:
-    def __init__(self, config: SvgEarConfig) -> None:
-        self.config = config
-
+class SvgEarPlanner(ConfiguredPlanner[SvgEarConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         v = values_of(q, k, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
         queries, keys, memory = cluster_both(backend, q, k, site, roles, earlier, config)
@@ -166,13 +162,8 @@ def fill_blocks(score: Tensor, sizes: Tensor, budget: Tensor) -> Tensor:
 
 
 ENTRIES = (
-    MethodEntry(
-        "svg-ear",
-        lambda config: PlannedMethod("svg-ear", SvgEarPlanner(config), config),
+    planned_entry("svg-ear", SvgEarPlanner, SvgEarConfig,
         "SVG2's clusters and budget, spent by the error of replacing a block by its centroid, which stands in for what "
         "is skipped",
-        SvgEarConfig,
-        budgets=("top_p", "top_k"),
-        paper="SVG-EAR, arXiv 2603.08982",
-    ),
-)
+        "SVG-EAR, arXiv 2603.08982", "top_p", "top_k"),
+)  # fmt: skip

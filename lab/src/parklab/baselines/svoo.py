@@ -44,19 +44,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_fraction, shown
 from parkattn.ops import cluster
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.ops.importance.definition import kept_mass
 from parkattn.plan import Plan, Roles, assign_roles
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.reuse import dense_prefix
 from parkattn.segments import aligned, compute_dtype, segment_mean, segment_sizes
 from parkattn.settings import LARGEST_SEED
 from parkattn.site import CallSite
 from parklab.baselines.density_profile import DensityProfile
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import FlooredSelection, StudiedConfig
 from parklab.baselines.svg2 import (
     AuthorsClusters,
@@ -128,17 +126,14 @@ class SvooConfig(AuthorsClusters, FlooredSelection, StudiedConfig):
         expect_count("recluster_interval", self.recluster_interval)
 
 
-class SvooPlanner:
+class SvooPlanner(ConfiguredPlanner[SvooConfig]):
     def __init__(self, config: SvooConfig, profile: DensityProfile | None = None) -> None:
-        self.config = config
-        self._profile = (
-            DensityProfile.load(config.density_profile)
-            if profile is None and config.density_profile is not None
-            else profile
-        )
+        super().__init__(config)
+        file = config.density_profile if profile is None else None
+        self._profile = profile if file is None else DensityProfile.load(file)
 
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         roles = assign_roles(q, k, site.text, site.key_valid)
         kept = None if earlier is None or "query_centroids" not in earlier.memory else earlier
         if kept is None or reclusters(site.step, dense_prefix(config, site.total_steps), config.recluster_interval):
@@ -165,9 +160,8 @@ class SvooPlanner:
     def _cluster(
         self, q: Tensor, k: Tensor, site: CallSite, roles: Roles, earlier: Plan | None
     ) -> tuple[Clustering, Clustering]:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
-        words = site.text_tokens
-        counts = config.counts(q.shape[2] - words, k.shape[2] - words)
+        config, backend = self.config, self.backend(q, site)
+        counts = config.counts_in(q, k, site)
         valid = roles.clustered_queries, roles.clustered_keys
         if earlier is not None and config.warm_start:
             starts = [earlier.memory["query_centroids"], earlier.memory["key_centroids"]]
@@ -182,13 +176,10 @@ class SvooPlanner:
         queries, keys = co_cluster(
             q, k, starts[0], starts[1], iterations=iterations, query_valid=valid[0], key_valid=valid[1]
         )
-        queries, keys = (
-            with_borders(backend, q, queries, counts.query_multiple),
-            with_borders(backend, k, keys, counts.key_multiple),
-        )
-        return queries._replace(centroids=queries.centroids.to(q.dtype)), keys._replace(
-            centroids=keys.centroids.to(q.dtype)
-        )
+        queries = with_borders(backend, q, queries, counts.query_multiple)
+        keys = with_borders(backend, k, keys, counts.key_multiple)
+        own, other = (side._replace(centroids=side.centroids.to(q.dtype)) for side in (queries, keys))
+        return own, other
 
     def floors(self, q: Tensor, site: CallSite) -> Tensor | float:
         """Least share of the key clusters, per head [h] where the profile has this step and layer."""
@@ -235,14 +226,9 @@ def co_cluster(
             queries, keys = (aligned(x[i, j]).to(dtype) for x in (q, k))
             at_queries, at_keys = query_centroids[i, j].to(dtype), key_centroids[i, j].to(dtype)
             for _ in range(iterations):
-                key_labels, at_keys = _assign_by_response(keys, at_keys, at_queries, members[1])
-                query_labels, at_queries = _assign_by_response(queries, at_queries, at_keys, members[0])
-            labels[0][i, j], labels[1][i, j], moved[0][i, j], moved[1][i, j] = (
-                query_labels,
-                key_labels,
-                at_queries,
-                at_keys,
-            )
+                labels[1][i, j], at_keys = _assign_by_response(keys, at_keys, at_queries, members[1])
+                labels[0][i, j], at_queries = _assign_by_response(queries, at_queries, at_keys, members[0])
+            moved[0][i, j], moved[1][i, j] = at_queries, at_keys
     sizes = [segment_sizes(found, at.shape[2]) for found, at in zip(labels, moved, strict=True)]
     return Clustering(labels[0], moved[0], sizes[0]), Clustering(labels[1], moved[1], sizes[1])
 
@@ -269,12 +255,7 @@ def _assign_by_response(
 
 
 ENTRIES = (
-    MethodEntry(
-        "svoo",
-        lambda config: PlannedMethod("svoo", SvooPlanner(config), config),
+    planned_entry("svoo", SvooPlanner, SvooConfig,
         "co-clustering of queries and keys by their responses, top-p with floors from an offline density profile",
-        SvooConfig,
-        budgets=("top_p", "top_k"),
-        paper="SVOO, arXiv 2603.18636",
-    ),
-)
+        "SVOO, arXiv 2603.18636", "top_p", "top_k"),
+)  # fmt: skip

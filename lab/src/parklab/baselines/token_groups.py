@@ -49,7 +49,6 @@ class TokenGroupsConfig(StudiedConfig):
     least_tokens: int = 1
     """Calls of fewer tokens stay dense."""
     dense_layers: tuple[int, ...] = (0, 1)
-    """Layers that stay dense."""
     backend: Literal["reference"] = "reference"
     """No kernel gathers single keys: PyTorch on every device."""
     precision: Literal["bf16"] = "bf16"

@@ -25,14 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parkattn.backend import resolve_for
 from parkattn.checks import expect_count, expect_flag, expect_fraction, expect_positive
 from parkattn.ops.importance.definition import kept_mass
 from parkattn.plan import Plan
-from parkattn.planned import PlannedMethod
-from parkattn.registry import MethodEntry
 from parkattn.segments import compute_dtype
 from parkattn.site import CallSite
+from parklab.baselines.planners import ConfiguredPlanner, planned_entry
 from parklab.baselines.settings import StudiedConfig
 from parklab.baselines.video import Runs, cut_both_sides
 
@@ -56,7 +54,6 @@ class XAttentionConfig(StudiedConfig):
     keep_recent: bool = False
     """Whether every query block sees the key block of its own number."""
     dense_fraction: float = 0.1
-    """Share of the steps, at the start, that stay dense."""
     refresh_interval: int | None = 1
     """Steps for which a plan is used, in a run of reference_steps; None: until the run ends."""
 
@@ -72,12 +69,9 @@ class XAttentionConfig(StudiedConfig):
             expect_flag(name, getattr(self, name))
 
 
-class XAttentionPlanner:
-    def __init__(self, config: XAttentionConfig) -> None:
-        self.config = config
-
+class XAttentionPlanner(ConfiguredPlanner[XAttentionConfig]):
     def plan(self, q: Tensor, k: Tensor, site: CallSite, earlier: Plan | None) -> Plan:
-        config, backend = self.config, site.backend or resolve_for(q, self.config.backend)
+        config, backend = self.config, self.backend(q, site)
         sides = cut_both_sides(q, k, site, config.block, config.block)
         queries, keys = sides.queries, sides.keys
         factor = sides.scale / (config.stride * config.norm)
@@ -138,12 +132,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 ENTRIES = (
-    MethodEntry(
-        "xattention",
-        lambda config: PlannedMethod("xattention", XAttentionPlanner(config), config),
+    planned_entry("xattention", XAttentionPlanner, XAttentionConfig,
         "XAttention: sums along antidiagonals of small tiles, kept up to a share of the estimated attention",
-        XAttentionConfig,
-        budgets=("threshold",),
-        paper="arXiv 2503.16428",
-    ),
-)
+        "arXiv 2503.16428", "threshold"),
+)  # fmt: skip

@@ -23,7 +23,7 @@ from parklab.experiments.calibration import MATCHED, budget_field, find_budget
 from parklab.experiments.captures import Selection, capture_calls, spread_layers
 from parklab.experiments.evaluation import FLOOR, Evaluation
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Table
+from parklab.experiments.tables import Column, Table, columns_of
 from parklab.experiments.tables import to_markdown as table_markdown
 from parklab.record import environment
 from parklab.research import studied_entry
@@ -36,21 +36,12 @@ BUDGETS = ("top_k", "top_p")
 MEASURES = "psnr,ssim"
 CALIBRATION_STEPS = 3
 SETTINGS, TABLE = "parkattn.ablation.settings.1", "parkattn.ablation.table.1"
-COLUMNS = (
-    Column("method"), Column("runs"), Column("PSNR dB", 2), Column("±", 2), Column("SSIM", 4), Column("density", 3),
-    Column("recall", 3), Column("PARK ahead by dB", 2), Column("standard error", 2), Column("PARK ahead in"),
-)  # fmt: skip
-FIELDS = (
-    "method",
-    "runs",
-    "psnr",
-    "psnr_std",
-    "ssim",
-    "density",
-    "recall",
-    "park_ahead_by",
-    "standard_error",
-)  # of those columns
+COLUMNS = columns_of(
+    "method | runs | PSNR dB:2 | ±:2 | SSIM:4 | density:3 | recall:3 | PARK ahead by dB:2 | standard error:2 | "
+    "PARK ahead in"
+)
+# of those columns
+FIELDS = ("method", "runs", "psnr", "psnr_std", "ssim", "density", "recall", "park_ahead_by", "standard_error")
 
 
 def ablation_of(prompts: int, **given: Any) -> Evaluation:
@@ -94,15 +85,13 @@ def run_ablation(
     store = Store(out, say)
     settings = Cell(name="settings", format=SETTINGS, request=facts)
     budgets = store.fill([settings], calibrated, overwrite=overwrite)["settings"]["budgets"]
+    changes: dict[str, dict[str, Any]] = {FLOOR: {}} | {
+        name: method_entry(name).budget(budget_field(name, budget), budgets[name]["value"]) for name in e.methods
+    }
     cells = [
-        lab.quality_cell(
-            each,
-            name,
-            **({} if name == FLOOR else method_entry(name).budget(budget_field(name, budget), budgets[name]["value"])),
-        )
-        for each in lab.requests()
-        for name in [*([FLOOR] if each.seed == e.seeds[0] else []), *e.methods]
-    ]
+        lab.quality_cell(each, name, **changes[name])
+        for each in lab.requests() for name in [*([FLOOR] if each.seed == e.seeds[0] else []), *e.methods]
+    ]  # fmt: skip
 
     def made(record: Record) -> None:
         row = _row(record)
@@ -116,11 +105,8 @@ def run_ablation(
     lines = b"".join(
         json.dumps(_row(r) | {"environment": r["environment"]}, sort_keys=True).encode() + b"\n" for r in records
     )
-    table = tabulate([_row(r) for r in records], e.methods) | {
-        "settings": facts,
-        "budgets": budgets,
-        "environment": environment(),
-    }
+    table = tabulate([_row(r) for r in records], e.methods)
+    table |= {"settings": facts, "budgets": budgets, "environment": environment()}
     contents: dict[str, Content] = {"results.jsonl": lines, "table.md": to_markdown(table).encode()}
     return store.put(Cell(name="table", format=TABLE, files=tuple(contents)), {"format": TABLE, **table}, contents)
 
@@ -144,16 +130,10 @@ def calibrate(lab: Lab, request: Request, budget: str, say: Say) -> dict[str, di
     park = config_for(for_method(request, "park"), lab.pipe)
     assert isinstance(park, Timetable)
     begin = dense_prefix(park, request.steps)
-    steps = {
-        round(begin + i * (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)) for i in range(CALIBRATION_STEPS)
-    }
-    chosen = Selection(
-        steps=tuple(sorted(steps)),
-        layers=tuple(spread_layers(lab.pipe)),
-        values=True,
-        first_branch=True,
-        thin_heads=True,
-    )
+    apart = (request.steps - 1 - begin) / max(1, CALIBRATION_STEPS - 1)
+    steps = tuple(sorted({round(begin + i * apart) for i in range(CALIBRATION_STEPS)}))
+    layers = tuple(spread_layers(lab.pipe))
+    chosen = Selection(steps=steps, layers=layers, values=True, first_branch=True, thin_heads=True)
     calls = [call.to(request.device) for call in capture_calls(lab.pipe, for_method(request, "dense"), chosen)]
     found = {}
     for name in lab.evaluation.methods:
@@ -161,10 +141,8 @@ def calibrate(lab: Lab, request: Request, budget: str, say: Say) -> dict[str, di
             name, config_for(for_method(request, name), lab.pipe), density, calls, budget_field(name, budget)
         )
         found[name] = {"value": each["value"], "density": each["density"]}
-        say(
-            f"{name}: {each['field']} = {each['value']:.4f} gives density {each['density']:.3f} on the calibration "
-            "calls"
-        )
+        got = f"{each['value']:.4f} gives density {each['density']:.3f}"
+        say(f"{name}: {each['field']} = {got} on the calibration calls")
         if abs(each["density"] - density) > MATCHED:
             say(f"{name}: no {each['field']} comes nearer to density {density}; read its row with its density.")
     return found
@@ -178,15 +156,12 @@ def tabulate(rows: list[dict[str, Any]], methods: tuple[str, ...]) -> dict[str, 
     for name, runs in by_method.items():
         if not runs:
             continue
-        values = [r["psnr"] for r in runs.values()]
-        ahead = (
-            [park[key]["psnr"] - r["psnr"] for key, r in runs.items() if key in park]
-            if name not in ("park", FLOOR)
-            else []
-        )
+        rivals = {} if name in ("park", FLOOR) else park
+        ahead = [rivals[key]["psnr"] - r["psnr"] for key, r in runs.items() if key in rivals]
+        psnr = [r["psnr"] for r in runs.values()]
         lines.append({
-            "method": name, "runs": len(values), "psnr": statistics.fmean(values),
-            "psnr_std": statistics.stdev(values) if len(values) > 1 else None,
+            "method": name, "runs": len(psnr), "psnr": statistics.fmean(psnr),
+            "psnr_std": statistics.stdev(psnr) if len(psnr) > 1 else None,
             "ssim": statistics.fmean(r["ssim"] for r in runs.values()),
             "density": _mean([r["density"] for r in runs.values()]),
             "recall": _mean([r["recall"] for r in runs.values()]), "park_ahead_by": _mean(ahead),
@@ -194,15 +169,9 @@ def tabulate(rows: list[dict[str, Any]], methods: tuple[str, ...]) -> dict[str, 
             "standard_error": statistics.stdev(ahead) / math.sqrt(len(ahead)) if len(ahead) > 1 else None,
         })  # fmt: skip
     mean = {line["method"]: line["psnr"] for line in lines}
-    claims = {}
-    for upper, lower in (
-        ("park", "park-no-pama"),
-        ("park", "park-no-qrkc"),
-        ("park-no-pama", "centroid"),
-        ("park-no-qrkc", "centroid"),
-    ):
-        if upper in mean and lower in mean:
-            claims[f"{upper} above {lower}"] = mean[upper] > mean[lower]
+    halves = ("park-no-pama", "park-no-qrkc")
+    pairs = [*(("park", half) for half in halves), *((half, "centroid") for half in halves)]
+    claims = {f"{up} above {low}": mean[up] > mean[low] for up, low in pairs if up in mean and low in mean}
     return {"lines": lines, "claims": claims, "rows": rows}
 
 
@@ -217,7 +186,7 @@ def to_markdown(table: dict[str, Any]) -> str:
     for row in table["rows"]:
         psnr.setdefault((row["prompt"], row["seed"]), {})[row["method"]] = row["psnr"]
     names = [line["method"] for line in lines]
-    heads = (Column("prompt"), Column("seed"), *(Column(name, 2) for name in names))
+    heads = (*columns_of("prompt | seed"), *(Column(name, 2) for name in names))
     runs = Table(heads, tuple((*case, *(values.get(name) for name in names)) for case, values in psnr.items()))
     return "\n".join([
         f"Mean PSNR against dense attention at density {asked['density']} of the sparse steps ({budget}).\n",

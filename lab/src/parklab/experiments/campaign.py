@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parklab.experiments.evaluation import FORMATS
+from parklab.experiments.evaluation import FORMATS, at_density
 from parklab.experiments.record_fields import LARGEST_FILE, fault_of_cell
 from parklab.files import read_regular, write_atomically
 from parklab.store import Cell, Record, Say, Store, content_hash, read_record, record_in
@@ -85,12 +85,8 @@ def is_campaign(path: Path) -> bool:
 
 def key_of(cell_format: str, asked: Mapping[str, Any]) -> str:
     """Kind, method or profile, density, hash of all that was asked: as in the names of cells."""
-    kind, label, density = (
-        cell_format.split(".")[-2],
-        asked.get("profile") or asked.get("method") or "",
-        asked.get("density"),
-    )
-    at = "" if density is None else f"-at-{density:g}"
+    kind, label = cell_format.split(".")[-2], asked.get("profile") or asked.get("method") or ""
+    at = at_density(asked.get("density"))
     return f"{kind}-{label.replace(' ', '-')}{at}-{content_hash([cell_format, asked])[:16]}"
 
 

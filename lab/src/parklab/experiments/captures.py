@@ -60,9 +60,8 @@ class Selection:
     first_branch: bool = False  # of each step only: guidance adds no layer and no head
     values: bool = False
     limit: int = LIMIT
-    thin_heads: bool = (
-        False  # where the limit would be passed: as many heads as fit, evenly spread, instead of an error
-    )
+    # where the limit would be passed: as many heads as fit, evenly spread, instead of an error
+    thin_heads: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "steps"):

@@ -10,7 +10,7 @@ from functools import partial
 
 from parkattn.checks import did_you_mean
 from parkattn.models import SIZES
-from parklab.experiments import results, retrieval_tables
+from parklab.experiments import results
 from parklab.experiments.costs import cost_cells, cost_result
 from parklab.experiments.frontier import frontier_cells, frontier_result
 from parklab.experiments.kernel_tables import bench_cells, pama_result, qrkc_result, scaling_result
@@ -18,18 +18,24 @@ from parklab.experiments.likeness import likeness_cells, likeness_result
 from parklab.experiments.methods_compared import (
     ablation_cells,
     ablation_result,
-    floors_of,
     halves_cells,
     halves_result,
     main_cells,
     main_result,
     matched_cells,
     matched_result,
-    methods_of,
     timed_cells,
-)  # fmt: skip
+)
 from parklab.experiments.paper_numbers import LABELS
 from parklab.experiments.results import CellRecords, Result
+from parklab.experiments.retrieval_tables import (
+    key_error_table,
+    mismatch_figure,
+    mismatch_panel,
+    qrkc_figure,
+    recall_table,
+    representation_table,
+)
 from parklab.experiments.run_frontier import run_cells, run_result
 from parklab.experiments.runner import Lab
 from parklab.experiments.settings_varied import (
@@ -41,7 +47,7 @@ from parklab.experiments.settings_varied import (
     schedule_result,
     sensitivity_cells,
     sensitivity_result,
-)  # fmt: skip
+)
 from parklab.experiments.times import times_result
 from parklab.store import Cell
 from parklab.studio.model_files import LARGEST_CONFIG, read_json
@@ -92,97 +98,52 @@ def _sheet(model: str, lab: Lab) -> list[Cell]:
     )
 
 
-def _frontier(lab: Lab) -> list[Cell]:
-    return frontier_cells(lab, floors_of(lab), methods_of(lab))
-
-
-def _costs(lab: Lab) -> list[Cell]:
-    return cost_cells(lab, floors_of(lab), methods_of(lab))
-
-
-_top_p, _top_k = (partial(retrieval_tables.recall_table, kind=kind) for kind in ("top_p", "top_k"))
+_pama, _qrkc, _scaling = (partial(bench_cells, name) for name in ("pama", "qrkc", "scaling"))
+_top_p, _top_k = (partial(recall_table, kind=kind) for kind in ("top_p", "top_k"))
 _hy, _wan = (partial(sensitivity_cells, kind) for kind in ("hy", "wan"))
 _GPU = "a GPU, or --records FILE"
 _LINES = "--records FILE of python -m parklab.bench.frontier"
 SHEETS = {"hunyuanvideo": "HunyuanVideo", "wan2.1": "Wan2.1-14B", "wan2.1-1.3B": "Wan2.1-1.3B", "wan2.2": "Wan2.2-14B"}
-EXPERIMENTS: dict[str, Experiment] = {
-    each.label: each
-    for each in (
-        Experiment("tab:query_key_compression", "Top-p recall by representation, %", _retrieval, _top_p),
-        Experiment("tab:query_key_compression_topk", "Top-k recall by representation, %", _retrieval, _top_k),
-        Experiment("tab:main_quality_efficiency", "Every method at its own settings", main_cells, main_result),
-        Experiment("tab:module_ablation", "PARK without PAMA and without QRKC", ablation_cells, ablation_result),
+EXPERIMENTS: dict[str, Experiment] = {each.label: each for each in (
+    Experiment("tab:query_key_compression", "Top-p recall by representation, %", _retrieval, _top_p),
+    Experiment("tab:query_key_compression_topk", "Top-k recall by representation, %", _retrieval, _top_k),
+    Experiment("tab:main_quality_efficiency", "Every method at its own settings", main_cells, main_result),
+    Experiment("tab:module_ablation", "PARK without PAMA and without QRKC", ablation_cells, ablation_result),
+    Experiment("tab:query_representation_errors", "TV of attention weights", _retrieval, representation_table),
+    Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, key_error_table),
+    Experiment("fig:retrieval_mismatches", "The two mismatches, panel c", _retrieval, mismatch_panel),
+    Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, mismatch_figure),
+    Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, qrkc_figure),
+    Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", _hy, sensitivity_result),
+    Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", _wan, sensitivity_result),
+    Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", schedule_cells, schedule_result),
+    Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", curve_cells, curve_result),
+    Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
+    Experiment("matched_densities", "Every method at one density (not in the paper)", matched_cells, matched_result),
+    Experiment("matched_costs", "Profiles against methods at one cost (not in the paper)", cost_cells, cost_result),
+    Experiment("call_times", "What plans and calls of attention take (not in the paper)", timed_cells, times_result),
+    Experiment("ablation", "PARK's halves at equal density (not in the paper)", halves_cells, halves_result),
+    Experiment("budgets", "Rules for spending one density (not in the paper)", budget_cells, budget_result),
+    Experiment("likeness", "How like the real models a model is (not in the paper)", likeness_cells, likeness_result),
+    Experiment("tab:pama_kernel_overhead", "PAMA's kernels", _pama, pama_result, _GPU),
+    Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", _qrkc, qrkc_result, _GPU),
+    Experiment("scaling", "Time against density and length", _scaling, scaling_result, _GPU),
+    *(
         Experiment(
-            "tab:query_representation_errors",
-            "TV of attention weights",
-            _retrieval,
-            retrieval_tables.representation_table,
-        ),
-        Experiment(
-            "tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, retrieval_tables.key_error_table
-        ),
-        Experiment(
-            "fig:retrieval_mismatches", "The two mismatches, panel c", _retrieval, retrieval_tables.mismatch_panel
-        ),
-        Experiment(
-            "fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, retrieval_tables.mismatch_figure
-        ),
-        Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, retrieval_tables.qrkc_figure),
-        Experiment(
-            "tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", _hy, sensitivity_result
-        ),
-        Experiment(
-            "tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", _wan, sensitivity_result
-        ),
-        Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", schedule_cells, schedule_result),
-        Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", curve_cells, curve_result),
-        Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
-        Experiment(
-            "matched_densities", "Every method at one density (not in the paper)", matched_cells, matched_result
-        ),
-        Experiment("matched_costs", "Profiles against methods at one cost (not in the paper)", _costs, cost_result),
-        Experiment(
-            "call_times", "What plans and calls of attention take (not in the paper)", timed_cells, times_result
-        ),
-        Experiment("ablation", "PARK's halves at equal density (not in the paper)", halves_cells, halves_result),
-        Experiment("budgets", "Rules for spending one density (not in the paper)", budget_cells, budget_result),
-        Experiment(
-            "likeness", "How like the real models a model is (not in the paper)", likeness_cells, likeness_result
-        ),
-        Experiment(
-            "tab:pama_kernel_overhead", "PAMA's kernels", partial(bench_cells, benchmark="pama"), pama_result, _GPU
-        ),
-        Experiment(
-            "fig:qrkc_breakdown", "What QRKC adds to k-means", partial(bench_cells, benchmark="qrkc"), qrkc_result, _GPU
-        ),
-        Experiment(
-            "scaling",
-            "Time against density and length",
-            partial(bench_cells, benchmark="scaling"),
-            scaling_result,
-            _GPU,
-        ),
-        *(
-            Experiment(
-                f"fig:video_vis_{name}",
-                f"Frames of dense attention and PARK, {title}",
-                partial(_sheet, name),
-                partial(results.frame_sheet, needs=f"needs {title}; pass its folder with --model"),
-                f"{title}: --model FOLDER",
-            )
-            for name, title in SHEETS.items()
-        ),
-        Experiment(
-            "frontier", "Quality against cost, profiles and methods (not in the paper)", _frontier, frontier_result
-        ),
-        Experiment(
-            "run_frontier", "Quality against the seconds of a run (not in the paper)", run_cells, run_result, _LINES
-        ),
-    )
-}
-NOT_BUILT: dict[str, NotBuilt] = {
-    each.label: each for each in (NotBuilt("fig:overview", "Overview of PARK", "a drawing"),)
-}
+            f"fig:video_vis_{name}", f"Frames of dense attention and PARK, {title}", partial(_sheet, name),
+            partial(results.frame_sheet, needs=f"needs {title}; pass its folder with --model"),
+            f"{title}: --model FOLDER",
+        )
+        for name, title in SHEETS.items()
+    ),
+    Experiment(
+        "frontier", "Quality against cost, profiles and methods (not in the paper)", frontier_cells, frontier_result
+    ),
+    Experiment(
+        "run_frontier", "Quality against the seconds of a run (not in the paper)", run_cells, run_result, _LINES
+    ),
+)}  # fmt: skip
+NOT_BUILT = {"fig:overview": NotBuilt("fig:overview", "Overview of PARK", "a drawing")}
 
 
 def in_the_papers_order(labels: Iterable[str]) -> list[str]:

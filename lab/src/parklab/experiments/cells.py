@@ -14,7 +14,7 @@ from parkattn.methods import configured_method
 from parklab.experiments.calibration import cost_at, dense_share, layers_in, named_profile
 from parklab.experiments.campaign import CampaignStore, is_campaign
 from parklab.experiments.captures import blocks_for, preset_in, preset_of_capture, settings_of_plans
-from parklab.experiments.evaluation import ALL_DENSE, FLOOR, OWN_FLOOR, Evaluation, file_hash, named_cell
+from parklab.experiments.evaluation import ALL_DENSE, FLOOR, OWN_FLOOR, Evaluation, at_density, file_hash, named_cell
 from parklab.experiments.mismatches import TOP_P
 from parklab.experiments.quality import named_measures
 from parklab.experiments.record_fields import FRONTIER, Line, read_lines
@@ -61,7 +61,7 @@ class Cells:
         asked |= named_profile(profile)
         if self.evaluation.measures is not None:
             asked["measures"] = named_measures(self.evaluation.measures)
-        label = (profile or method).replace(" ", "-") + ("" if density is None else f"-at-{density:g}")
+        label = (profile or method).replace(" ", "-") + at_density(density)
         # a group shares its reference
         return named_cell("quality", label, asked, group=f"{request.prompt} {request.seed} {request.guidance}")
 
@@ -73,7 +73,7 @@ class Cells:
         """On calls of the prompt that budgets are found on."""
         asked = self._asked(self.spare(), self._changes(method)) | {"method": method, "density": density}
         asked |= {"calls": QUICK_CALLS} if self.evaluation.quick else {}
-        return named_cell("times", method + ("" if density is None else f"-at-{density:g}"), asked)
+        return named_cell("times", method + at_density(density), asked)
 
     def bench_cells(self, benchmark: str) -> list[Cell]:
         """Of this machine's GPU; where nothing is made, of every GPU that is there."""
@@ -90,10 +90,10 @@ class Cells:
         if e.captures:
             given = None if e.model is None else preset_in(self.folder)
             blocks = {path: blocks_for(given or preset_of_capture(path, e.said), e.said) for path in e.captures}
-            asked = {
-                path: {"config": settings_of_plans(config), "file": file_hash(path)} for path, config in blocks.items()
-            }
-            return [named_cell("retrieval", path.stem, each) for path, each in asked.items()]
+            return [
+                named_cell("retrieval", path.stem, {"config": settings_of_plans(config), "file": file_hash(path)})
+                for path, config in blocks.items()
+            ]
         own = {"config": settings_of_plans(blocks_for(preset_in(self.folder), e.changes))}
         return [named_cell("retrieval", "captured", self._asked(request) | own) for request in self.requests()]
 

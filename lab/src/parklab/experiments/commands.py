@@ -231,9 +231,8 @@ def _cells_bar() -> Iterator[Callable[[int, int], None]]:
 def _list_experiments() -> None:
     from parklab.experiments.catalogue import EXPERIMENTS, NOT_BUILT, in_the_papers_order
 
-    table = Table(
-        Column("name", no_wrap=True), "what it is", "runs here"
-    )  # a name that is cut or broken could not be asked for
+    # a name that is cut or broken could not be asked for
+    table = Table(Column("name", no_wrap=True), "what it is", "runs here")
     for label in in_the_papers_order([*EXPERIMENTS, *NOT_BUILT]):
         if label in NOT_BUILT:
             table.add_row(label, NOT_BUILT[label].title, f"no: {NOT_BUILT[label].reason}")

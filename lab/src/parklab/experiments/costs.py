@@ -16,9 +16,10 @@ from parkattn.park import ParkConfig
 from parklab.experiments import results
 from parklab.experiments.calibration import density_at, named_profile
 from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result
+from parklab.experiments.methods_compared import floors_of, methods_of
+from parklab.experiments.results import NOT_RUN, CellRecords, Chosen, Finding, Result, setting_of
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Table, interval
+from parklab.experiments.tables import Table, columns_of, grouped, interval
 from parklab.store import Cell
 
 PAPER = "paper"
@@ -28,20 +29,19 @@ ROUNDING = 1e-4  # costs that are asked for and differ by less are one
 Request = Mapping[str, Any]
 Row = tuple[str, float | None, float | None]  # setting, density and guidance that are asked for
 
-COLUMNS = (
-    Column("setting"), Column("cost asked", 3), Column("guidance"), Column("runs"), Column("cost", 3),
-    Column("density", 3), Column("PSNR", 2), Column("±", 2), Column("error", 4), Column("seconds", 2), Column("note"),
-)  # fmt: skip
+COLUMNS = columns_of(
+    "setting | cost asked:3 | guidance | runs | cost:3 | density:3 | PSNR:2 | ±:2 | error:4 | seconds:2 | note"
+)
 
 
-def cost_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """Cells of matched_densities, and each profile at every cost that those have. methods: those that were chosen."""
-    chosen = methods if lab.evaluation.methods else RIVALS
+def cost_cells(lab: Lab) -> list[Cell]:
+    """Cells of matched_densities, and each profile at every cost that those have."""
+    chosen = methods_of(lab) if lab.evaluation.methods else RIVALS
     names = ["park", *(name for name in chosen if name != "park" and method_entry(name).budgets)]
     densities, changes = lab.evaluation.densities, lab.evaluation.changes
     asked = [{"method": name, "density": density, "changes": changes} for density in densities for name in names]
     costs = _distinct([lab.cost(each) for each in asked])
-    rows: list[tuple[str, float | None, str | None]] = [(floor, None, None) for floor in floors]
+    rows: list[tuple[str, float | None, str | None]] = [(floor, None, None) for floor in floors_of(lab)]
     rows += [(name, density, None) for density in densities for name in names]
     for profile in filter(_is_profile, ParkConfig.long_run_profiles()):
         share = lab.dense_share({"method": "park", "changes": changes, **named_profile(profile)})
@@ -73,27 +73,20 @@ def compare_at_costs(
             place = f", guidance {scale:g}" if len(scales) > 1 else ""
             chosen = _is(profile, at[profile], scale), _is(method, None, scale)
             statement = f"{profile} above {method} at cost {cost:.3g}{place}"
-            yield CostComparison(
-                profile, method, cost, scale, results.psnr_finding_at_cost(gathered, statement, *chosen, near=EQUAL)
-            )
+            found = results.psnr_above_line(gathered, statement, *chosen, "cost", near=EQUAL)
+            yield CostComparison(profile, method, cost, scale, found)
 
 
 def cost_result(gathered: CellRecords) -> Result:
-    rows: dict[Row, list[Cell]] = {}
-    for cell in gathered.cells:
-        rows.setdefault(_row(cell.request), []).append(cell)
+    rows = grouped(gathered.cells, lambda cell: _row(cell.request))
     asked = _asked_costs(gathered)
     table = Table(COLUMNS, tuple(_table_row(gathered, row, asked.get(row[:2]), cells) for row, cells in rows.items()))
     findings = tuple(compared.finding for compared in compare_at_costs(gathered, asked))
 
     def point(request: Request) -> results.Label:
-        return _scale(request), _setting(request), f"{asked[_row(request)[:2]]:.3g}"
+        return results.guidance_of(request), setting_of(request), f"{asked[_row(request)[:2]]:.3g}"
 
     return Result(table, findings, results.trade_off(results.runs_by(gathered, point)))
-
-
-def _setting(request: Request) -> str:
-    return request.get("profile") or (PAPER if request["method"] == "park" else request["method"])
 
 
 def _is_profile(setting: str) -> bool:
@@ -101,11 +94,7 @@ def _is_profile(setting: str) -> bool:
 
 
 def _row(request: Request) -> Row:
-    return _setting(request), request["density"], request["guidance"]
-
-
-def _scale(request: Request) -> str:
-    return "" if request["guidance"] is None else f"{request['guidance']:g}"
+    return setting_of(request), request["density"], request["guidance"]
 
 
 def _is(setting: str, density: float | None, guidance: float | None) -> Chosen:
@@ -137,7 +126,7 @@ def _distinct(costs: Iterable[float]) -> list[float]:
 
 def _table_row(gathered: CellRecords, row: Row, cost: float | None, cells: Sequence[Cell]) -> tuple[Any, ...]:
     found = [record["row"] for record in gathered.of(cells)]
-    head = row[0], cost, _scale(cells[0].request), len(found)
+    head = row[0], cost, results.guidance_of(cells[0].request), len(found)
     if not found:
         return (*head, *(None,) * 6, f"{NOT_RUN}: {gathered.why_not(cells)}")
     psnr = [each["psnr"] for each in found]

@@ -17,16 +17,9 @@ from parklab.store import Cell, Record, content_hash
 from parklab.studio.request import expect_guidance
 
 VERSIONS = {
-    "reference": 1,
-    "capture": 2,
-    "retrieval": 1,
-    "forwards": 1,
-    "quality": 2,
-    "frames": 1,
-    "budget": 1,
-    "times": 1,
+    "reference": 1, "capture": 2, "retrieval": 1, "forwards": 1, "quality": 2, "frames": 1, "budget": 1, "times": 1,
     "bench": 1,
-}
+}  # fmt: skip
 FORMATS = {kind: f"parkattn.reproduce.{kind}.{version}" for kind, version in VERSIONS.items()}
 FLOOR = "dense again"
 OWN_FLOOR = "dense by our kernel"  # of PARK's backend, on a GPU: as exact, and rounded otherwise
@@ -55,24 +48,20 @@ class Evaluation:
     device: str = "auto"
     dtype: str = "auto"
     offload: str = "none"
-    fuse: bool | None = (
-        None  # True: the blocks around attention run compiled, which pays in many runs that are each too small for it
-    )
+    # True: the blocks around attention run compiled, which pays in many runs that are each too small for it
+    fuse: bool | None = None
     said: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the changes, those that hold for captures too
     measures: str | None = None  # of quality: names separated by commas, or all
     weights: Path | None = None  # of VBench's backbones
     captures: tuple[Path, ...] = ()  # retrieval is measured on these files instead
     records: tuple[Path, ...] = ()  # JSON lines of earlier measurements, for the experiments that can read them
     quick: bool = False  # of a series of settings only those that its findings compare
-    draw: bool = (
-        False  # nothing is made: the report of the cells that are there, also those of a device this machine has not
-    )
-    timed: bool = (
-        True  # False: no seconds, no warm-up, and runs of one prompt share the dense steps that they begin with
-    )
-    keep: str = (
-        "all"  # records: dense frames and captures are held in memory only, and made again when a later run needs them
-    )
+    # nothing is made: the report of the cells that are there, also those of a device this machine has not
+    draw: bool = False
+    # False: no seconds, no warm-up, and runs of one prompt share the dense steps that they begin with
+    timed: bool = True
+    # records: dense frames and captures are held in memory only, and made again when a later run needs them
+    keep: str = "all"
 
     def __post_init__(self) -> None:
         expect_choice("keep", self.keep, KEEPS)
@@ -115,6 +104,11 @@ def named_cell(
     return Cell(
         name=name, format=FORMATS[kind], request=asked, files=(f"{name}{ending}",) if ending else (), group=group
     )
+
+
+def at_density(density: float | None) -> str:
+    """As names of cells have it."""
+    return "" if density is None else f"-at-{density:g}"
 
 
 @functools.cache

@@ -15,9 +15,10 @@ from parklab.bench.frontier import DENSE
 from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments import results
 from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.results import CellRecords, Result, mean_of_all, trade_off
+from parklab.experiments.methods_compared import floors_of, methods_of
+from parklab.experiments.results import CellRecords, Result, machines_in, mean_of_all, setting_of, trade_off
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Finding, Table, interval
+from parklab.experiments.tables import Finding, Table, columns_of, interval
 from parklab.store import Cell
 
 PAPER = "paper"
@@ -25,24 +26,20 @@ Row = Mapping[str, Any]
 Place = tuple[str, str]  # guidance and video
 Runs = dict[tuple[Place, str], dict[tuple[str, int], Row]]  # by place and setting: by prompt and seed
 
-COLUMNS = (
-    Column("setting"), Column("guidance"), Column("video"), Column("runs"), Column("attention", 3),
-    Column("in two passes", 3), Column("seconds", 2), Column("speedup", 2), Column("PSNR", 2), Column("±", 2),
-    Column("worst", 2), Column("error", 4), Column("± error", 4), Column("over paper, dB", 2), Column("± dB", 2),
-)  # fmt: skip
+COLUMNS = columns_of(
+    "setting | guidance | video | runs | attention:3 | in two passes:3 | seconds:2 | speedup:2 | PSNR:2 | ±:2 | "
+    "worst:2 | error:4 | ± error:4 | over paper, dB:2 | ± dB:2"
+)
 
 
-def frontier_cells(lab: Lab, floors: Sequence[str], methods: Sequence[str]) -> list[Cell]:
+def frontier_cells(lab: Lab) -> list[Cell]:
     """None where lines of earlier runs are given. Without a profile PARK's settings are the paper's."""
     if any(line.get("format") == LINE for line in lab.lines):
         return []
-    profiles = [{"profile": name} for name in ParkConfig.long_run_profiles() if name != PAPER]
-    rows: list[tuple[str, dict[str, Any]]] = [
-        *((floor, {}) for floor in floors),
-        ("park", {}),
-        *(("park", each) for each in profiles),
-    ]
-    rows += [(name, {}) for name in methods if name != "park"]
+    profiles = (name for name in ParkConfig.long_run_profiles() if name != PAPER)
+    rows: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in (*floors_of(lab), "park")]
+    rows += [("park", {"profile": name}) for name in profiles]
+    rows += [(name, {}) for name in methods_of(lab) if name != "park"]
     return [lab.quality_cell(request, method, **more) for request in lab.requests() for method, more in rows]
 
 
@@ -63,9 +60,7 @@ def frontier_result(gathered: CellRecords) -> Result:
     }
     note = f"{places[0][1]}." if len(videos) == 1 else ""
     if lines:
-        facts = [line.get("environment", {}) for line in lines]
-        machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts)
-        note = f"From lines of earlier runs on {', '.join(machines)}. {note}".strip()
+        note = f"From lines of earlier runs on {', '.join(machines_in(lines)) or 'no named machine'}. {note}".strip()
     return Result(table, tuple(_findings(runs, places)), trade_off(points, ("psnr", "error")), note)
 
 
@@ -98,8 +93,7 @@ def _runs_of_cells(gathered: CellRecords) -> Runs:
         asked = cell.request
         if cell.name not in gathered.records:
             continue
-        setting = asked.get("profile") or (PAPER if asked["method"] == "park" else asked["method"])
-        found = runs.setdefault((_place(asked), setting), {})
+        found = runs.setdefault((_place(asked), setting_of(asked)), {})
         found[asked["prompt"], asked["seed"]] = gathered.records[cell.name]["row"]
     return runs
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from parklab.experiments.results import NOT_RUN, CellRecords, Dots, Panel, Plot, Result, Series
+from parklab.experiments.results import NOT_RUN, CellRecords, Dots, Panel, Plot, Result, Series, machines_in
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Finding, Table
+from parklab.experiments.tables import Finding, Table, columns_of
 from parklab.store import Cell
 
 PARTS = {
@@ -20,7 +20,7 @@ PAPER_QRKC_MS = 2.0  # "remains below 2 ms"
 Line = Mapping[str, Any]
 
 
-def bench_cells(lab: Lab, benchmark: str) -> list[Cell]:
+def bench_cells(benchmark: str, lab: Lab) -> list[Cell]:
     """None where lines are given, or where there is no GPU to measure."""
     given = any(line.get("benchmark") == benchmark for line in lab.lines)
     return [] if given or not lab.base.device.startswith("cuda") else lab.bench_cells(benchmark)
@@ -30,32 +30,16 @@ def pama_result(gathered: CellRecords) -> Result:
     lines = _lines(gathered, "pama", lambda line: (line["shape"]["name"], line["kernel"]))
     if not lines:
         return _without(gathered, "pama")
-    rows = [
-        (
-            line["shape"]["name"],
-            line["kernel"],
-            *(line.get(name) for name in ("ms", "speedup", "extra_mb", "memory_reduction")),
-        )
-        for line in lines
-    ]
-    columns = (
-        Column("Shape"),
-        Column("Implementation"),
-        Column("ms", 2),
-        Column("Speedup", 2),
-        Column("MB", 2),
-        Column("Reduction", 1),
-    )
+    parts = ("ms", "speedup", "extra_mb", "memory_reduction")
+    rows = [(line["shape"]["name"], line["kernel"], *map(line.get, parts)) for line in lines]
+    columns = columns_of("Shape | Implementation | ms:2 | Speedup:2 | MB:2 | Reduction:1")
     fused = [line for line in lines if line["kernel"] != "PyTorch"]
     slowest = min(fused, key=lambda line: line["speedup"], default=None)
     nearest = "" if slowest is None else f"; nearest {slowest['kernel']}"
     statement = f"every fused kernel of PAMA is faster than PyTorch{nearest}"
     margin = None if slowest is None else slowest["speedup"] - 1
-    return Result(
-        Table(columns, tuple(rows)),
-        (Finding(statement, margin, "times", reason="no fused kernel"),),
-        note=_machine(lines),
-    )
+    finding = Finding(statement, margin, "times", reason="no fused kernel")
+    return Result(Table(columns, tuple(rows)), (finding,), note=_machine(lines))
 
 
 def qrkc_result(gathered: CellRecords) -> Result:
@@ -64,7 +48,7 @@ def qrkc_result(gathered: CellRecords) -> Result:
         return _without(gathered, "qrkc")
     shapes = ["{heads} heads, {tokens:,} tokens".format(**line["shape"]) for line in lines]
     rows = [(shape, *(line[part] for part in PARTS), line["ms"]) for shape, line in zip(shapes, lines, strict=True)]
-    columns = (Column("Shape"), *(Column(f"{name}, ms", 3) for name in PARTS.values()), Column("together, ms", 3))
+    columns = columns_of(" | ".join(["Shape", *(f"{name}, ms:3" for name in (*PARTS.values(), "together"))]))
     names = tuple(PARTS.values())
     panels = [(f"{row[0]}, ms", names, row[1:-1]) for row in rows]
     longest = max(line["ms"] for line in lines)
@@ -84,7 +68,7 @@ def scaling_result(gathered: CellRecords) -> Result:
     fits = [line for line in lines if "exponent" in line]
     exponents = {(line["over"], line["part"].removesuffix(": fit")): line["exponent"] for line in fits}
     rows = [(line["over"], line["part"], line["length"], line["density"], line["ms"]) for line in points]
-    columns = (Column("over"), Column("part"), Column("tokens"), Column("density", 3), Column("ms", 2))
+    columns = columns_of("over | part | tokens | density:3 | ms:2")
     panels = []
     for over, title in (("density", "density"), ("length", "tokens")):
         here = [line for line in points if line["over"] == over]
@@ -121,13 +105,5 @@ def _without(gathered: CellRecords, benchmark: str) -> Result:
 
 
 def _machine(lines: list[Line]) -> str:
-    names = dict.fromkeys(_names(lines))
+    names = machines_in(lines)
     return f"Measured on {', '.join(names)}." if names else ""
-
-
-def _names(lines: list[Line]) -> Iterator[str]:
-    for line in lines:
-        facts = line.get("environment") or {}
-        name = facts.get("gpu") or facts.get("cpu")
-        if name:
-            yield str(name)

@@ -19,7 +19,7 @@ from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.paper_numbers import PAPER
 from parklab.experiments.results import CellRecords, Panel, Plot, Result, Series, nothing_run
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
+from parklab.experiments.tables import Finding, Table, columns_of, grouped, interval, without_empty
 from parklab.store import Cell, Record
 
 CONDITIONAL, UNCONDITIONAL = "conditional", "unconditional"
@@ -90,9 +90,7 @@ MEASURES = {
     "ratio": "ratio of residuals", "ratio_std": "its spread over tokens",
     "cosine_distance": "cosine distance of residuals", "output_change": "relative change of outputs",
 }  # fmt: skip
-COLUMNS = (
-    *map(Column, ("measure", "of", "at")), Column("measured", 4), Column("±", 4), *(Column(name, 4) for name in REAL),
-)  # fmt: skip
+COLUMNS = columns_of(" | ".join(("measure | of | at | measured:4 | ±:4", *(f"{name}:4" for name in REAL))))
 NEAR = "as near to {} as those are to each other"
 
 Row = tuple[Any, ...]
@@ -167,9 +165,8 @@ def _densities(runs: Sequence[Record]) -> tuple[list[Row], list[Finding]]:
     steps = sorted({int(step) for run in runs for step in run["densities"]})
     for step in steps:
         by_video = [
-            [value for layer in run["densities"][str(step)] for value in layer]
-            for run in runs if str(step) in run["densities"]
-        ]  # fmt: skip
+            list(itertools.chain(*run["densities"][str(step)])) for run in runs if str(step) in run["densities"]
+        ]
         rows += [
             _row("density at p = 0.9", f"step {step}", f"heads: {quantile}", by_video, quantile, {})
             for quantile in (QUANTILES if step == steps[0] else ("mean",))
@@ -181,7 +178,7 @@ def _row(
     measure: str, of: str, at: str, by_video: Sequence[Sequence[float]], quantile: str, real: Mapping[str, float]
 ) -> Row:
     take = QUANTILES[quantile]
-    whole = _quantile([value for values in by_video for value in values], take)
+    whole = _quantile(list(itertools.chain(*by_video)), take)
     spread = interval([_quantile(values, take) for values in by_video])
     return (measure, of, at, whole, spread, *(real.get(name) for name in REAL))
 
@@ -198,7 +195,7 @@ def _nearness(statement: str, by_video: Sequence[Sequence[float]], quantile: str
         got = _quantile(values, QUANTILES[quantile])
         return (high - low) - max(low - got, got - high, 0.0)
 
-    every = margin([value for values in by_video for value in values])
+    every = margin(list(itertools.chain(*by_video)))
     told = f"{statement}: {NEAR.format(' and '.join(real))}"
     return Finding(told, every, spread=interval([margin(values) for values in by_video]))
 
@@ -278,10 +275,8 @@ def _nearness_of_curves(statement: str, curves: Sequence[Curve], place: str, rea
     def margin(curve: Curve) -> float:
         return apart(*(real[name] for name in WANS)) - min(apart(curve, real[name]) for name in WANS)
 
-    places = {at for curve in curves for at in curve}
-    every = {at: statistics.fmean(curve[at] for curve in curves if at in curve) for at in places}
     told = f"{statement}: {NEAR.format(' and '.join(WANS))}"
-    return Finding(told, margin(every), spread=interval([margin(curve) for curve in curves]))
+    return Finding(told, margin(_mean_curve(curves)), spread=interval([margin(curve) for curve in curves]))
 
 
 def _figure(runs: Sequence[Record]) -> Plot | None:
@@ -291,14 +286,18 @@ def _figure(runs: Sequence[Record]) -> Plot | None:
         for branch in _branches(runs):
             curves = [_curve(run, branch, measure) for run in runs]
             name = _shown(branch, runs)
-            places = sorted({at for curve in curves for at in curve})
-            mean = {at: statistics.fmean(curve[at] for curve in curves if at in curve) for at in places}
-            series.append(_series(f"measured, {name}", mean))
+            series.append(_series(f"measured, {name}", _mean_curve(curves)))
             if measure == "ratio" and name == CONDITIONAL:
                 series += [_series(model, curve) for model, curve in _published(name, curves).items()]
         if any(each.points for each in series):
             panels.append(Panel("share of the run", title, tuple(series)))
     return Plot((tuple(panels),)) if panels else None
+
+
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
+    """Over the runs that have a step there."""
+    found = grouped((point for curve in curves for point in curve.items()), lambda point: point[0])
+    return {at: statistics.fmean(value for _, value in points) for at, points in found.items()}
 
 
 def _series(name: str, curve: Curve) -> Series:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parkattn.methods import METHODS, method_entry
-from parklab.experiments import results
 from parklab.experiments.calibration import MATCHED
 from parklab.experiments.evaluation import FLOOR, FLOORS
-from parklab.experiments.results import CellRecords, Chosen, Label, Result
+from parklab.experiments.results import CellRecords, Chosen, Label, Result, comparison
 from parklab.experiments.runner import Lab
 from parklab.store import Cell
 
@@ -44,11 +44,15 @@ def series_of(lab: Lab, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def by_method(request: Request) -> Label:
-    return (request["method"], guidance_of(request))
+    return (request["method"],)
 
 
-def guidance_of(request: Request) -> str:
-    return "" if request["guidance"] is None else f"{request['guidance']:g}"
+def by_density(request: Request) -> Label:
+    return request["method"], f"{request['density']:g}"
+
+
+def densities_in(gathered: CellRecords) -> list[float]:
+    return sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
 
 
 def methods_of(lab: Lab) -> tuple[str, ...]:
@@ -68,17 +72,16 @@ def main_cells(lab: Lab) -> list[Cell]:
 
 
 def main_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("method", "guidance"), by_method)
-    names = dict.fromkeys(
-        cell.request["method"] for cell in gathered.cells if cell.request["method"] not in ("park", *FLOORS)
-    )
-    found = [
-        results.psnr_findings(
-            gathered, f"PARK above {name}, each at its own settings", is_method("park"), is_method(name)
-        )
-        for name in names
+    pairs = [
+        (f"PARK above {name}, each at its own settings", is_method("park"), is_method(name))
+        for name in _others(gathered)
     ]
-    return Result(table.table, tuple(finding for each in found for finding in each))
+    return comparison(gathered, ("method",), by_method, pairs)
+
+
+def _others(gathered: CellRecords) -> list[str]:
+    names = dict.fromkeys(cell.request["method"] for cell in gathered.cells)
+    return [name for name in names if name not in ("park", *FLOORS)]
 
 
 def matched_cells(lab: Lab) -> list[Cell]:
@@ -99,24 +102,13 @@ def halves_cells(lab: Lab) -> list[Cell]:
 
 
 def halves_result(gathered: CellRecords) -> Result:
-    found = matched_result(gathered)
-    densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
-    more = [
-        finding
-        for density in densities
-        for name in ABLATIONS
-        for finding in results.psnr_findings(
-            gathered,
-            f"{name} above {NEITHER} at density {density:g}",
-            is_method(name, density=density),
-            is_method(NEITHER, density=density),
-        )
-    ]
-    return Result(found.table, (*found.findings, *more), found.figure)
-
-
-def _by_density(request: Request) -> Label:
-    return (request["method"], "" if request["density"] is None else f"{request['density']:g}", guidance_of(request))
+    pairs = [
+        (f"{name} above {NEITHER} at density {density:g}", is_method(name, density=density),
+         is_method(NEITHER, density=density))
+        for density in densities_in(gathered) for name in ABLATIONS
+    ]  # fmt: skip
+    found, more = matched_result(gathered), comparison(gathered, ("method", "asked"), by_density, pairs)
+    return replace(found, findings=(*found.findings, *more.findings))
 
 
 def times_cells(lab: Lab) -> list[Cell]:
@@ -132,26 +124,11 @@ def timed_cells(lab: Lab) -> list[Cell]:
 
 
 def matched_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("method", "asked", "guidance"), _by_density)
-    asked = [cell.request for cell in gathered.cells if cell.request["method"] not in FLOORS]
-    names = [name for name in dict.fromkeys(request["method"] for request in asked) if name != "park"]
-    densities = sorted({request["density"] for request in asked})
-    findings = [
-        finding
-        for density in densities
-        for name in names
-        for finding in results.psnr_findings_at_density(
-            gathered,
-            f"PARK above {name} at density {density:g}",
-            is_method("park"),
-            is_method(name, density=density),
-            near=MATCHED,
-        )
-    ]
-    figure = results.trade_off(
-        results.runs_by(gathered, lambda request: (guidance_of(request), *_by_density(request)[:2]))
-    )
-    return Result(table.table, tuple(findings), figure)
+    pairs = [
+        (f"PARK above {name} at density {density:g}", is_method("park"), is_method(name, density=density))
+        for density in densities_in(gathered) for name in _others(gathered)
+    ]  # fmt: skip
+    return comparison(gathered, ("method", "asked"), by_density, pairs, near=MATCHED, point=lambda label: label)
 
 
 def ablation_cells(lab: Lab) -> list[Cell]:
@@ -159,9 +136,5 @@ def ablation_cells(lab: Lab) -> list[Cell]:
 
 
 def ablation_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("variant", "guidance"), by_method)
-    found = [
-        results.psnr_findings(gathered, f"removing {what} loses PSNR", is_method("park"), is_method(name))
-        for name, what in ABLATIONS.items()
-    ]
-    return Result(table.table, tuple(finding for each in found for finding in each))
+    pairs = [(f"removing {what} loses PSNR", is_method("park"), is_method(name)) for name, what in ABLATIONS.items()]
+    return comparison(gathered, ("variant",), by_method, pairs)

@@ -72,16 +72,10 @@ def video_row(
     summary = made["summary"]
     cost = whole_run_cost(summary["calls"], float(made["density"]), summary.get("forwards", {}))
     return quality.video | {
-        "cost": cost["cost"],
-        "cost_two_passes": cost["cost_two_passes"],
-        "density": 1.0 if sparse is None else sparse,
-        "density_all_steps": made["density"],
-        "recall": made["recall"]["mean"] if made["recall"] else None,
-        "seconds": seconds["total"],
-        "dense_seconds": dense_seconds["total"],
-        "denoise_seconds": seconds["denoise"],
-        "dense_denoise_seconds": dense_seconds["denoise"],
-        "attention_seconds": seconds["attention"],
+        "cost": cost["cost"], "cost_two_passes": cost["cost_two_passes"], "density": 1.0 if sparse is None else sparse,
+        "density_all_steps": made["density"], "recall": made["recall"]["mean"] if made["recall"] else None,
+        "seconds": seconds["total"], "dense_seconds": dense_seconds["total"], "denoise_seconds": seconds["denoise"],
+        "dense_denoise_seconds": dense_seconds["denoise"], "attention_seconds": seconds["attention"],
         "dense_attention_seconds": dense_seconds["attention"],
     }  # fmt: skip
 

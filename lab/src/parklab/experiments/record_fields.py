@@ -18,15 +18,26 @@ Line = Mapping[str, Any]
 BENCHMARKS = ("pama", "qrkc", "scaling")
 LARGEST_FILE = 2**28  # bytes
 LARGEST_VALUE = 1e12  # sums and products of such numbers stay finite
-# what experiments read of a line: str, int or float (any number); a name with ? may be absent or null
-FIELDS_OF_LINES: dict[str, dict[str, type]] = {
-    FRONTIER: dict.fromkeys(("setting", "prompt"), str) | dict.fromkeys(("seed", "frames", "height", "width", "steps"),
-                                                                        int)
-    | dict.fromkeys(("psnr", "cost", "seconds?", "guidance?", "cost_two_passes?", "error?", "share_computed?"), float),
-    "pama": {"shape.name": str, "kernel": str, "speedup": float} | dict.fromkeys(("ms?", "extra_mb?",
-                                                                                  "memory_reduction?"), float),
-    "qrkc": dict.fromkeys(("shape.heads", "shape.tokens"), int)
-    | dict.fromkeys(("metric_ms", "cholesky_ms", "transform_ms", "means_ms", "ms"), float),
+Shape = Any
+"""A type, float being any number; a rule; {name: shape}, where name? may be null (in a line also absent) and * is every
+other name; [shape], a list that is not empty; (shape, shape), a list of two.
+"""
+# what experiments read of a line
+FIELDS_OF_LINES: dict[str, dict[str, Shape]] = {
+    FRONTIER: {
+        **dict.fromkeys(("setting", "prompt"), str),
+        **dict.fromkeys(("seed", "frames", "height", "width", "steps"), int),
+        **dict.fromkeys(("psnr", "cost", "seconds?", "guidance?"), float),
+        **dict.fromkeys(("cost_two_passes?", "error?", "share_computed?"), float),
+    },
+    "pama": {
+        "shape": {"name": str, "*": object}, "kernel": str, "speedup": float,
+        **dict.fromkeys(("ms?", "extra_mb?", "memory_reduction?"), float),
+    },
+    "qrkc": {
+        "shape": {"heads": int, "tokens": int, "*": object},
+        **dict.fromkeys(("metric_ms", "cholesky_ms", "transform_ms", "means_ms", "ms"), float),
+    },
     "scaling": {"over": str, "part": str, "length": int, "density": float, "ms": float},
     "scaling fit": {"over": str, "part": str, "exponent": float},
 }  # fmt: skip
@@ -56,18 +67,9 @@ def read_lines(paths: Iterable[Path]) -> list[Line]:
 def fault_of_line(line: Line) -> str:
     """What is wrong with a line that an experiment would read, or nothing."""
     kind = FRONTIER if line.get("format") == FRONTIER else line["benchmark"]
-    for field, wanted in FIELDS_OF_LINES["scaling fit" if kind == "scaling" and "exponent" in line else kind].items():
-        value: Any = line
-        for part in field.rstrip("?").split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None and field.endswith("?"):
-            continue
-        kinds = (int, float) if wanted is float else wanted
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            return f"has {field.rstrip('?')} = {shown(value)} where {wanted.__name__} is expected"
-        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_VALUE:  # not so for NaN
-            return f"has {field.rstrip('?')} = {shown(value)}, which is no measurement"
-    return "" if isinstance(line.get("environment", {}), dict) else "has no object as its environment"
+    shape = FIELDS_OF_LINES["scaling fit" if kind == "scaling" and "exponent" in line else kind]
+    absent = {name[:-1]: None for name in shape if name.endswith("?")}
+    return _fault(absent | {"environment": {}} | dict(line), {**shape, "environment": {"*": object}, "*": object}, "")
 
 
 def _parsed(text: str) -> Line | None:
@@ -81,12 +83,6 @@ def _parsed(text: str) -> Line | None:
 
 
 # Cells ---------------------------------------------------------------------------------------------------
-
-
-Shape = Any
-"""A type; a rule; {name: shape}, where name? may be null and * is every other name; [shape], a list that is not empty;
-(shape, shape), a list of two.
-"""
 
 
 def is_positive(value: Any) -> bool:

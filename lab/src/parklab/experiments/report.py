@@ -105,13 +105,7 @@ def write_report(store: Store, sections: Sequence[Section], about: Mapping[str, 
 
 
 def finding_table(sections: Sequence[Section]) -> tables.Table:
-    columns = (
-        tables.Column("experiment"),
-        tables.Column("verdict"),
-        tables.Column("margin", 4),
-        tables.Column("±", 4),
-        *map(tables.Column, ("unit", "statement", "reason")),
-    )
+    columns = tables.columns_of("experiment | verdict | margin:4 | ±:4 | unit | statement | reason")
     rows = [
         (section.label, each.verdict, each.margin, each.spread, each.unit, each.statement,
          "" if each.held is not None else each.reason)

@@ -14,7 +14,7 @@ from parklab.experiments.catalogue import choose_experiments
 from parklab.experiments.evaluation import Evaluation, FilledCells
 from parklab.experiments.methods_compared import times_cells
 from parklab.experiments.report import Section, sections_of, write_report
-from parklab.experiments.results import CellRecords
+from parklab.experiments.results import CellRecords, machines_in
 from parklab.experiments.runner import Lab
 from parklab.sprites.grammar import held_out_scenes
 from parklab.store import Cell, Record, Say, Store
@@ -151,14 +151,8 @@ def run_experiments(
     rest = [cell for cell in cells if cell.name not in filled.records and cell.name not in reasons]
     found = filled.records | lab.finished(rest)
     reasons = lab.unreachable([cell for cell in rest if cell.name not in found]) | reasons
-    given = (
-        found,
-        reasons,
-        lab.load_frames,
-        lab.lines,
-        lab.cost,
-        list((found | lab.finished(times_cells(lab))).values()),
-    )
+    timed = list((found | lab.finished(times_cells(lab))).values())
+    given = found, reasons, lab.load_frames, lab.lines, lab.cost, timed
     results = {each.label: each.result(CellRecords(asked[each.label], *given)) for each in chosen}
     sections = sections_of(results)
     write_report(Store(out, say), sections, _about(lab, list(found.values())), judged=not evaluation.quick)
@@ -169,18 +163,11 @@ def run_experiments(
 
 def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
     e, base = lab.evaluation, lab.base
-    facts = [record.get("environment", {}) for record in records]
-    machines = dict.fromkeys(str(each.get("gpu") or each.get("cpu")) for each in facts if each)
     size = "the model's own size" if base.frames is None else f"{base.frames} frames of {base.height} x {base.width}"
     untimed = any("row" in record and record["row"]["seconds"] is None for record in records)
-    seconds = (
-        "some cells hold none (--untimed)"
-        if untimed
-        else "text, denoising and decoding of one video; what measuring recall takes is left out"
-    )
-    told = (
-        {"quick": "a test that everything works, of one short video: it says nothing about methods"} if e.quick else {}
-    )
+    seconds = "text, denoising and decoding of one video; what measuring recall takes is left out"
+    quick = "a test that everything works, of one short video: it says nothing about methods"
+    told = {"quick": quick} if e.quick else {}
     changed = ", ".join(f"{name}={value}" for name, value in e.said.items())
     told |= {"settings": f"{changed} of every method that has them; otherwise each method's own"} if changed else {}
     return told | {
@@ -190,13 +177,13 @@ def _about(lab: Lab, records: list[Record]) -> dict[str, Any]:
         "runs": f"{len(e.prompts)} prompt{'s' * (len(e.prompts) != 1)}, seed{'s' * (len(e.seeds) != 1)} "
         f"{', '.join(map(str, e.seeds))}",
         "guidance": ", ".join("the model's own" if g is None else f"{g:g}" for g in e.guidances),
-        "device": ", ".join([base.device, base.dtype, *machines]),
+        "device": ", ".join([base.device, base.dtype, *machines_in(records)]),
         "quality": "of raw frames against dense attention; 'dense again' is dense attention once more, 'by our kernel' "
         "by PARK's backend",
         "error": "norm of a video's difference from the dense one over the norm of that, of raw frames",
         "density": "computed token pairs over all pairs, in the sparse steps and in all steps; "
         "it is matched in the sparse steps",
-        "seconds": seconds,
+        "seconds": "some cells hold none (--untimed)" if untimed else seconds,
     }
 
 

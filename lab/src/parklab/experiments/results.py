@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from parklab.experiments.evaluation import FLOOR, FLOORS
 from parklab.experiments.quality import ALWAYS
-from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
+from parklab.experiments.tables import Column, Finding, Table, columns_of, grouped, interval, mean, without_empty
 from parklab.metrics.measures import MEASURES
 from parklab.store import Cell, Record
 from parklab.studio.video import Frames
@@ -110,8 +111,20 @@ def frame_sheet(gathered: CellRecords, needs: str = "") -> Result:
         (asked["method"], ", ".join(map(str, shown)), f"{asked['prompt']}, seed {asked['seed']}")
         for asked, shown, _ in found
     )
-    table = Table((Column("method"), Column("frames"), Column("video")), rows)
+    table = Table(columns_of("method | frames | video"), rows)
     return Result(table, figure=Sheet(tuple((asked["method"], frames) for asked, _, frames in found)))
+
+
+def machines_in(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """GPUs that something was measured on, or CPUs."""
+    facts = (record.get("environment") or {} for record in records)
+    return [str(name) for name in dict.fromkeys(each.get("gpu") or each.get("cpu") for each in facts) if name]
+
+
+def setting_of(request: Mapping[str, Any]) -> str:
+    """The profile or method of a quality cell; PARK without a profile has the paper's settings."""
+    own: str = "paper" if request["method"] == "park" else request["method"]
+    return request.get("profile") or own
 
 
 def nothing_run(gathered: CellRecords) -> Result:
@@ -123,11 +136,10 @@ def nothing_run(gathered: CellRecords) -> Result:
 
 OTHERS = [name for name in MEASURES if name != ALWAYS]
 QUALITY = (
-    Column("runs"), Column("PSNR", 2), Column("±", 2), *(Column(MEASURES[name].title,
-                                                                MEASURES[name].digits) for name in OTHERS),
-    Column("error", 4), Column("density", 3), Column("of all steps", 3), Column("recall", 3),
-    Column("plan, ms", 2), Column("attention, ms", 2), Column("seconds", 2), Column("speedup", 2),
-    Column("note"),
+    *columns_of("runs | PSNR:2 | ±:2"), *(Column(MEASURES[name].title, MEASURES[name].digits) for name in OTHERS),
+    *columns_of(
+        "error:4 | density:3 | of all steps:3 | recall:3 | plan, ms:2 | attention, ms:2 | seconds:2 | speedup:2 | note"
+    ),
 )  # fmt: skip
 
 MEANS = (*OTHERS, "error", "density", "density_all_steps", "recall")
@@ -138,7 +150,7 @@ def quality_table(gathered: CellRecords, heads: Label, label: Callable[[Mapping[
     ± is half the 95 % interval of the mean PSNR.
     """
     rows: list[tuple[Any, ...]] = []
-    for name, cells in _labelled(gathered.cells, label).items():
+    for name, cells in grouped(gathered.cells, lambda cell: label(cell.request)).items():
         found = [record["row"] for record in gathered.of(cells)]
         if not found:
             rows.append((*name, 0, *(None,) * (len(QUALITY) - 2), f"{NOT_RUN}: {gathered.why_not(cells)}"))
@@ -159,12 +171,48 @@ def quality_table(gathered: CellRecords, heads: Label, label: Callable[[Mapping[
 
 
 Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
+Pair = tuple[str, Chosen, Chosen]  # a statement, and what is said to be above what
+
+
+def comparison(
+    gathered: CellRecords,
+    heads: Label,
+    label: Callable[[Mapping[str, Any]], Label],
+    pairs: Iterable[Pair],
+    *,
+    tie: bool = False,
+    near: float | None = None,
+    point: Callable[[Label], Label] | None = None,
+) -> Result:
+    """A row per label and guidance, and each pair's finding at every guidance.
+
+    label: of a request that is no floor. near: pairs are compared at the density that the lower one has. point: series
+    and name of a label on a trade-off.
+    """
+
+    def place(request: Mapping[str, Any]) -> Label:
+        floor = request["method"] in FLOORS
+        return (*((request["method"], *("",) * (len(heads) - 1)) if floor else label(request)), guidance_of(request))
+
+    table = quality_table(gathered, (*heads, "guidance"), place)
+    findings = tuple(
+        itertools.chain.from_iterable(psnr_findings(gathered, *pair, tie=tie, near=near) for pair in pairs)
+    )
+    if point is None:
+        return Result(table.table, findings)
+    return Result(table.table, findings, trade_off(runs_by(gathered, lambda of: (guidance_of(of), *point(label(of))))))
+
+
+def guidance_of(request: Mapping[str, Any]) -> str:
+    return "" if request["guidance"] is None else f"{request['guidance']:g}"
 
 
 def psnr_findings(
-    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False
+    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, tie: bool = False, near: float | None = None
 ) -> list[Finding]:
     """The same statement at every guidance: videos of one prompt at two of them are no independent samples."""
+    if near is not None:
+        return psnr_findings_at_density(gathered, statement, upper, lower, near=near)
     return [
         psnr_finding(gathered, told, up, low, tie=tie)
         for told, up, low in _at_scales(gathered, statement, upper, lower)
@@ -195,13 +243,6 @@ def psnr_finding(gathered: CellRecords, statement: str, upper: Chosen, lower: Ch
     return Finding(statement, statistics.fmean(ahead), "dB", interval(ahead), tie=tie)
 
 
-def psnr_finding_at_cost(
-    gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, near: float
-) -> Finding:
-    """The same at the cost that the upper one has on each prompt and seed; all runs of the lower one are given."""
-    return _psnr_above_line(gathered, statement, upper, lower, "cost", near)
-
-
 def psnr_findings_at_density(
     gathered: CellRecords, statement: str, upper: Chosen, lower: Chosen, *, near: float
 ) -> list[Finding]:
@@ -209,14 +250,14 @@ def psnr_findings_at_density(
     upper one are given.
     """
     findings = [
-        _psnr_above_line(gathered, told, low, up, "density", near)
+        psnr_above_line(gathered, told, low, up, "density", near=near)
         for told, up, low in _at_scales(gathered, statement, upper, lower)
     ]
     return [found if found.margin is None else replace(found, margin=-found.margin) for found in findings]
 
 
-def _psnr_above_line(
-    gathered: CellRecords, statement: str, ones: Chosen, line: Chosen, by: str, near: float
+def psnr_above_line(
+    gathered: CellRecords, statement: str, ones: Chosen, line: Chosen, by: str, *, near: float
 ) -> Finding:
     """How far runs lie above the line through the runs of another method, at the cost or density (`by`) that each of
     the former has.
@@ -265,26 +306,17 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
     for scale in dict.fromkeys(guidance for guidance, _, _ in runs):
         here = {name: found for name, found in runs.items() if name[0] == scale and found}
         panels = []
-        for measure in measures:
-            if any(row.get(measure) is None for found in here.values() for row in found):
+        for measure, (axis, title) in itertools.product(measures, AXES.items()):
+            if any(row.get(part) is None for found in here.values() for row in found for part in (measure, axis)):
                 continue
-            for axis, title in AXES.items():
-                if any(row.get(axis) is None for found in here.values() for row in found):
-                    continue
-                series = [
-                    Series(
-                        name,
-                        tuple(
-                            sorted(
-                                _point(found, axis, measure, label)
-                                for (_, of, label), found in here.items()
-                                if of == name
-                            )
-                        ),
-                    )
-                    for name in dict.fromkeys(of for _, of, _ in here)
-                ]
-                panels.append(Panel(title, TRADED[measure], tuple(series), f"guidance {scale}" if scale else ""))
+            points: dict[str, list[tuple[float, float, float | None, str]]] = {}
+            for (_, name, label), found in here.items():
+                values = [row[measure] for row in found]
+                points.setdefault(name, []).append(
+                    (mean(found, axis), statistics.fmean(values), interval(values), label)
+                )
+            series = tuple(Series(name, tuple(sorted(each))) for name, each in points.items())
+            panels.append(Panel(title, TRADED[measure], series, f"guidance {scale}" if scale else ""))
         if panels:
             rows.append(tuple(panels))
     return Plot(tuple(rows)) if rows else None
@@ -292,18 +324,9 @@ def trade_off(runs: Runs, measures: Iterable[str] = ("psnr",)) -> Plot | None:
 
 def runs_by(gathered: CellRecords, label: Callable[[Mapping[str, Any]], Label]) -> Runs:
     """Rows of what was run, without the floors, which have no place on a trade-off."""
-    cells = [cell for cell in gathered.cells if cell.request["method"] not in FLOORS]
-    names = dict.fromkeys(label(cell.request) for cell in cells)
-    return {
-        name: [record["row"] for record in gathered.of(c for c in cells if label(c.request) == name)] for name in names
-    }
-
-
-def _point(
-    found: Sequence[Mapping[str, Any]], axis: str, measure: str, label: str
-) -> tuple[float, float, float | None, str]:
-    values = [row[measure] for row in found]
-    return statistics.fmean(row[axis] for row in found), statistics.fmean(values), interval(values), label
+    cells = (cell for cell in gathered.cells if cell.request["method"] not in FLOORS)
+    groups = grouped(cells, lambda cell: label(cell.request))
+    return {name: [record["row"] for record in gathered.of(group)] for name, group in groups.items()}
 
 
 def _mean_of(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
@@ -319,10 +342,3 @@ def mean_of_all(found: Sequence[Mapping[str, Any]], part: str) -> float | None:
 
 def _place(request: Mapping[str, Any]) -> tuple[Any, ...]:
     return request["prompt"], request["seed"], request["guidance"]
-
-
-def _labelled(cells: Sequence[Cell], label: Callable[[Mapping[str, Any]], Label]) -> dict[Label, list[Cell]]:
-    found: dict[Label, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(label(cell.request), []).append(cell)
-    return found

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 from parklab.experiments.mismatches import REPRESENTATIONS
 from parklab.experiments.results import CellRecords, Dots, Result, nothing_run
-from parklab.experiments.tables import Column, Finding, Table, interval, without_empty
+from parklab.experiments.tables import Finding, Table, columns_of, interval, without_empty
 from parklab.metrics.retrieval import recall_summary
 
 NO_ERROR = "Euclidean clusters have no error to compare with"
@@ -25,11 +26,20 @@ Video = Sequence[Call]
 Pick = Callable[[Call], Sequence[float]]  # one value per head
 
 
-def recall_table(gathered: CellRecords, kind: str) -> Result:
+def _of_videos(measured: Callable[..., Result]) -> Callable[..., Result]:
+    """From the calls of each video that was run, where there is one."""
+
+    @functools.wraps(measured)
+    def result(gathered: CellRecords, *given: Any, **named: Any) -> Result:
+        videos = [record["calls"] for record in gathered.of(gathered.cells)]
+        return measured(videos, *given, **named) if videos else nothing_run(gathered)
+
+    return result
+
+
+@_of_videos
+def recall_table(videos: list[Video], kind: str) -> Result:
     """kind: top_p or top_k. Percent, over all layers, heads, prompts and seeds."""
-    videos = _videos(gathered)
-    if not videos:
-        return nothing_run(gathered)
     rows, findings = [], []
     for order in ("Clustered", "Original"):
         means = {}
@@ -46,14 +56,11 @@ def recall_table(gathered: CellRecords, kind: str) -> Result:
             "compressed pairs"
         )
         findings.append(_difference(statement, means["pama"], means[rival], POINTS, 100))
-    columns = (*map(Column, ("Ordering", "Query", "Key")), *(Column(name, 2) for name in ("Mean", "±", "P05", "Worst")))
-    return Result(without_empty(Table(columns, tuple(rows))), tuple(findings), note=_what_was_measured(videos))
+    return _result(videos, "Ordering | Query | Key | Mean:2 | ±:2 | P05:2 | Worst:2", rows, findings)
 
 
-def representation_table(gathered: CellRecords) -> Result:
-    videos = _videos(gathered)
-    if not videos:
-        return nothing_run(gathered)
+@_of_videos
+def representation_table(videos: list[Video]) -> Result:
     tv = {name: _means(videos, _picker("tv", name)) for name in REPRESENTATIONS}
     rows = tuple((*pair, statistics.fmean(tv[name]), _spread(tv[name])) for name, pair in REPRESENTATIONS.items())
     findings = (
@@ -62,14 +69,11 @@ def representation_table(gathered: CellRecords) -> Result:
         ),
         _difference("Full x Centroid has lower TV than Centroid x Full", tv["full-key"], tv["pama"], "TV"),
     )
-    columns = (Column("Query"), Column("Key"), Column("TV", 4), Column("±", 4))
-    return Result(without_empty(Table(columns, rows)), findings, note=_what_was_measured(videos))
+    return _result(videos, "Query | Key | TV:4 | ±:4", rows, findings)
 
 
-def key_error_table(gathered: CellRecords) -> Result:
-    videos = _videos(gathered)
-    if not videos:
-        return nothing_run(gathered)
+@_of_videos
+def key_error_table(videos: list[Video]) -> Result:
     rows: list[tuple[Any, ...]] = []
     findings = []
     for name, shown, sign, statement in (
@@ -84,24 +88,18 @@ def key_error_table(gathered: CellRecords) -> Result:
         findings.append(
             Finding(statement, None if change is None else sign * change, "%", _spread(changes), reason=NO_ERROR)
         )
-    columns = (Column("Metric"), Column("Euclidean", 3), Column("QRKC", 3), Column("Change"), Column("±", 1))
-    return Result(without_empty(Table(columns, tuple(rows))), tuple(findings), note=_what_was_measured(videos))
+    return _result(videos, "Metric | Euclidean:3 | QRKC:3 | Change | ±:1", rows, findings)
 
 
 def mismatch_panel(gathered: CellRecords) -> Result:
     """Panel c of fig:retrieval_mismatches; what it finds is said where the figure of the appendix is."""
     found = mismatch_figure(gathered)
-    return (
-        found
-        if found.table is None
-        else replace(found, findings=(), note=f"Panel c; a and b are drawings. {found.note}")
-    )
+    note = f"Panel c; a and b are drawings. {found.note}"
+    return found if found.table is None else replace(found, findings=(), note=note)
 
 
-def mismatch_figure(gathered: CellRecords) -> Result:
-    videos = _videos(gathered)
-    if not videos:
-        return nothing_run(gathered)
+@_of_videos
+def mismatch_figure(videos: list[Video]) -> Result:
     tv = {
         shown: _means(videos, _picker("tv", name))
         for name, shown in (("query-centroid", "query centroid"), ("pama", "per query"))
@@ -112,14 +110,11 @@ def mismatch_figure(gathered: CellRecords) -> Result:
         rows += [(title, shown, statistics.fmean(means), _spread(means)) for shown, means in sides.items()]
         panels.append((title, tuple(sides), tuple(map(statistics.fmean, sides.values()))))
     findings = (_difference("QRKC lowers the centred log-mass RMSE", mass["Euclidean"], mass["QRKC"]),)
-    columns = (Column("Metric"), Column("Estimate"), Column("Error", 4), Column("±", 4))
-    return Result(without_empty(Table(columns, tuple(rows))), findings, Dots(tuple(panels)), _what_was_measured(videos))
+    return _result(videos, "Metric | Estimate | Error:4 | ±:4", rows, findings, Dots(tuple(panels)))
 
 
-def qrkc_figure(gathered: CellRecords) -> Result:
-    videos = _videos(gathered)
-    if not videos:
-        return nothing_run(gathered)
+@_of_videos
+def qrkc_figure(videos: list[Video]) -> Result:
     picks = {metric: _picker("keys", metric, "pama_recall") for metric in METRICS}
     found = {metric: _percent(_all(videos, pick)) for metric, pick in picks.items()}
     spread = {metric: _spread(_means(videos, pick), 100) for metric, pick in picks.items()}
@@ -136,12 +131,14 @@ def qrkc_figure(gathered: CellRecords) -> Result:
         by_video = [[_percent(_all([video], pick))[part] for video in videos] for pick in picks.values()]
         apart = [qrkc - euclidean for euclidean, qrkc in zip(*by_video, strict=True)]
         findings.append(Finding(f"QRKC raises {part} recall of PAMA", margin, POINTS, _spread(apart)))
-    columns = (Column("Keys"), *(Column(name, 2) for name in ("Mean", "±", "P05", "Worst")))
-    return Result(without_empty(Table(columns, rows)), tuple(findings), Dots(panels), _what_was_measured(videos))
+    return _result(videos, "Keys | Mean:2 | ±:2 | P05:2 | Worst:2", rows, findings, Dots(panels))
 
 
-def _videos(gathered: CellRecords) -> list[Video]:
-    return [record["calls"] for record in gathered.of(gathered.cells)]
+def _result(
+    videos: Sequence[Video], told: str, rows: Iterable[Any], findings: Iterable[Finding], figure: Dots | None = None
+) -> Result:
+    table = without_empty(Table(columns_of(told), tuple(rows)))
+    return Result(table, tuple(findings), figure, _what_was_measured(videos))
 
 
 def _picker(*path: str) -> Pick:

@@ -26,7 +26,7 @@ from parklab.bench.frontier import FORMAT as LINE
 from parklab.experiments.evaluation import FLOORS, named_cell
 from parklab.experiments.results import NOT_RUN, CellRecords, Panel, Plot, Result, Series, on_curve
 from parklab.experiments.runner import Lab
-from parklab.experiments.tables import Column, Finding, Table, interval
+from parklab.experiments.tables import Finding, Table, columns_of, interval
 from parklab.store import Cell
 from parklab.studio.gain import FORECAST, measured_forwards, seconds_of_phases, timed_beside
 
@@ -43,11 +43,10 @@ TITLES = {"wan2.1-14b": "Wan2.1-14B", "wan2.1-1.3b": "Wan2.1-1.3B", "hunyuanvide
 DRAWN = ("wan2.1-14b", "hunyuanvideo")  # one of each guidance
 CACHES = {"first-block": "FirstBlockCache", "mag": "MagCache", "taylorseer": "TaylorSeer"}
 FEWER, DENSE_FORECAST, METHODS_ALONE = "dense, fewer steps", "dense, forecasts", "sparse methods"
-COLUMNS = (
-    Column("model"), Column("video"), Column("run"), Column("videos"), Column("PSNR", 2), Column("±", 2),
-    Column("worst", 2), Column("forwards", 3), Column("attention", 3), Column("seconds", 0), Column("over stock", 2),
-    Column("over compiled", 2), Column("seconds are"),
-)  # fmt: skip
+COLUMNS = columns_of(
+    "model | video | run | videos | PSNR:2 | ±:2 | worst:2 | forwards:3 | attention:3 | seconds:0 | over stock:2 | "
+    "over compiled:2 | seconds are"
+)
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,13 @@ class Run:
 def run_cells(lab: Lab) -> list[Cell]:
     """Every method at its own settings, as far as campaign files have it."""
     asked = (record["request"] for record in lab.store.records("quality").values())
-    return [
-        named_cell("quality", each["method"], each)
-        for each in asked
-        if each["density"] is None and not each["changes"] and "profile" not in each and each["method"] not in FLOORS
-    ]
+    return [named_cell("quality", each["method"], each) for each in asked if is_as_authors_set_it(each)]
+
+
+def is_as_authors_set_it(asked: Row) -> bool:
+    """Of a quality cell's request: a method at its own settings."""
+    changed = asked["density"] is not None or asked["changes"] or "profile" in asked
+    return not changed and asked["method"] not in FLOORS
 
 
 def run_result(gathered: CellRecords) -> Result:

@@ -56,7 +56,7 @@ from parklab.experiments.evaluation import (
     UnreachableDensityError,
     file_hash,
     named_cell,
-)  # fmt: skip
+)
 from parklab.experiments.forwards import WatchedForwards, plan_steps
 from parklab.experiments.mismatches import measure_call
 from parklab.experiments.opening import Openings
@@ -122,12 +122,8 @@ class Lab(Cells):
             if cell.name in known:
                 give_up(cell, known[cell.name], unreachable=True)
             elif (found := self.store.look(cell)).state == OTHER:
-                path = self.store.folder / f"{cell.name}.json"
-                give_up(
-                    cell,
-                    f"out: expected {path} to answer its name, got one {found.reason}; "
-                    "remove it, or pass another --out.",
-                )
+                wanted = f"out: expected {self.store.folder / cell.name}.json to answer its name"
+                give_up(cell, f"{wanted}, got one {found.reason}; remove it, or pass another --out.")
         while True:
             try:
                 return FilledCells(self.store.fill(rest, make, kept=finished), failures, left_out)
@@ -193,9 +189,8 @@ class Lab(Cells):
 
     def _make_times(self, making: CellWriter) -> Record:
         request, config, budget = self._within_budget(making.cell)
-        calls = [
-            call.to(self.base.device) for call in self._captured(making.cell)[-making.cell.request.get("calls", 0) :]
-        ]
+        captured = self._captured(making.cell)[-making.cell.request.get("calls", 0) :]
+        calls = [call.to(self.base.device) for call in captured]
         method = make_method(studied_entry(making.cell.request["method"]), config)
         times = time_method(method, calls, request.steps or 0, self._layers)
         return {"times": times, "budget": budget, "config": config.to_dict(), "shape": list(calls[0].q.shape[1:3])}
@@ -212,19 +207,14 @@ class Lab(Cells):
 
     def _make_quality(self, making: CellWriter) -> Record:
         name = making.cell.request["method"]
-        request, config, budget = self._within_budget(
-            making.cell
-        )  # first, so that a density that cannot be reached costs nothing
+        # first, so that a density that cannot be reached costs nothing
+        request, config, budget = self._within_budget(making.cell)
         reference, dense = self._reference(making.cell)
         self._warm_up(request, config)
-        # a floor computes its own dense steps
-        resumed = (
-            None
-            if name in FLOORS
-            else self._openings.resumed(
-                self._held[FORMATS["reference"]][0], lambda: make_method(studied_entry(name), config)
-            )
-        )
+        resumed = None
+        if name not in FLOORS:  # which compute their own dense steps
+            held, _ = self._held[FORMATS["reference"]]
+            resumed = self._openings.resumed(held, lambda: make_method(studied_entry(name), config))
         made = generate_frames(self.pipe, request, config, method=resumed, fuse=self.evaluation.fuse)
         found = made.measured if self.evaluation.timed else made.measured | {"seconds": UNTIMED}
         quality = measure_frames(self.measures, made.frames, reference, self._setting())
@@ -240,9 +230,8 @@ class Lab(Cells):
 
     def _make_capture(self, making: CellWriter) -> Record:
         calls = self._capture(making.cell)
-        about = {name: value for name, value in making.cell.request.items() if name != "capture"} | {
-            MODEL: preset_in(self.folder)
-        }
+        asked = {name: value for name, value in making.cell.request.items() if name != "capture"}
+        about = asked | {MODEL: preset_in(self.folder)}
         making.write(making.cell.files[0], pack_captures(calls, about))
         return {"calls": [call.name for call in calls], "heads": calls[0].q.shape[1]}
 
@@ -274,30 +263,25 @@ class Lab(Cells):
     # what cells need of each other
 
     def _reference(self, cell: Cell) -> tuple[Frames, Record]:
-        asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {
+        wanted = named_cell("reference", "dense", self._plain(cell), ending=".npy")
+        read = lambda record: (self.load_frames(record), record)  # noqa: E731
+        found: tuple[Frames, Record] = self._hold(wanted, self._dense_video, read)
+        return found
+
+    def _plain(self, cell: Cell) -> dict[str, Any]:
+        """What a cell asks of the dense run of its prompt."""
+        return {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {
             "method": "dense"
         }
-        wanted = named_cell("reference", "dense", asked, ending=".npy")
-        found: tuple[Frames, Record] = self._hold(
-            wanted, self._dense_video, lambda record: (self.load_frames(record), record)
-        )
-        return found
 
     def _captured(self, cell: Cell) -> list[CapturedCall]:
         if "file" in cell.request:
             path = next(path for path in self.evaluation.captures if file_hash(path) == cell.request["file"])
             return read_captures(path)[0]
         own = cell.format == FORMATS["retrieval"]
-        capture: dict[str, Any] = {
-            "steps": "first" if own else "spread",
-            "values": not own,
-            "thin_heads": True,
-            "first_branch": True,
-        }
-        if not own:
-            capture["layers"] = spread_layers(self.pipe)
-        asked = {name: value for name, value in cell.request.items() if name in self._asked(self.base)}
-        wanted = named_cell("capture", "dense", asked | {"method": "dense", "capture": capture}, ending=".safetensors")
+        capture: dict[str, Any] = {"steps": "first" if own else "spread", "values": not own}
+        capture |= {"thin_heads": True, "first_branch": True} | ({} if own else {"layers": spread_layers(self.pipe)})
+        wanted = named_cell("capture", "dense", self._plain(cell) | {"capture": capture}, ending=".safetensors")
         read = lambda record: read_captures(self.store.folder / wanted.files[0])[0]  # noqa: E731
         found: list[CapturedCall] = self._hold(wanted, self._capture, read)
         return found

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from parkattn.park import ParkConfig
 from parkattn.reuse import dense_prefix
-from parklab.experiments import results
 from parklab.experiments.evaluation import FLOORS
-from parklab.experiments.methods_compared import Request, guidance_of, quality_cells, series_of
-from parklab.experiments.results import CellRecords, Chosen, Label, Result
+from parklab.experiments.methods_compared import Request, densities_in, quality_cells, series_of
+from parklab.experiments.results import CellRecords, Chosen, Label, Result, comparison
 from parklab.experiments.runner import Lab
 from parklab.store import Cell
 
@@ -36,32 +34,20 @@ def budget_cells(lab: Lab) -> list[Cell]:
 
 
 def _by_budget(request: Request) -> Label:
-    if request["method"] in FLOORS:
-        return (request["method"], "", guidance_of(request))
     spent = {name: value for name, value in request["changes"].items() if name in ("budget", "query_tile")}
-    name = next(name for name, changes in BUDGETS.items() if changes == spent)
-    return (name, f"{request['density']:g}", guidance_of(request))
+    return next(name for name, changes in BUDGETS.items() if changes == spent), f"{request['density']:g}"
 
 
 def budget_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("budget by", "asked", "guidance"), _by_budget)
-    densities = sorted({cell.request["density"] for cell in gathered.cells if cell.request["density"] is not None})
-
     def spent(name: str, density: float) -> Chosen:
-        return lambda request: _by_budget(request)[:2] == (name, f"{density:g}")
+        return lambda of: of["method"] not in FLOORS and _by_budget(of) == (name, f"{density:g}")
 
-    findings = [
-        finding
-        for density in densities
+    pairs = [
+        (f"{better} above {worse} at density {density:g}", spent(better, density), spent(worse, density))
+        for density in densities_in(gathered)
         for better, worse in (("tiles", "row"), ("mass", "row"), ("error", "mass"), ("error and tiles", "error"))
-        for finding in results.psnr_findings(
-            gathered, f"{better} above {worse} at density {density:g}", spent(better, density), spent(worse, density)
-        )
     ]
-    figure = results.trade_off(
-        results.runs_by(gathered, lambda request: (guidance_of(request), *_by_budget(request)[:2]))
-    )
-    return Result(table.table, tuple(findings), figure)
+    return comparison(gathered, ("budget by", "asked"), _by_budget, pairs, point=lambda label: label)
 
 
 def sensitivity_cells(kind: str, lab: Lab) -> list[Cell]:
@@ -81,29 +67,25 @@ def sensitivity_cells(kind: str, lab: Lab) -> list[Cell]:
 
 
 def _by_blocks(request: Request) -> Label:
-    if request["method"] in FLOORS:
-        return (request["method"], "", guidance_of(request))
-    return (str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"]), guidance_of(request))
+    return str(request["changes"]["query_clusters"]), str(request["changes"]["key_clusters"])
 
 
 def sensitivity_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("N_Q", "N_K", "guidance"), _by_blocks)
-    runs = [cell.request["changes"] for cell in gathered.cells if cell.request["method"] not in FLOORS]
-    findings = []
+    runs, pairs = _changes_in(gathered), []
     for side, other in (("query_clusters", "key_clusters"), ("key_clusters", "query_clusters")):
         usual = max({c[other] for c in runs}, key=lambda value: len({c[side] for c in runs if c[other] == value}))
         values = sorted({c[side] for c in runs if c[other] == usual})
-        fewest, most = ({side: value, other: usual} for value in (values[0], values[-1]))
-        statement = f"{values[-1]} instead of {values[0]} {side.split('_')[0]} blocks lose nothing"
-        findings += results.psnr_findings(gathered, statement, _with(most), _with(fewest), tie=True)
-    return Result(table.table, tuple(findings))
+        fewest, most = (_with({side: value, other: usual}) for value in (values[0], values[-1]))
+        pairs.append((f"{values[-1]} instead of {values[0]} {side.split('_')[0]} blocks lose nothing", most, fewest))
+    return comparison(gathered, ("N_Q", "N_K"), _by_blocks, pairs, tie=True)
 
 
-def _with(changes: dict[str, Any]) -> Callable[[Request], bool]:
-    return lambda request: (
-        request["method"] not in FLOORS
-        and all(request["changes"].get(name) == value for name, value in changes.items())
-    )
+def _changes_in(gathered: CellRecords) -> list[dict[str, Any]]:
+    return [cell.request["changes"] for cell in gathered.cells if cell.request["method"] not in FLOORS]
+
+
+def _with(changes: dict[str, Any]) -> Chosen:
+    return lambda of: of["method"] not in FLOORS and all(of["changes"].get(name) == changes[name] for name in changes)
 
 
 def schedule_cells(lab: Lab) -> list[Cell]:
@@ -114,19 +96,14 @@ def schedule_cells(lab: Lab) -> list[Cell]:
 
 
 def _by_schedule(request: Request) -> Label:
-    if request["method"] in FLOORS:
-        return (request["method"], guidance_of(request))
-    return ("{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}", guidance_of(request))
+    return ("{" + ", ".join(map(str, request["changes"]["refresh_steps"])) + "}",)
 
 
 def schedule_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("refreshes at", "guidance"), _by_schedule)
-    asked = sorted(
-        (c.request["changes"]["refresh_steps"] for c in gathered.cells if c.request["method"] not in FLOORS), key=len
-    )
-    fewest, most = ({"refresh_steps": each} for each in (asked[0], asked[-1]))
-    statement = f"{len(asked[-1])} refreshes instead of {len(asked[0])} lose nothing"
-    return Result(table.table, tuple(results.psnr_findings(gathered, statement, _with(most), _with(fewest), tie=True)))
+    asked = sorted((changes["refresh_steps"] for changes in _changes_in(gathered)), key=len)
+    fewest, most = (_with({"refresh_steps": each}) for each in (asked[0], asked[-1]))
+    pair = f"{len(asked[-1])} refreshes instead of {len(asked[0])} lose nothing", most, fewest
+    return comparison(gathered, ("refreshes at",), _by_schedule, [pair], tie=True)
 
 
 def curve_cells(lab: Lab) -> list[Cell]:
@@ -134,17 +111,10 @@ def curve_cells(lab: Lab) -> list[Cell]:
 
 
 def _by_top_p(request: Request) -> Label:
-    return (
-        request["method"] if request["method"] in FLOORS else f"{request['changes']['top_p']:g}",
-        guidance_of(request),
-    )
+    return (f"{request['changes']['top_p']:g}",)
 
 
 def curve_result(gathered: CellRecords) -> Result:
-    table = results.quality_table(gathered, ("top-p", "guidance"), _by_top_p)
-    statement = f"PSNR falls as top-p goes from {TOP_P[-1]:g} to {TOP_P[0]:g}"
-    found = results.psnr_findings(gathered, statement, _with({"top_p": TOP_P[-1]}), _with({"top_p": TOP_P[0]}))
-    figure = results.trade_off(
-        results.runs_by(gathered, lambda request: (guidance_of(request), "park", _by_top_p(request)[0]))
-    )
-    return Result(table.table, tuple(found), figure)
+    least, most = TOP_P[0], TOP_P[-1]
+    pair = f"PSNR falls as top-p goes from {most:g} to {least:g}", _with({"top_p": most}), _with({"top_p": least})
+    return comparison(gathered, ("top-p",), _by_top_p, [pair], point=lambda label: ("park", *label))

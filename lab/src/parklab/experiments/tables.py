@@ -8,12 +8,15 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from parklab.studio.scores import plain_cell
 
 Value = str | float | int | None
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 NUMBER = re.compile(r"(?:[-+]?[\d.,]*\d ?(?:%|×|s|ms|GB)?|–)?")
 LONG = 32  # letters; a longer value goes over several lines
 # two-sided 95 % of Student's t by degrees of freedom; from 30 on the normal's
@@ -29,6 +32,12 @@ class Column:
         if value is None:
             return ""
         return f"{value:.{self.digits}f}" if isinstance(value, float) and self.digits is not None else str(value)
+
+
+def columns_of(told: str) -> tuple[Column, ...]:
+    """Names separated by " | ", each with its digits behind a colon where it has some."""
+    parts = (each.partition(":") for each in told.split(" | "))
+    return tuple(Column(name, int(digits) if digits else None) for name, _, digits in parts)
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,24 @@ def interval(values: Sequence[float]) -> float | None:
         return None
     t = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else 2.04 if len(values) <= 30 else 1.96
     return t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def within(values: Sequence[float], digits: int = 2) -> str:
+    """Half the width of that interval behind its sign; nothing where there is none."""
+    half = interval(values)
+    return "" if half is None else f" ± {half:.{digits}f}"
+
+
+def mean(rows: Iterable[Mapping[str, Any]], part: str) -> float:
+    return statistics.fmean(row[part] for row in rows)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """In the order in which keys are met."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 @dataclass(frozen=True)
@@ -174,15 +201,7 @@ def to_html(table: Table) -> str:
 
 def _tex(text: str) -> str:
     special = {
-        "\\": "\\textbackslash{}",
-        "%": "\\%",
-        "&": "\\&",
-        "_": "\\_",
-        "#": "\\#",
-        "$": "\\$",
-        "{": "\\{",
-        "}": "\\}",
-        "^": "\\^{}",
-        "~": "\\~{}",
-    }
+        "\\": "\\textbackslash{}", "%": "\\%", "&": "\\&", "_": "\\_", "#": "\\#", "$": "\\$", "{": "\\{", "}": "\\}",
+        "^": "\\^{}", "~": "\\~{}",
+    }  # fmt: skip
     return "".join(special.get(letter, letter) for letter in text).replace("×", "$\\times$").replace("±", "$\\pm$")

@@ -22,16 +22,15 @@ from parklab.bench.timing import Call, least_ms, median_ms
 from parklab.experiments.calibration import scheduled_phases
 from parklab.experiments.captures import CapturedCall
 from parklab.experiments.results import NOT_RUN, CellRecords, Result, nothing_run
-from parklab.experiments.tables import Column, Table, without_empty
+from parklab.experiments.tables import Table, columns_of, without_empty
 from parklab.metrics.budget import leaves_sparse, no_sparse_calls
 from parklab.store import Record
 
 GPU_REPEATS, CPU_REPEATS = 3, 7  # medians of the former, the least of the latter
-COLUMNS = (
-    Column("method"), Column("asked"), Column("density", 3), Column("first plan, ms", 2), Column("later plan, ms", 2),
-    Column("attention, ms", 2), Column("plans per sparse call", 3), Column("sparse call, ms", 2), Column("of dense", 3),
-    Column("note"),
-)  # fmt: skip
+COLUMNS = columns_of(
+    "method | asked | density:3 | first plan, ms:2 | later plan, ms:2 | attention, ms:2 | plans per sparse call:3 | "
+    "sparse call, ms:2 | of dense:3 | note"
+)
 
 
 def time_method(method: AttentionMethod, calls: Sequence[CapturedCall], steps: int, layers: int) -> dict[str, float]:
@@ -89,20 +88,13 @@ def _timed(part: Call, on: CapturedCall) -> float:
 
 def times_result(gathered: CellRecords) -> Result:
     if not gathered.cells:
-        return Result(
-            None, note=f"{NOT_RUN}: --untimed takes no times; run without it, on a machine that does nothing else"
-        )
+        advice = "run without it, on a machine that does nothing else"
+        return Result(None, note=f"{NOT_RUN}: --untimed takes no times; {advice}")
     records = {cell.name: gathered.records.get(cell.name) for cell in gathered.cells}
     if not any(records.values()):
         return nothing_run(gathered)
-    dense = next(
-        (
-            record["times"]["attention_ms"]
-            for record in records.values()
-            if record and record["request"]["method"] == "dense"
-        ),
-        None,
-    )
+    timed = (record for record in records.values() if record and record["request"]["method"] == "dense")
+    dense = next((record["times"]["attention_ms"] for record in timed), None)
     rows = []
     for cell in gathered.cells:
         asked, record = cell.request, records[cell.name]
@@ -115,16 +107,12 @@ def times_result(gathered: CellRecords) -> Result:
         shared = times["plans"] / times["sparse_calls"] if "plans" in times else None
         whole = sparse_call_ms(times)
         rows.append((*head, *parts, shared, whole, whole / dense if dense else None, ""))
-    return Result(
-        without_empty(Table(COLUMNS, tuple(rows)), 2), note=_measured_on(next(filter(None, records.values())))
-    )
+    table = without_empty(Table(COLUMNS, tuple(rows)), 2)
+    return Result(table, note=_measured_on(next(filter(None, records.values()))))
 
 
 def _measured_on(record: Record) -> str:
     calls, (heads, tokens) = record["times"]["calls"], record["shape"]
-    repeats = (
-        f"medians of {GPU_REPEATS} repeats"
-        if record["request"]["device"].startswith("cuda")
-        else f"the least of {CPU_REPEATS} repeats"
-    )
-    return f"Means over up to {calls} calls of {heads} heads and {tokens:,} tokens, one layer each; {repeats}."
+    on_gpu = record["request"]["device"].startswith("cuda")
+    repeats = f"medians of {GPU_REPEATS}" if on_gpu else f"the least of {CPU_REPEATS}"
+    return f"Means over up to {calls} calls of {heads} heads and {tokens:,} tokens, one layer each; {repeats} repeats."

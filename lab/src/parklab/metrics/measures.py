@@ -61,25 +61,14 @@ class Measure:
         return {"mean": statistics.fmean(found), "worst": worst, "per_frame": found}
 
 
-def _dino(video: Frames, setting: Setting) -> float:
+def _folder(setting: Setting) -> Path:
     assert setting.weights
-    return vbench.subject_consistency(video, vbench.load_dino(setting.weights, setting.device))
-
-
-def _clip(video: Frames, setting: Setting) -> float:
-    assert setting.weights
-    return vbench.background_consistency(video, vbench.load_clip(setting.weights, "clip_b", setting.device))
+    return setting.weights
 
 
 def _aesthetic(video: Frames, setting: Setting) -> float:
-    assert setting.weights
-    clip, head = vbench.load_clip(setting.weights, "clip_l", setting.device), vbench.load_head(setting.weights)
-    return vbench.aesthetic_quality(video, clip, *head)
-
-
-def _imaging(video: Frames, setting: Setting) -> float:
-    assert setting.weights
-    return vbench.imaging_quality(video, vbench.load_musiq(setting.weights, setting.device))
+    clip = vbench.load_clip(_folder(setting), "clip_l", setting.device)
+    return vbench.aesthetic_quality(video, clip, *vbench.load_head(_folder(setting)))
 
 
 def _weights(*needed: str) -> Callable[[Setting], str | None]:
@@ -118,11 +107,18 @@ MEASURES: dict[str, Measure] = {
         run=lambda video, reference, setting: perceptual.color_video_vdp(video, reference, setting.fps, setting.device),
         reason=lambda setting: perceptual.color_video_vdp_reason(), package="cvvdp",
     ),
-    "subject_consistency": _alone(title="subject consistency", run=_dino, reason=_weights(vbench.FOLDERS["dino"])),
-    "background_consistency": _alone(
-        title="background consistency", run=_clip, reason=_weights(vbench.FOLDERS["clip_b"])
+    "subject_consistency": _alone(
+        title="subject consistency", reason=_weights(vbench.FOLDERS["dino"]),
+        run=lambda video, at: vbench.subject_consistency(video, vbench.load_dino(_folder(at), at.device)),
     ),
-    "imaging_quality": _alone(title="imaging quality", run=_imaging, reason=_weights(vbench.MUSIQ), package="pyiqa"),
+    "background_consistency": _alone(
+        title="background consistency", reason=_weights(vbench.FOLDERS["clip_b"]),
+        run=lambda video, at: vbench.background_consistency(video, vbench.load_clip(_folder(at), "clip_b", at.device)),
+    ),
+    "imaging_quality": _alone(
+        title="imaging quality", reason=_weights(vbench.MUSIQ), package="pyiqa",
+        run=lambda video, at: vbench.imaging_quality(video, vbench.load_musiq(_folder(at), at.device)),
+    ),
     "aesthetic_quality": _alone(
         title="aesthetic quality", run=_aesthetic, reason=_weights(vbench.FOLDERS["clip_l"], vbench.HEAD)
     ),

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from parkattn.checks import shown
+from parkattn.checks import first_line, shown
 from parklab.files import read_file, sha256_of
 from parklab.metrics.fidelity import Frames
 from parklab.metrics.measures import MEASURES, SINGLE, Setting, measure_video
@@ -122,8 +122,7 @@ def read_clip(clip: Clip, read_mp4: ReadMp4) -> Frames:
     try:
         found = _read_raw(clip.path)
     except Exception as error:  # a damaged file ends in any of a parser's errors
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{clip.path}: expected raw frames, got {said}; make it again.") from None
+        raise ValueError(f"{clip.path}: expected raw frames, got {first_line(error)}; make it again.") from None
     if found.dtype != np.uint8 or found.ndim != 4 or found.shape[-1] != 3 or not math.prod(found.shape):
         got = f"{found.dtype} {list(found.shape)}"
         raise ValueError(f"{clip.path}: expected uint8 [frames, height, width, 3], got {got}; make it again.")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parkattn.checks import shown
+from parkattn.checks import first_line, shown
 from parklab.extras import package
 from parklab.metrics.fidelity import Frames
 
@@ -146,8 +146,7 @@ def _pretrained(kind: str, folder: Path, device: str, **arguments: Any) -> Any:
             **arguments,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"weights: expected a {kind} in {folder}, got {said}; {_MAKE}") from None
+        raise ValueError(f"weights: expected a {kind} in {folder}, got {first_line(error)}; {_MAKE}") from None
     return model.to(device).eval()
 
 

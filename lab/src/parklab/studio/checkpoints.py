@@ -43,19 +43,12 @@ def find_model(model: str | None) -> Path:
             f"model: expected a diffusers folder or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model!r}; "
             "check the path."
         )
-    check_folder(folder)
+    judge_folder(folder)
     return folder
 
 
 def is_shipped(folder: Path) -> bool:
     return folder.resolve() == CHECKPOINT.resolve()
-
-
-def check_folder(folder: Path) -> None:
-    """An ordinary diffusers folder with every component, weights in whole safetensors files, and nothing that could
-    run.
-    """
-    judge_folder(folder)
 
 
 def fingerprint(folder: Path) -> str:
@@ -147,7 +140,7 @@ def _one_line(folder: Path) -> Iterator[None]:
     except (ModuleNotFoundError, torch.OutOfMemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of a parser in Rust is no Exception
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         if isinstance(error, ValueError) and first.startswith(("model: expected", "quantise: expected")):
             raise
         raise ValueError(
@@ -167,10 +160,9 @@ def stock_failures_in_one_line(pipe: Any) -> Iterator[None]:
     except Exception as error:
         if ran_out_of_memory(error):
             raise
-        frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][
-            2:
-        ]  # below this and its caller
-        if any(name.partition(".")[0] in ("parkattn", "parklab") for name in frames):
+        frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        below = frames[2:]  # this and its caller
+        if any(name.partition(".")[0] in ("parkattn", "parklab") for name in below):
             raise
         first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(

@@ -122,16 +122,9 @@ def _generate_many(request: Request, prompts: Path, out: Path, overwrite: bool) 
         # the bars of several processes would write over each other
         steps = (lambda item, place, of: bars.begin(f"{place}/{of}")) if shard.ranks == 1 else None
         outcome = generate_videos(
-            request,
-            prompts,
-            out,
-            shard=shard,
-            overwrite=overwrite,
-            progress=steps,
-            finished=finished,
-            stage=bars.stage,
-            say=say,
-        )
+            request, prompts, out, shard=shard, overwrite=overwrite, progress=steps, finished=finished,
+            stage=bars.stage, say=say,
+        )  # fmt: skip
     warn(too_short)
     index = f"; index in {outcome.index}" if outcome.index is not None else ""
     say(f"{who}{outcome.made} made, {outcome.kept} done already{index}")
@@ -198,26 +191,16 @@ def _show_comparison(report: dict[str, Any], prompt: str) -> None:
     cases = report.get("cases", [])
     shown = prompt if len(cases) <= 1 else f"means over {len(cases)} prompts and seeds"
     table = Table(
-        "method",
-        "PSNR dB",
-        "SSIM",
-        "density",
-        "recall",
-        "denoise s",
-        "speed-up",
+        "method", "PSNR dB", "SSIM", "density", "recall", "denoise s", "speed-up",
         title=f"{report['tokens']:,} tokens: {shown}",
-    )
+    )  # fmt: skip
     rough = "~" if report["timing_warning"] else ""
     for row in report["methods"]:
-        table.add_row(
-            row["label"],
-            "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}",
-            f"{row['ssim']['mean']:.4f}",
-            f"{row['density']:.0%}",
-            f"{row['recall']['mean']:.3f}" if row["recall"] else "",
-            f"{row['seconds']['denoise']:.1f}",
-            "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x",
-        )
+        psnr = "equal" if row["psnr"]["mean"] >= 100 else f"{row['psnr']['mean']:.2f}"
+        recall = f"{row['recall']['mean']:.3f}" if row["recall"] else ""
+        speedup = "" if row["speedup"] is None else f"{rough}{row['speedup']:.2f}x"
+        closeness = psnr, f"{row['ssim']['mean']:.4f}", f"{row['density']:.0%}", recall
+        table.add_row(row["label"], *closeness, f"{row['seconds']['denoise']:.1f}", speedup)
     console.print(table)
     for row in cases[0]["methods"][1:] if len(cases) == 1 else ():
         say(row["verdict"])
@@ -281,18 +264,9 @@ def doctor(
     from parklab.studio.doctor import examine, shown_examination
 
     found = examine(
-        model=model,
-        frames=frames,
-        height=height,
-        width=width,
-        gpu=gpu,
-        steps=steps,
-        guidance=guidance,
-        profile=profile,
-        density=density,
-        tolerance=tolerance,
-        precision=precision,
-    )
+        model=model, frames=frames, height=height, width=width, gpu=gpu, steps=steps, guidance=guidance,
+        profile=profile, density=density, tolerance=tolerance, precision=precision,
+    )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

@@ -5,7 +5,6 @@ the metrics and the page.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,12 @@ from parklab.metrics import fidelity
 from parklab.record import environment
 from parklab.sprites.grammar import EXAMPLE
 from parklab.store import FINISHED, Cell, CellWriter, Content, Record, Say, Store
-from parklab.studio import checkpoints
 from parklab.studio.generate import FORMAT as GENERATION
 from parklab.studio.generate import LOADING, READING, Progress, Stage, generate_frames, pipeline_for, write_video
 from parklab.studio.observe import RECALL_ROWS
 from parklab.studio.page import page_digest, render_page
 from parklab.studio.prompts import read_prompts, video_name
 from parklab.studio.request import (
-    UNASKED,
     UNSAID,
     Request,
     config_for,
@@ -38,7 +35,9 @@ from parklab.studio.request import (
     expect_settings_used,
     fit_to_pipeline,
     for_method,
+    option_words,
     prepare,
+    tokens_of,
     understood,
 )
 from parklab.studio.scores import (
@@ -248,16 +247,13 @@ def repeat_comparison(
     recall_rows: int,
 ) -> str:
     """The command that makes the comparison again. resolved: one of its requests, for what was filled in."""
-    left_out = {*UNASKED, "method", "preset", "seed"} if seeds else {*UNASKED, "method", "preset"}
-    options = {name: value for name, value in resolved.to_dict().items() if name not in left_out and value is not None}
     words = ["park", "compare", *([resolved.prompt] if prompts is None else ["--prompts", str(prompts)])]
     words += ["--methods", ",".join(methods), "--out", out.name if out.is_absolute() else str(out)]
     words += ["--seeds", ",".join(map(str, seeds))] if seeds else []
     words += ["--profile", ",".join(profiles)] if profiles else []
     words += ["--recall-rows", str(recall_rows)] if recall_rows != RECALL_ROWS else []
-    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    return shlex.join(words)
+    left_out = ("method", "preset", *(["seed"] if seeds else []))
+    return shlex.join([*words, *option_words(resolved.to_dict(), request.changes, *left_out)])
 
 
 def write_report(
@@ -282,19 +278,14 @@ def write_report(
     cases = [_case_report(store, case, records) for case, records in found.items()]
     first = next(iter(found.values()))[REFERENCE]
     report = {
-        "format": FORMAT,
-        "request": asked,
+        "format": FORMAT, "request": asked,
         "settings": {name: value for name, value in first["resolved"].items() if name not in ("method", "config")},
-        "command": command,
-        "tokens": first["tokens"],
-        "lpips": asked["lpips"],
+        "command": command, "tokens": first["tokens"], "lpips": asked["lpips"],
         "protocol": (fidelity.__doc__ or "").strip(),
         "timing_warning": next((case["timing_warning"] for case in cases if case["timing_warning"]), None),
-        "methods": over_cases([case["methods"] for case in cases]),
-        "main": main_variant(cases[0]["methods"]),
-        "cases": cases,
-        "environment": environment(),
-    }
+        "methods": over_cases([case["methods"] for case in cases]), "main": main_variant(cases[0]["methods"]),
+        "cases": cases, "environment": environment(),
+    }  # fmt: skip
     videos = [
         {name: store.load(record, case.file(f"{name}.mp4")) for name, record in records.items()}
         for case, records in found.items()
@@ -351,10 +342,8 @@ def _run(
     if not warm:
         warm_up(pipe, fitted, config)
     made = generate_frames(pipe, fitted, config, recall_rows=recall_rows, progress=progress)
-    assert fitted.frames and fitted.height and fitted.width
-    tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
     making.write(raw_name(making.cell.name), safetensors.numpy.save({"frames": np.ascontiguousarray(made.frames)}))
-    write_video(making, made, request, fitted, config, tokens)
+    write_video(making, made, request, fitted, config, tokens_of(fitted, pipe))
 
 
 def raw_name(name: str) -> str:

@@ -22,17 +22,13 @@ from parklab.studio.placement import GGUF, from_gguf, rounding
 BASES = {
     "diffusers": ("ModelMixin", "SchedulerMixin", "BaseGuidance"),
     "transformers": (
-        "PreTrainedModel",
-        "PreTrainedTokenizerBase",
-        "ImageProcessingMixin",
-        "FeatureExtractionMixin",
+        "PreTrainedModel", "PreTrainedTokenizerBase", "ImageProcessingMixin", "FeatureExtractionMixin",
         "ProcessorMixin",
     ),
-}
-HOMES = {
-    "ltx2": "diffusers.pipelines.ltx2"
-}  # parts that a pipeline brings, by the name that model_index.json gives its module
-BASES["ltx2"] = ("ModelMixin",)
+    "ltx2": ("ModelMixin",),
+}  # fmt: skip
+# parts that a pipeline brings, by the name that model_index.json gives its module
+HOMES = {"ltx2": "diffusers.pipelines.ltx2"}
 NAMED = 3  # tensors that an error names
 OBSOLETE = ("position_ids", "rotary_emb.inv_freq")  # constants that older releases saved as weights
 

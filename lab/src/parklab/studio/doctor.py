@@ -22,7 +22,6 @@ from parklab.extras import install_command
 from parklab.record import environment, installed
 from parklab.scene import clustered_scene
 from parklab.sprites import CHECKPOINT
-from parklab.studio import checkpoints
 from parklab.studio.gain import (
     FORECAST,
     UTILISATION,
@@ -34,6 +33,7 @@ from parklab.studio.gain import (
     model_size,
 )
 from parklab.studio.memory import memory, on_gpu
+from parklab.studio.model_folder import judge_folder
 from parklab.studio.request import expect_guidance
 from parklab.studio.video import CODEC
 
@@ -92,31 +92,25 @@ def examine(
     stages = stage_choices(cast(Precision, precision))
     problems += [f"{stage['stage']}: {stage['why']}" for stage in stages if stage["uses"] == "nothing"]
     problems += [] if test["passed"] else [f"self-test: {test['detail']}"]
+    missing = [
+        {"package": name, "for": why, "install": line}
+        for name, (why, line) in OPTIONAL.items() if installed(name) is None
+    ]  # fmt: skip
+    run_size = replace(size, passes=forwards_per_step(size, guidance))
+    needed = memory(model, run_size, **video, profile=profile or ParkConfig.DEFAULT_PROFILE)
     return {
         "healthy": not problems,
         "problems": problems,
         "environment": environment() | {"platform": platform.platform()},
         "packages": {name: installed(name) for name in (*NEEDED, *OPTIONAL)},
-        "missing": [
-            {"package": name, "for": why, "install": line}
-            for name, (why, line) in OPTIONAL.items()
-            if installed(name) is None
-        ],
+        "missing": missing,
         "gpu": gpu_facts(),
         "video": video_facts(),
         "shipped_model": shipped_facts(),
         "stages": stages,
         "self_test": test,
         "estimate": asked_for(told, profile),
-        "memory": on_gpu(
-            memory(
-                model,
-                replace(size, passes=forwards_per_step(size, guidance)),
-                **video,
-                profile=profile or ParkConfig.DEFAULT_PROFILE,
-            ),
-            known_gpu(here),
-        ),
+        "memory": on_gpu(needed, known_gpu(here)),
     }
 
 
@@ -136,13 +130,9 @@ def stage_choices(precision: Precision = "bf16") -> list[dict[str, str]]:
         uses, why = backend.name, backend.reason
     except (ValueError, TypeError, ImportError, OSError) as error:
         uses, why = "nothing", str(error)
-    choices = dict.fromkeys(STAGES, (uses, why)) | {
-        "selection": ("reference", "a sort of the block importances, in PyTorch everywhere")
-    }
-    return [
-        {"stage": stage, "what": what, "uses": choices[stage][0], "why": choices[stage][1]}
-        for stage, what in STAGES.items()
-    ]
+    found = [{"stage": stage, "what": what, "uses": uses, "why": why} for stage, what in STAGES.items()]
+    sort = {"uses": "reference", "why": "a sort of the block importances, in PyTorch everywhere"}
+    return [row | sort if row["stage"] == "selection" else row for row in found]
 
 
 def self_test() -> dict[str, Any]:
@@ -194,13 +184,11 @@ def video_facts() -> dict[str, Any]:
 
 def shipped_facts() -> dict[str, Any]:
     try:
-        checkpoints.check_folder(CHECKPOINT)
+        judge_folder(CHECKPOINT)
     except ValueError as error:
         return {"whole": False, "why": str(error)}
-    return {
-        "whole": True,
-        "why": f"{sum(f.stat().st_size for f in CHECKPOINT.rglob('*') if f.is_file()) / 2**20:.0f} MiB in {CHECKPOINT}",
-    }
+    size = sum(f.stat().st_size for f in CHECKPOINT.rglob("*") if f.is_file())
+    return {"whole": True, "why": f"{size / 2**20:.0f} MiB in {CHECKPOINT}"}
 
 
 def shown_examination(found: dict[str, Any], default_model: str) -> Iterator[Table | str]:
@@ -296,11 +284,8 @@ def _cards(memory: dict[str, Any]) -> Table:
     """Ways to run the model, and the cards that hold each."""
     table = Table("weights, offload", Column("peak GB", justify="right"), "fits a card of, in GB")
     for way, peak in memory["peaks_gb"].items():
-        table.add_row(
-            way,
-            f"{peak:.0f}",
-            ", ".join(card for card, ways in memory["fits"].items() if way in ways) or "none of these",
-        )
+        cards = ", ".join(card for card, ways in memory["fits"].items() if way in ways)
+        table.add_row(way, f"{peak:.0f}", cards or "none of these")
     return table
 
 

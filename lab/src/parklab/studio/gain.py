@@ -206,18 +206,10 @@ def estimate(
             for park in run["profiles"].values():
                 park["seconds"] = whole / park["speedup"]["dense"]
     return {
-        "model": model,
-        "video": [frames, height, width],
-        "tokens": n,
-        "attention_share": share,
-        "steps": steps,
-        "forwards_per_step": each,
-        "precision": precision,
-        "gpu": card,
-        "source": source,
-        "tflop_per_forward": (attention + rest) / 1e12,
-        **run,
-    }
+        "model": model, "video": [frames, height, width], "tokens": n, "attention_share": share, "steps": steps,
+        "forwards_per_step": each, "precision": precision, "gpu": card, "source": source,
+        "tflop_per_forward": (attention + rest) / 1e12, **run,
+    }  # fmt: skip
 
 
 def _is_of(own: Mapping[str, Any], name: str, size: ModelSize, video: list[int]) -> bool:
@@ -293,9 +285,8 @@ def what_was_saved(found: dict[str, Any]) -> str:
     saved = found["attention_seconds_saved"]
     if saved is None:
         return "what was saved is not known, since no dense call was timed"
-    by = {"run": "by the dense calls of this run", "sample": "by one dense call that was timed apart"}[
-        found["attention_saved_against"]
-    ]
+    ways = {"run": "by the dense calls of this run", "sample": "by one dense call that was timed apart"}
+    by = ways[found["attention_saved_against"]]
     return f"dense attention would take about {abs(saved):.1f} s {'more' if saved >= 0 else 'less'}, {by}"
 
 

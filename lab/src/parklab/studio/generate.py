@@ -23,7 +23,17 @@ from parklab.studio import checkpoints
 from parklab.studio.lora import add_lora
 from parklab.studio.observe import RECALL_ROWS, Observer, measured, synchronise
 from parklab.studio.placement import ran_out_of_memory
-from parklab.studio.request import UNSAID, Request, config_for, fit_to_pipeline, named_files, prepare, repeat_command
+from parklab.studio.request import (
+    OPTIONAL,
+    UNSAID,
+    Request,
+    config_for,
+    fit_to_pipeline,
+    named_files,
+    prepare,
+    repeat_command,
+    tokens_of,
+)
 from parklab.studio.video import Frames, as_bytes, load_picture, video_library, write_mp4
 
 FORMAT = "parkattn.generation.1"
@@ -195,9 +205,7 @@ def make_video(pipe: Any, request: Request, making: CellWriter, *, progress: Pro
     fitted = fit_to_pipeline(request, pipe)
     config = config_for(fitted, pipe)
     made = generate_frames(pipe, fitted, config, recall_rows=0, progress=progress)
-    assert fitted.frames and fitted.height and fitted.width
-    tokens = checkpoints.token_count(pipe, fitted.frames, fitted.height, fitted.width)
-    return write_video(making, made, request, fitted, config, tokens)
+    return write_video(making, made, request, fitted, config, tokens_of(fitted, pipe))
 
 
 def write_video(
@@ -225,12 +233,7 @@ def _call_options(request: Request) -> dict[str, Any]:
         # on the CPU, so that a seed means the same noise on every device
         "generator": torch.Generator("cpu").manual_seed(request.seed),
     }  # fmt: skip
-    if request.guidance is not None:
-        options["guidance_scale"] = request.guidance
-    if request.negative is not None:
-        options["negative_prompt"] = request.negative
-    if request.text_tokens is not None:
-        options["max_sequence_length"] = request.text_tokens
+    options |= {theirs: value for ours, theirs in OPTIONAL.items() if (value := getattr(request, ours)) is not None}
     if request.image is not None:
         assert request.width and request.height
         options["image"] = load_picture(request.image, request.width, request.height, request.image_hash)

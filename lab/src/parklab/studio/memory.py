@@ -12,15 +12,8 @@ from parkattn.models import ModelSize
 from parkattn.park import ParkConfig
 from parklab.studio.gain import GPUS
 
-CARDS = (
-    12,
-    16,
-    24,
-    32,
-    48,
-    80,
-    141,
-)  # GB as they are sold; that these are GiB leaves 7 % for the driver and for gaps between tensors
+# GB as they are sold; that these are GiB leaves 7 % for the driver and for gaps between tensors
+CARDS = (12, 16, 24, 32, 48, 80, 141)
 # parameters in billions: of one transformer, of the text encoders, of the autoencoder; how many transformers there are
 PARAMETERS: dict[str, tuple[float, float, float, int]] = {
     "wan2.1-1.3b": (1.419, 5.68, 0.127, 1),

@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parkattn.checks import first_line
+
 MIB, GIB = 2**20, 2**30
 # the largest known: 35 MiB of tokenizer.json, 57 GiB of weights in one file; headers hold about 100 bytes per tensor
 LARGEST_CONFIG, LARGEST_VOCABULARY, LARGEST_WEIGHTS, LARGEST_HEADER = 8 * MIB, 128 * MIB, 96 * GIB, 16 * MIB
 LARGEST_TOKENIZER = 64 * MIB
 LONGEST_NAME, MOST_TENSORS = 200, 100_000
-LARGEST_NUMBER = (
-    2**20
-)  # in a model's or scheduler's config: vocabularies and position tables of known models stay below
+# in a model's or scheduler's config: vocabularies and position tables of known models stay below
+LARGEST_NUMBER = 2**20
 LARGEST_BASE = 1e9  # of rotary frequencies, which no memory depends on
 # tables of positions are made while a model is built, from numbers that no weights confirm; known: 2**17 and 7 million
 TABLES = {("rope_max_seq_len", "attention_head_dim"): 2**22, ("sample_width", "sample_height", "sample_frames"): 2**24}
@@ -69,9 +70,7 @@ def _parsed(text: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise refusal(
-            f"JSON in {where}", f"a broken file ({_first_line(error)})", "download or save it again"
-        ) from None
+        raise refusal(f"JSON in {where}", f"a broken file ({first_line(error)})", "download or save it again") from None
     if not isinstance(found, dict):
         raise refusal(f"a JSON object in {where}", f"a {type(found).__name__}", "download or save it again")
     return found
@@ -173,10 +172,6 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
     if 8 + length + end != size:
         raise broken(f"{8 + length + end} bytes", size)
     return shapes
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def refusal(expected: str, got: object, advice: str) -> ValueError:

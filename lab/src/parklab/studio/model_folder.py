@@ -35,21 +35,9 @@ INDEX = "model_index.json"
 MOST_FILES, DEEPEST = 2000, 4
 CODE = {".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".so", ".dll", ".dylib", ".egg", ".whl"}
 OTHER_WEIGHTS = {
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".joblib",
-    ".npy",
-    ".npz",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".gguf",
+    ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack", ".onnx", ".gguf",
     ".dduf",
-}
+}  # fmt: skip
 # files that would send a loader to other weights or to code elsewhere
 DETOURS = {"adapter_config.json", "modular_model_index.json", "flashpack_config.json"}
 

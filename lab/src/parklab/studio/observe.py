@@ -103,9 +103,8 @@ def measured(
     """Plain JSON values: per step, per layer and head, and in all. step_ends:
     clock readings at the end of every step.
     """
-    recalls = observer.recalls[
-        len(observer.recalls) - len(calls) :
-    ]  # a log begins with its run, an observer may be older
+    # a log begins with its run, an observer may be older
+    recalls = observer.recalls[len(observer.recalls) - len(calls) :]
     seen = list(zip(calls, recalls, strict=True))
     sparse = [each for each in seen if each[0].stats.phase not in ("dense", "anchor")]
     steps = [_step_row(step, [each for each in seen if each[0].site.step == step]) for step in range(total_steps)]

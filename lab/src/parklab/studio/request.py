@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,10 @@ SHIPPED = {"steps": 16, "height": 160, "width": 256, "frames": 33, "guidance": 1
 # players show up to a few hundred frames a second
 MOST = {"seed": LARGEST_SEED, "steps": 1000, "text_tokens": 4096, "fps": 1000}
 LARGEST_GUIDANCE = 1000.0
-UNASKED = (
-    "prompt",
-    "changes",
-    "weights",
-    "image_hash",
-    "lora_hash",
-    "quantise_hash",
-    "file_hashes",
-)  # fields of a request that are no option of a command
-UNSAID = dict.fromkeys(
-    ("image", "image_hash", "lora", "lora_hash", "quantise", "quantise_hash")
-)  # in records of before there were any
+# fields of a request that are no option of a command
+UNASKED = ("prompt", "changes", "weights", "image_hash", "lora_hash", "quantise_hash", "file_hashes")
+# in records of before there were any
+UNSAID = dict.fromkeys(("image", "image_hash", "lora", "lora_hash", "quantise", "quantise_hash"))
 # ours: what a pipeline calls it, and may not have
 OPTIONAL = {"guidance": "guidance_scale", "text_tokens": "max_sequence_length", "negative": "negative_prompt"}
 
@@ -245,8 +238,7 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
     expect_layers(pipe, config)
     if not isinstance(config, Clusters):
         return config
-    assert request.frames and request.height and request.width
-    tokens = checkpoints.token_count(pipe, request.frames, request.height, request.width)
+    tokens = tokens_of(request, pipe)
     # every number written out that `counts` would choose for a field
     names = ("query_clusters", "key_clusters", "query_multiple", "key_multiple")
     chosen = dict(zip(names, config.counts(tokens, tokens), strict=True))
@@ -254,13 +246,24 @@ def config_for(request: Request, pipe: Any) -> MethodConfig:
     return config.replace(**{name: value for name, value in chosen.items() if name in fields})
 
 
-def repeat_command(request: Request, video: Path) -> str:
-    import shlex
+def tokens_of(request: Request, pipe: Any) -> int:
+    """Of a request that was fitted to the pipeline."""
+    assert request.frames and request.height and request.width
+    return checkpoints.token_count(pipe, request.frames, request.height, request.width)
 
-    options = {n: v for n, v in request.to_dict().items() if n not in UNASKED and v is not None}
-    if request.method == "park" and request.preset is None:
-        options["preset"] = "paper"  # the model's own settings; left out, the command would take another profile
+
+def repeat_command(request: Request, video: Path) -> str:
+    # the model's own settings; left out, the command would take another profile
+    paper = {"preset": "paper"} if request.method == "park" and request.preset is None else {}
+    asked = {name: value for name, value in request.to_dict().items() if value is not None}
     words = ["park", "generate", request.prompt, "--out", str(video)]
-    words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += [word for name, value in request.changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    return shlex.join(words)
+    return shlex.join([*words, *option_words(asked | paper, request.changes)])
+
+
+def option_words(fields: Mapping[str, Any], changes: Mapping[str, Any], *left_out: str) -> Iterator[str]:
+    """The options of a command that ask for these fields of a request."""
+    for name, value in fields.items():
+        if name not in (*UNASKED, *left_out) and value is not None:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    for name, value in changes.items():
+        yield from ("--set", f"{name}={json.dumps(value)}")

@@ -142,20 +142,14 @@ def flat_line(row: dict[str, Any]) -> dict[str, Any]:
     """A row as one line of metrics.csv."""
     recall = row["recall"] or {}
     line = {
-        "method": row["method"],
-        "profile": row["profile"] or "",
-        "psnr_db": row["psnr"]["mean"],
-        "psnr_worst_frame_db": row["psnr"]["worst"],
-        "ssim": row["ssim"]["mean"],
-    }
+        "method": row["method"], "profile": row["profile"] or "", "psnr_db": row["psnr"]["mean"],
+        "psnr_worst_frame_db": row["psnr"]["worst"], "ssim": row["ssim"]["mean"],
+    }  # fmt: skip
     line |= {"lpips": row["lpips"]["mean"] if row["lpips"] else "", "density": row["density"]}
     line |= {"density_sparse_steps": row["density_sparse_steps"]}
     line |= {f"recall_{name}": recall.get(name, "") for name in ("mean", "p05", "worst")}
     line |= {"speedup_denoise": row["speedup"]}
-    line |= {
-        "timing_step_spread": row["steadiness"]["step_spread"],
-        "timing_dense_apart": row["steadiness"]["dense_apart"],
-    }
+    line |= {f"timing_{name}": row["steadiness"][name] for name in ("step_spread", "dense_apart")}
     line |= {f"seconds_{name}": value for name, value in row["seconds"].items()}
     line |= {f"seconds_{phase}_steps": value for phase, value in row["phase_seconds"].items()}
     return line | {"worst_frame": row["worst_frame"]["frame"], "equal_frames": row["equal_frames"]}
@@ -165,17 +159,10 @@ def head_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of heads.csv: one per layer and head."""
     density, recall = row["heat"]["density"] or [], row["heat"]["recall"]
     return [
-        {
-            "method": row["method"],
-            "profile": row["profile"] or "",
-            "layer": layer,
-            "head": head,
-            "density": value,
-            "recall": recall[layer][head] if recall else "",
-        }
-        for layer, heads in enumerate(density)
-        for head, value in enumerate(heads)
-    ]
+        {"method": row["method"], "profile": row["profile"] or "", "layer": layer, "head": head, "density": value,
+         "recall": recall[layer][head] if recall else ""}
+        for layer, heads in enumerate(density) for head, value in enumerate(heads)
+    ]  # fmt: skip
 
 
 def plain_cell(value: Any) -> Any:

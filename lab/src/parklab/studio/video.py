@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parkattn.checks import first_line
 from parklab.extras import install_command, package
 from parklab.files import read_file, read_regular
 
@@ -200,7 +201,7 @@ def _decoded(path: str, data: bytes) -> Any:
                 raise ValueError(f"{opened.width} x {opened.height} pixels")
             return package("PIL.ImageOps", "pictures").exif_transpose(opened).convert("RGB")
     except Exception as error:  # a damaged file ends in any of a decoder's errors
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        why = "no picture of these formats" if type(error).__name__ == "UnidentifiedImageError" else why
+        unknown = type(error).__name__ == "UnidentifiedImageError"
+        why = "no picture of these formats" if unknown else first_line(error)
         expected = f"a whole PNG, JPEG or WebP of at most {MOST_PIXELS >> 20} million pixels"
         raise ValueError(f"image: expected {expected}, got {path!r} ({why}); convert it.") from None
