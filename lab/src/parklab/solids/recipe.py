@@ -24,6 +24,7 @@ BANKS = ((ClipSize(33, 128, 192), 320), (ClipSize(33, 64, 96), 480))  # clips th
 TOY_BANKS = ((ClipSize(9, 48, 64), 4),)
 EVALUATION_SIZE = RENDERED
 GUIDANCE, SAMPLING_STEPS = 3.0, 20  # of videos that are looked at or judged
+RENDERING = 0.05, 0.20  # at most so much of the transformer's planned time, and of its time so far, renders clips
 CONSTANT = 0.6  # of the transformer's time its rate stays at the peak
 
 

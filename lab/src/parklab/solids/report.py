@@ -115,6 +115,7 @@ def main() -> None:
     )
     reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     asked = reader.parse_args()
+    following.trained(asked.model)  # refused before the work
     report(asked.model, asked.judge, asked.out, torch.device(asked.device), asked)
 
 

@@ -16,17 +16,19 @@ import hashlib
 import json
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from parkattn.checks import first_line
 from parkattn.files import write_atomically
 from parklab.sprites.card import loss_plot
 from parklab.sprites.flow import Corpus
 from parklab.sprites.model import SpriteModelConfig
 from parklab.sprites.reconstruction import Autoencoding
-from parklab.sprites.train import Trainer
+from parklab.sprites.train import STATE, Trainer
 from parklab.sprites.training_state import option_reader, say
 
 from .library import Bank, Library, fresh_clips
@@ -37,6 +39,7 @@ from .recipe import (
     LONG,
     MIXTURE,
     RENDERED,
+    RENDERING,
     SAMPLING_STEPS,
     SHRUNK,
     TOY_BANKS,
@@ -50,6 +53,7 @@ from .recipe import (
 from .samples import load_pipeline, sample_sheet
 
 SHOW_SECONDS, TOY_SHOW_SECONDS = 45.0, 5.0  # kept free at the end of a call, until writing everything was timed
+RETURNS = 3  # to the last state after a loss that is not finite, each time at half the rate
 START_SECONDS = 100.0  # a stage of less is not begun: compiling and the first clips of the library take about as long
 
 
@@ -73,7 +77,9 @@ class SolidsTrainer(Trainer):
         self.deadline, self.finish = deadline, finish
         self.bank = Bank(TOY_BANKS if config.small else BANKS, config.seed, device)
         super().__init__(out, model, config, device)
-        self.flow.stage.falling = late_fall
+        stage = self.flow.stage
+        stage.falling = late_fall
+        self.library.allowed = lambda: RENDERING[0] * stage.seconds + RENDERING[1] * stage.elapsed
         for stage in self.stages:
             stage.paused = lambda: self._left() <= 0
         self.began = self.shown_at = time.monotonic()
@@ -119,28 +125,58 @@ class SolidsTrainer(Trainer):
         self.deadline = time.monotonic()
 
     def train(self) -> None:
+        if not (self.out / STATE).is_file():
+            self.save()
+        for returns_left in reversed(range(RETURNS + 1)):
+            try:
+                self._train()
+                return
+            except FloatingPointError as error:
+                if not returns_left:
+                    raise
+                self._go_back(error)
+
+    def _train(self) -> None:
         self.autoencoding.train(self.save_when_due)
         self.bank.clear()
         stage = self.flow.stage
         begun = all(earlier.progress == 1 for earlier in self.autoencoding.stages)
         if begun and self._left() > (0 if self.config.small else START_SECONDS):
+            self.save()  # compiling comes next, where a run may break
             if self.finish and self.deadline is not None:
                 stage.seconds = stage.elapsed + self._left()
             self.flow.train(self.save_when_due)
         self.library.close()
         self.save()
 
+    def _go_back(self, error: FloatingPointError) -> None:
+        """To the last state, at half the rate."""
+        rates = {"rate": self.config.rate / 2, "autoencoder_rate": self.config.autoencoder_rate / 2}
+        self.config = self.flow.config = self.autoencoding.config = replace(self.config, **rates)
+        say(f"{error}; from the last state at half the rate")
+        for descent in self.descents:
+            descent.forget_graphs()  # they read the statistics of latents where these were
+        self.resume()
+
     # --- what a call leaves behind
     def save(self) -> None:
         began = time.monotonic()
+        sizes = torch.stack(torch._foreach_norm([p.detach() for p in self.parameters.values()]))
+        if not sizes.isfinite().all():
+            raise FloatingPointError("weights are NaN or Inf")
         super().save()
         self.seconds["saving"] += time.monotonic() - began
 
     def save_when_due(self) -> None:
-        super().save_when_due()
-        if time.monotonic() - self.shown_at > self.config.show_every:
-            self.save()
-            self.show()
+        """Results in the midst of a run; a disk that is full, say, does not end it."""
+        try:
+            super().save_when_due()
+            if time.monotonic() - self.shown_at > self.config.show_every:
+                self.save()
+                self.show()
+        except (OSError, RuntimeError) as error:
+            say(f"results: {first_line(error)}; the run goes on without them")
+            self.saved_at = self.shown_at = time.monotonic()
 
     def show(self) -> Path:
         """Everything that a look at the run needs, in the order of its worth."""
@@ -152,7 +188,7 @@ class SolidsTrainer(Trainer):
             try:
                 self._samples(folder)
             except (RuntimeError, ValueError) as error:  # a picture that fails, for want of memory say, ends no run
-                say(f"samples.png: {str(error).splitlines()[0]}")
+                say(f"samples.png: {first_line(error)}")
         self.shown_at = time.monotonic()
         took = self.shown_at - began
         self.seconds["showing"] += took
@@ -185,15 +221,20 @@ class SolidsTrainer(Trainer):
 def main() -> None:
     began = time.monotonic()
     reader = option_reader(__doc__, SolidsTrainConfig())
-    reader.add_argument("--minutes", type=float, help="of this call; without it stages run to their end")
+    time_given = reader.add_mutually_exclusive_group()
+    time_given.add_argument("--minutes", type=float, help="of this call; without it stages run to their end")
+    time_given.add_argument("--until", type=float, help="the same as a moment: seconds since 1970")
     reader.add_argument("--finish", action="store_true", help="the rate falls to its end within this call's minutes")
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from, packed or not")
     asked = vars(reader.parse_args())
-    out, start, device, minutes, finish = (asked.pop(name) for name in ("out", "start", "device", "minutes", "finish"))
+    out, start, device, finish = (asked.pop(name) for name in ("out", "start", "device", "finish"))
+    minutes, until = asked.pop("minutes"), asked.pop("until")
     out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     config = SolidsTrainConfig(**asked)
     deadline = None if minutes is None else began + 60 * minutes
+    if until is not None:
+        deadline = time.monotonic() + until - time.time()
     trainer = SolidsTrainer(out, model_of(config), config, torch.device(device), deadline, finish)
     signal.signal(signal.SIGTERM, trainer.stop)
     if not trainer.resume() and start:

@@ -45,6 +45,7 @@ WEIGHTS = {
     "transformer": "diffusion_pytorch_model.safetensors",
     "text_encoder": "model.safetensors",
 }
+STATE = "state.safetensors"
 
 
 class Trainer:
@@ -96,7 +97,7 @@ class Trainer:
             "model": self.model.to_dict(), "seed": self.config.seed, "vae_psnr": self.autoencoding.psnr,
             "stages": [stage.to_dict() for stage in self.stages], "notes": self.notes,
         }  # fmt: skip
-        save_state(self.out / "state.safetensors", {**self.parameters, **moving, **moments, **latents}, record)
+        save_state(self.out / STATE, {**self.parameters, **moving, **moments, **latents}, record)
         self.saved_at = time.monotonic()
 
     def save_when_due(self) -> None:
@@ -105,7 +106,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Whether there was a state to go on from."""
-        path = self.out / "state.safetensors"
+        path = self.out / STATE
         if not path.exists():
             return False
         tensors, record = load_state(path)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from parkattn.files import write_atomically
 
+SAY_SECONDS = 30.0  # a slow stage says so often where it is
+
 
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
@@ -63,6 +65,7 @@ class Stage:
         self.history: list[list[float]] = []
         self.earlier: dict = {"step": 0, "elapsed": 0.0, "history": []}  # of runs whose weights this one began with
         self.sum: Tensor | None = None
+        self.said = 0.0
 
     @property
     def elapsed(self) -> float:
@@ -101,7 +104,8 @@ class Stage:
                 )
             self.sum = None
             self.history.append([self.step, mean, round(self.elapsed, 1)])
-            if len(self.history) % 5 == 0:
+            if len(self.history) % 5 == 0 or self.elapsed - self.said > SAY_SECONDS:
+                self.said = self.elapsed
                 say(f"{self.name} step {self.step} loss {mean:.4f} {self.elapsed:.0f} s {100 * self.progress:.0f} %")
 
     def to_dict(self) -> dict:
@@ -117,6 +121,7 @@ class Stage:
         self.step, self.before, self.history, self.earlier = (
             saved[name] for name in ("step", "elapsed", "history", "earlier")
         )
+        self.began = self.sum = None  # of a run that goes back to a state of its own
 
 
 def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:
