@@ -1,11 +1,11 @@
-"""python -m parklab.solids.make --out runs/solids --minutes 27 [options of parklab.solids.train]
+"""python -m parklab.solids.make --out runs/solids --minutes 25 [options of parklab.solids.train]
 
 The whole model in one command that ends in time: training, its report, and parcels to carry away.
 
 Training is a process of its own. If it ends early or falls silent, the next one goes on from its last state, without
 graphs, then uncompiled as well. Results come early and again: OUT/packed and OUT/samples.png at about a third and two
 thirds of the time and at its end, then OUT/report. OUT/parcels/N holds files that are new or changed since N - 1, in
-folders 1, 2, ... of at most 8 files and 60 MiB; put the folders into one and `sha256sum -c SHA256SUMS-*`.
+folders 1, 2, ... of at most 8 files and 60 MiB: `sha256sum -c SHA256SUMS` in each, then copy all into one, in order.
 SIGTERM ends it early and in order: what was trained is packed and put into parcels, without a report.
 """
 
@@ -44,7 +44,7 @@ class Parcels:
         self.out, self.folder = out, out / "parcels"
         self.sent: dict[str, str] = {}
         self.generation = len(list(self.folder.glob("[0-9]*")))
-        for sums in sorted(self.folder.glob("*/*/SHA256SUMS-*"), key=lambda path: int(path.parts[-3])):
+        for sums in sorted(self.folder.glob("*/*/SHA256SUMS"), key=lambda path: int(path.parts[-3])):
             self.sent |= {
                 name: digest for digest, name in (line.split("  ", 1) for line in sums.read_text().splitlines())
             }
@@ -64,7 +64,7 @@ class Parcels:
                 (parcel / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(found[name], parcel / name)
             lines = "".join(f"{sums[name]}  {name}\n" for name in names)
-            (parcel / f"SHA256SUMS-{number}-{index}").write_text(lines)
+            (parcel / "SHA256SUMS").write_text(lines)
         partial.rename(self.folder / str(number))
         self.generation, self.sent = number, self.sent | {name: sums[name] for name in changed}
         say(f"parcels/{number}: {len(changed)} files in {index} folders")
@@ -139,7 +139,8 @@ class Making:
                 self._carry()
             return time.time() - last > SILENCE
 
-        return self._process(words, max(ends, began + GRACE) + GRACE, quiet)
+        killed = ends + GRACE if ends > began else self.ends + GRACE  # only to pack is worth more than a report
+        return self._process(words, killed, quiet)
 
     def _process(self, words: list[object], ends: float, quiet: Callable[[], bool]) -> bool:
         """Whether it ended well; it is killed at its end, or when it is quiet."""

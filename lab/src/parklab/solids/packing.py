@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -151,6 +152,9 @@ def unpack(packed: Path, folder: Path) -> Path:
     tensors: dict[str, Tensor] = {}
     for name in shards:
         data = read_file("packed", _inside(packed, name), "a file of weights", most=LARGEST_SHARD)
+        named = re.fullmatch(r"weights-\d+\.([0-9a-f]{8})\.safetensors", name)
+        if named and not hashlib.sha256(data).hexdigest().startswith(named[1]):
+            raise _refusal(packed / name, "other contents than its name says")
         try:
             tensors |= load(data)
         except (SafetensorError, ValueError) as error:

@@ -125,7 +125,7 @@ class SolidsTrainer(Trainer):
         self.deadline = time.monotonic()
 
     def train(self) -> None:
-        if not (self.out / STATE).is_file():
+        if self._left() > 0 and not (self.out / STATE).is_file():
             self.save()
         for returns_left in reversed(range(RETURNS + 1)):
             try:
