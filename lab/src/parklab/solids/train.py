@@ -16,11 +16,13 @@ import hashlib
 import json
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from parkattn.checks import first_line
 from parkattn.files import write_atomically
@@ -29,7 +31,7 @@ from parklab.sprites.flow import Corpus
 from parklab.sprites.model import SpriteModelConfig
 from parklab.sprites.reconstruction import Autoencoding
 from parklab.sprites.train import STATE, Trainer
-from parklab.sprites.training_state import option_reader, say
+from parklab.sprites.training_state import option_reader, save_state, say
 
 from .library import Bank, Library, fresh_clips
 from .packing import INDEX, pack, unpack
@@ -76,6 +78,8 @@ class SolidsTrainer(Trainer):
     ) -> None:
         self.deadline, self.finish = deadline, finish
         self.bank = Bank(TOY_BANKS if config.small else BANKS, config.seed, device)
+        self.writer = ThreadPoolExecutor(1, "state")
+        self.writing: Future[None] | None = None
         super().__init__(out, model, config, device)
         stage = self.flow.stage
         stage.falling = late_fall
@@ -126,7 +130,7 @@ class SolidsTrainer(Trainer):
 
     def train(self) -> None:
         if self._left() > 0 and not (self.out / STATE).is_file():
-            self.save()
+            self.save(wait=False)
         for returns_left in reversed(range(RETURNS + 1)):
             try:
                 self._train()
@@ -142,7 +146,7 @@ class SolidsTrainer(Trainer):
         stage = self.flow.stage
         begun = all(earlier.progress == 1 for earlier in self.autoencoding.stages)
         if begun and self._left() > (0 if self.config.small else START_SECONDS):
-            self.save()  # compiling comes next, where a run may break
+            self.save(wait=False)  # compiling comes next, where a run may break
             if self.finish and self.deadline is not None:
                 stage.seconds = stage.elapsed + self._left()
             self.flow.train(self.save_when_due)
@@ -156,27 +160,49 @@ class SolidsTrainer(Trainer):
         say(f"{error}; from the last state at half the rate")
         for descent in self.descents:
             descent.forget_graphs()  # they read the statistics of latents where these were
+        self._wait_for_state()
         self.resume()
 
     # --- what a call leaves behind
-    def save(self) -> None:
+    def save(self, wait: bool = True) -> None:
         began = time.monotonic()
+        self._expect_finite()
+        self._wait_for_state()
+        super().save()
+        if wait:
+            self._wait_for_state()
+        self.seconds["saving"] += time.monotonic() - began
+
+    def _expect_finite(self) -> None:
         sizes = torch.stack(torch._foreach_norm([p.detach() for p in self.parameters.values()]))
         if not sizes.isfinite().all():
             raise FloatingPointError("weights are NaN or Inf")
-        super().save()
-        self.seconds["saving"] += time.monotonic() - began
+
+    def _write(self, tensors: dict[str, Tensor], record: dict) -> None:
+        """A copy, by another thread: 1.6 GB, while training goes on."""
+        copied = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+        self.writing = self.writer.submit(save_state, self.out / STATE, copied, record)
+
+    def _wait_for_state(self) -> None:
+        """A disk that is full, say, ends no run."""
+        try:
+            if self.writing is not None:
+                self.writing.result()
+        except OSError as error:
+            say(f"state: {first_line(error)}; a resumed run goes on from an earlier one")
+        self.writing = None
 
     def save_when_due(self) -> None:
-        """Results in the midst of a run; a disk that is full, say, does not end it."""
-        try:
-            super().save_when_due()
-            if time.monotonic() - self.shown_at > self.config.show_every:
-                self.save()
+        """Results in the midst of a run, which goes on where they cannot be made."""
+        if time.monotonic() - self.saved_at > self.config.save_every:
+            self.save(wait=False)
+        if time.monotonic() - self.shown_at > self.config.show_every:
+            self._expect_finite()
+            try:
                 self.show()
-        except (OSError, RuntimeError) as error:
-            say(f"results: {first_line(error)}; the run goes on without them")
-            self.saved_at = self.shown_at = time.monotonic()
+            except (OSError, RuntimeError) as error:
+                say(f"results: {first_line(error)}; the run goes on without them")
+                self.shown_at = time.monotonic()
 
     def show(self) -> Path:
         """Everything that a look at the run needs, in the order of its worth."""

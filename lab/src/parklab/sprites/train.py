@@ -97,8 +97,11 @@ class Trainer:
             "model": self.model.to_dict(), "seed": self.config.seed, "vae_psnr": self.autoencoding.psnr,
             "stages": [stage.to_dict() for stage in self.stages], "notes": self.notes,
         }  # fmt: skip
-        save_state(self.out / STATE, {**self.parameters, **moving, **moments, **latents}, record)
+        self._write({**self.parameters, **moving, **moments, **latents}, record)
         self.saved_at = time.monotonic()
+
+    def _write(self, tensors: dict[str, Tensor], record: dict) -> None:
+        save_state(self.out / STATE, tensors, record)
 
     def save_when_due(self) -> None:
         if time.monotonic() - self.saved_at > self.config.save_every:
