@@ -101,6 +101,16 @@ def test_a_run_that_always_breaks_still_packs_its_last_state(tmp_path):
     assert [words[0] for words in making.asked] == ["train"] * 4 + ["report"]
 
 
+def test_a_run_that_breaks_after_its_first_results_packs_what_it_learned_since(tmp_path):
+    def script(making, words):
+        packs(making)
+        return words[0] == "report" or float(words[words.index("--until") + 1]) <= time.time()
+
+    making = Programme(tmp_path, script)
+    assert making.run()
+    assert [words[0] for words in making.asked] == ["train"] * 4 + ["report"]
+
+
 def test_without_a_model_there_is_no_report(tmp_path):
     making = Programme(tmp_path, lambda making, words: False)
     assert not making.run()

@@ -108,16 +108,12 @@ class Making:
 
     def run(self) -> bool:
         """Whether a model was made."""
-        training_ends = self.ends - REPORT_SECONDS
+        training_ends, ended = self.ends - REPORT_SECONDS, False
         for way in WAYS:
-            if self.stopped or training_ends - time.time() < LEAST_SECONDS:
-                break
-            if self._train(way, training_ends):
-                break
-        else:
-            say("training failed in every way; packing its last state")
-        if not (self.out / "packed" / INDEX).is_file():
-            self._train(WAYS[-1], time.time())  # trains nothing and packs what there is
+            if not ended and not self.stopped and training_ends - time.time() > LEAST_SECONDS:
+                ended = self._train(way, training_ends)
+        if not ended:
+            self._train(WAYS[-1], time.time())  # trains nothing and packs the last state
         self._carry()
         made = (self.out / "packed" / INDEX).is_file()
         if made and not self.stopped:

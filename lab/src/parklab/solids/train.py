@@ -155,8 +155,8 @@ class SolidsTrainer(Trainer):
 
     def _go_back(self, error: FloatingPointError) -> None:
         """To the last state, at half the rate."""
-        rates = {"rate": self.config.rate / 2, "autoencoder_rate": self.config.autoencoder_rate / 2}
-        self.config = self.flow.config = self.autoencoding.config = replace(self.config, **rates)
+        slower = replace(self.config, rate=self.config.rate / 2, autoencoder_rate=self.config.autoencoder_rate / 2)
+        self.config = self.flow.config = self.autoencoding.config = slower
         say(f"{error}; from the last state at half the rate")
         for descent in self.descents:
             descent.forget_graphs()  # they read the statistics of latents where these were
