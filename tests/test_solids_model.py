@@ -264,6 +264,11 @@ def test_one_report_has_everything_the_page_needs(tmp_path):
     record = json.loads((tmp_path / "report/following.jsonl").read_text())
     assert record["prompts"] == 3 and record["training"]["stages"]["transformer"]["steps"] == 4
     assert set(record["judge_on_renders"]) >= {"colour", "shuffled_colour"}
+    (tmp_path / "judge.safetensors").write_bytes(b"junk")  # one part fails, the others are made
+    command[command.index("--out") + 1] = str(tmp_path / "without")
+    failed = subprocess.run([*command, *sizes, *fewer], check=False, capture_output=True, text=True)
+    assert failed.returncode == 1 and "got none of following" in failed.stderr
+    assert {"samples.png", "long.png"} <= {path.name for path in (tmp_path / "without").iterdir()}
 
 
 def test_a_step_whose_graph_does_not_fit_is_computed_without_it(monkeypatch, capsys):

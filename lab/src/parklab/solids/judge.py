@@ -29,7 +29,7 @@ from parkattn.files import write_atomically
 from parklab.record import environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.gradients import autocast
-from parklab.sprites.training_state import say
+from parklab.sprites.training_state import Stage, say
 
 from .grammar import CAMERAS, COLOURS, MATERIALS, MOTIONS, SHAPES, Scene, held_out_scenes
 from .library import shrunk
@@ -202,13 +202,11 @@ def train(
         judge = Judge().to(device)
     optimizer = torch.optim.AdamW(judge.parameters(), lr=0.0, weight_decay=0.05, betas=(0.9, 0.98))
     drawn = torch.Generator(device).manual_seed(seed)
-    began = time.monotonic()
-    for step in range(steps):
-        progress = max(step / steps, (time.monotonic() - began) / seconds)
-        if progress >= 1:
-            break
+    stage = Stage("judge", steps, seconds, report_every=100)
+    stage.begin()
+    while stage.running:
         for group in optimizer.param_groups:
-            group["lr"] = 1.5e-3 * min(1.0, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = stage.rate(1.5e-3, warmup=200)
         chosen = torch.randint(count, (batch,), generator=drawn, device=device)
         shown, answers = disturbed(clips[chosen].float() / 127.5 - 1, labels[chosen], drawn)
         with autocast(device):
@@ -218,8 +216,7 @@ def train(
         loss.backward()
         nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
         optimizer.step()
-        if step % 500 == 0:
-            say(f"judge step {step} loss {loss.item():.4f} {time.monotonic() - began:.0f} s")
+        stage.record(loss)
     return judge.eval()
 
 

@@ -190,17 +190,27 @@ def generate(
         yield from frames.float().transpose(1, 2).cpu()
 
 
+def video_options(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """--model, and how many videos of it are made, how large and by how many steps; `model` absent: required."""
+    reader = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given = {"count": 100, "seed": 0, "device": "cuda" if torch.cuda.is_available() else "cpu"} | defaults
+    size: ClipSize = given.pop("size")
+    model = {"default": given.pop("model")} if "model" in given else {"required": True}
+    reader.add_argument("--model", type=Path, help="diffusers folder, of solids also a packed one", **model)
+    reader.add_argument(
+        "--size", type=int, nargs=3, default=(size.frames, size.height, size.width), metavar=("FRAMES", "HEIGHT", "WIDTH")
+    )  # fmt: skip
+    for name, value in given.items():
+        reader.add_argument(f"--{name}", type=type(value), default=value)
+    return reader
+
+
 def main() -> None:
     from . import CHECKPOINT
 
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--model", type=Path, default=CHECKPOINT, help="diffusers folder")
-    reader.add_argument("--count", type=int, default=50)
-    reader.add_argument("--size", type=int, nargs=3, default=(17, 128, 192), metavar=("FRAMES", "HEIGHT", "WIDTH"))
-    reader.add_argument("--steps", type=int, default=16)
-    reader.add_argument("--guidance", type=float, default=1.0)
-    reader.add_argument("--seed", type=int, default=0)
-    reader.add_argument("--device", default="cpu")
+    reader = video_options(
+        __doc__, model=CHECKPOINT, count=50, size=ClipSize(17, 128, 192), steps=16, guidance=1.0, device="cpu"
+    )
     reader.add_argument("--out", type=Path, help="JSON file for the result")
     asked = reader.parse_args()
     from diffusers import WanPipeline
