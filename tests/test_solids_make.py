@@ -1,8 +1,8 @@
 """One command that makes the model of solids in a given time: processes that break, parcels, losses that are not finite."""
 
+import hashlib
 import json
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -24,12 +24,11 @@ TOY_OPTIONS += " --library 64 --library-first 4"
 
 # --- parcels
 def gathered(out, whole):
-    """All parcels put into one folder, as a reader would."""
-    for parcel in sorted(out.glob("parcels/*/*"), key=lambda path: int(path.parts[-2])):
+    for parcel in out.glob("parcels/*/*"):
         files = [path for path in parcel.rglob("*") if path.is_file()]
         assert len(files) <= 8 and sum(path.stat().st_size for path in files) <= 62 * 2**20
         subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=parcel, check=True)
-        shutil.copytree(parcel, whole, dirs_exist_ok=True)
+    make.gather(out / "parcels", whole)
 
 
 def max_number(out):
@@ -57,6 +56,20 @@ def test_parcels_hold_new_and_changed_files_alone_and_make_the_folder_again(tmp_
     assert (whole / "samples.png").read_bytes() == b"second"
     for path in (out / "packed").iterdir():
         assert (whole / "packed" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_parcels_that_are_not_whole_or_reach_outside_are_refused_in_one_line(tmp_path):
+    with pytest.raises(FileNotFoundError, match="gather: expected parcels in"):
+        make.gather(tmp_path, tmp_path / "whole")
+    parcel = tmp_path / "parcels/1/1"
+    parcel.mkdir(parents=True)
+    (parcel / "a.txt").write_text("a")
+    (tmp_path / "parcels/1/b.txt").write_text("a")
+    for line in (f"{'0' * 64}  a.txt", f"{hashlib.sha256(b'a').hexdigest()}  ../b.txt"):
+        (parcel / "SHA256SUMS").write_text(line)
+        with pytest.raises(ValueError, match=r"gather: expected [^\n]* whole in"):
+            make.gather(tmp_path / "parcels", tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
 
 
 # --- processes

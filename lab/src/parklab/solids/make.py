@@ -5,7 +5,7 @@ The whole model in one command that ends in time: training, its report, and parc
 Training is a process of its own. If it ends early or falls silent, the next one goes on from its last state, without
 graphs, then uncompiled as well. Results come early and again: OUT/packed and OUT/samples.png at about a third and two
 thirds of the time and at its end, then OUT/report. OUT/parcels/N holds files that are new or changed since N - 1, in
-folders 1, 2, ... of at most 8 files and 60 MiB: `sha256sum -c SHA256SUMS` in each, then copy all into one, in order.
+folders 1, 2, ... of at most 8 files and 60 MiB, each with its SHA256SUMS. --gather PARCELS puts them together in OUT.
 SIGTERM ends it early and in order: what was trained is packed and put into parcels, without a report.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parkattn.checks import first_line
+from parkattn.files import make_folder, within, write_atomically
 from parklab.sprites.training_state import say
 
 from .packing import INDEX
@@ -88,6 +88,25 @@ class Parcels:
             else:
                 fitting.append(name)
         return parcels
+
+
+def gather(parcels: Path, out: Path) -> None:
+    """The files of parcels as they last were; each must be whole."""
+    every = sorted(parcels.glob("*/*/SHA256SUMS"), key=lambda path: tuple(map(int, path.parts[-3:-1])))
+    if not every:
+        raise FileNotFoundError(
+            f"gather: expected parcels in {parcels}, such as 1/1/SHA256SUMS, got none; name OUT/parcels"
+        )
+    for sums in every:
+        for digest, name in (line.split("  ", 1) for line in sums.read_text().splitlines()):
+            source, target = within(sums.parent, name), within(out, name)
+            data = source.read_bytes() if source is not None and source.is_file() else b""
+            if target is None or hashlib.sha256(data).hexdigest() != digest:
+                raise ValueError(
+                    f"gather: expected {name} whole in {sums.parent}, got another file or none; fetch it again"
+                )
+            make_folder(target.parent)
+            write_atomically(target, data)
 
 
 class Making:
@@ -171,10 +190,14 @@ def main() -> None:
     began = time.time()
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--out", type=Path, required=True)
-    reader.add_argument("--minutes", type=float, required=True, help="of everything, the report included")
+    reader.add_argument("--minutes", type=float, default=25.0, help="of everything, the report included")
     reader.add_argument("--device", default="cuda")
     reader.add_argument("--report", default="", help="options of parklab.solids.report, in one word")
+    reader.add_argument("--gather", type=Path, help="parcels to put together in OUT, instead of training")
     asked, options = reader.parse_known_args()
+    if asked.gather:
+        gather(asked.gather, asked.out)
+        return
     asked.out.mkdir(parents=True, exist_ok=True)
     ends = began + 60 * asked.minutes
     making = Making(asked.out.resolve(), ends, asked.device, options, asked.report.split())
@@ -183,7 +206,6 @@ def main() -> None:
     if not making.run():
         sys.exit(f"make: expected a model in {asked.out}, got none; read {asked.out / 'train.log'}")
     say(f"{asked.out / 'packed'} in {(time.time() - began) / 60:.1f} minutes of {asked.minutes:g}")
-    os.sync()
 
 
 if __name__ == "__main__":

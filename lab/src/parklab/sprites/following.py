@@ -197,9 +197,8 @@ def video_options(description: str | None, **defaults: Any) -> argparse.Argument
     size: ClipSize = given.pop("size")
     model = {"default": given.pop("model")} if "model" in given else {"required": True}
     reader.add_argument("--model", type=Path, help="diffusers folder, of solids also a packed one", **model)
-    reader.add_argument(
-        "--size", type=int, nargs=3, default=(size.frames, size.height, size.width), metavar=("FRAMES", "HEIGHT", "WIDTH")
-    )  # fmt: skip
+    sides = ("FRAMES", "HEIGHT", "WIDTH")
+    reader.add_argument("--size", type=int, nargs=3, default=(size.frames, size.height, size.width), metavar=sides)
     for name, value in given.items():
         reader.add_argument(f"--{name}", type=type(value), default=value)
     return reader
