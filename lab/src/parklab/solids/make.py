@@ -182,7 +182,7 @@ class Making:
     def _carry(self) -> None:
         try:
             self.parcels.write()
-        except OSError as error:  # a full disk, or a file that is being replaced: the next one has it
+        except OSError as error:  # a full disk, or a file that is being replaced: the next parcels have it
             say(f"parcels: {first_line(error)}")
 
 

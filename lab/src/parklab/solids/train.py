@@ -29,14 +29,14 @@ from parkattn.files import write_atomically
 from parklab.sprites.card import loss_plot
 from parklab.sprites.flow import Corpus
 from parklab.sprites.model import SpriteModelConfig
+from parklab.sprites.recipe import AUTOENCODER_SIZES, SMALL_MIXTURE
 from parklab.sprites.reconstruction import Autoencoding
 from parklab.sprites.train import STATE, Trainer
-from parklab.sprites.training_state import option_reader, save_state, say
+from parklab.sprites.training_state import begun, option_reader, save_state, say
 
 from .library import Bank, Library, fresh_clips
 from .packing import INDEX, pack, unpack
 from .recipe import (
-    AUTOENCODER_SIZES,
     BANKS,
     LONG,
     MIXTURE,
@@ -46,7 +46,6 @@ from .recipe import (
     SHRUNK,
     TOY_BANKS,
     TOY_LONG,
-    TOY_MIXTURE,
     TOY_RENDERED,
     SolidsTrainConfig,
     late_fall,
@@ -106,7 +105,7 @@ class SolidsTrainer(Trainer):
             if small
             else ((RENDERED, SHRUNK), (LONG, (LONG,)))
         )
-        mixture = TOY_MIXTURE if small else MIXTURE
+        mixture = SMALL_MIXTURE if small else MIXTURE
         self.library = Library(
             self.config, self.device, shelves, mixture, self.autoencoding.latents, self._encoder_version,
             self.out / "library",
@@ -200,7 +199,7 @@ class SolidsTrainer(Trainer):
             self._expect_finite()
             try:
                 self.show()
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # of the disk or of a library
                 say(f"results: {first_line(error)}; the run goes on without them")
                 self.shown_at = time.monotonic()
 
@@ -213,7 +212,7 @@ class SolidsTrainer(Trainer):
         if self.flow.stage.whole()["step"]:
             try:
                 self._samples(folder)
-            except (RuntimeError, ValueError) as error:  # a picture that fails, for want of memory say, ends no run
+            except Exception as error:  # a picture that fails, for want of memory say, ends no run
                 say(f"samples.png: {first_line(error)}")
         self.shown_at = time.monotonic()
         took = self.shown_at - began
@@ -253,15 +252,13 @@ def main() -> None:
     reader.add_argument("--finish", action="store_true", help="the rate falls to its end within this call's minutes")
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from, packed or not")
     asked = vars(reader.parse_args())
-    out, start, device, finish = (asked.pop(name) for name in ("out", "start", "device", "finish"))
-    minutes, until = asked.pop("minutes"), asked.pop("until")
-    out.mkdir(parents=True, exist_ok=True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    out, device = begun(asked)
+    start, finish, minutes, until = (asked.pop(name) for name in ("start", "finish", "minutes", "until"))
     config = SolidsTrainConfig(**asked)
     deadline = None if minutes is None else began + 60 * minutes
     if until is not None:
         deadline = time.monotonic() + until - time.time()
-    trainer = SolidsTrainer(out, model_of(config), config, torch.device(device), deadline, finish)
+    trainer = SolidsTrainer(out, model_of(config), config, device, deadline, finish)
     signal.signal(signal.SIGTERM, trainer.stop)
     if not trainer.resume() and start:
         trainer.start_from(unpack(start, out / "start") if (start / INDEX).is_file() else start)

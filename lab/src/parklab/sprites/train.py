@@ -38,7 +38,7 @@ from .model import (
 )
 from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture, train_scenes
 from .reconstruction import Autoencoding
-from .training_state import load_state, option_reader, prefixed, save_state, say, unprefixed
+from .training_state import begun, load_state, option_reader, prefixed, save_state, say, unprefixed
 
 WEIGHTS = {
     "vae": "diffusion_pytorch_model.safetensors",
@@ -200,9 +200,7 @@ def main() -> None:
     reader = option_reader(__doc__, TrainConfig())
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from")
     asked = vars(reader.parse_args())
-    out, start, device = asked.pop("out"), asked.pop("start"), torch.device(asked.pop("device"))
-    out.mkdir(parents=True, exist_ok=True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    (out, device), start = begun(asked), asked.pop("start")
     config = TrainConfig(**asked)
     small = SpriteModelConfig(
         heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8

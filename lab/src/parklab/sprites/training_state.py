@@ -38,6 +38,13 @@ def option_reader(description: str | None, defaults: Any) -> argparse.ArgumentPa
     return reader
 
 
+def begun(asked: dict[str, Any]) -> tuple[Path, torch.device]:
+    """--out and --device, taken from what was asked: the folder is made, and kernels are the device's fastest."""
+    asked["out"].mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    return asked.pop("out"), torch.device(asked.pop("device"))
+
+
 def cosine(progress: float) -> float:
     """Learning rate as a share of its peak: falls all the time."""
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
