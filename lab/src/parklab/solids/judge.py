@@ -34,7 +34,7 @@ from parklab.sprites.training_state import Stage, say
 from .grammar import CAMERAS, COLOURS, MATERIALS, MOTIONS, SHAPES, Scene, held_out_scenes
 from .library import shrunk
 from .motion import Clip, any_clip, clip_of, words_of
-from .packing import LEAST_ROUNDED, OTHER_BITS, STEP, Kind, restored, rounded
+from .packing import OTHER_BITS, STEP, Kind, in_numbers, restored
 from .renderer import render
 
 LOOK = ClipSize(9, 64, 96)
@@ -222,13 +222,8 @@ def train(
 
 def save_judge(judge: Judge, path: Path, record: dict) -> None:
     """Matrices in 8 bits, everything else in half precision."""
-    plain: dict[str, Tensor] = {}
-    for name, value in judge.state_dict().items():
-        own = value.detach().cpu().contiguous()
-        if own.ndim >= 2 and own.numel() >= LEAST_ROUNDED:
-            plain[name], plain[name + STEP] = rounded(own, OTHER_BITS)
-        else:
-            plain[name] = own.half()
+    halves = {name: value.detach().cpu().contiguous().half() for name, value in judge.state_dict().items()}
+    plain, _ = in_numbers(halves, OTHER_BITS)
     write_atomically(path, save(plain, {"record": json.dumps(record)}))
 
 

@@ -190,6 +190,18 @@ def generate(
         yield from frames.float().transpose(1, 2).cpu()
 
 
+def follow(
+    pipeline: Any, scenes: list[Scene], size: ClipSize, *, steps: int, guidance: float, seed: int = 0, batch: int = 1
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Videos of sentences, and what the rule sees in them."""
+    clips = []
+    for clip in generate(pipeline, scenes, size, steps=steps, seed=seed, guidance=guidance, batch=batch):
+        clips.append(clip)
+        sys.stderr.write(f"\r{len(clips)}/{len(scenes)}")
+    made = {"size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": steps}
+    return clips, score(scenes, [look(clip) for clip in clips]) | made | {"seed": seed, "guidance": guidance}
+
+
 def video_options(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """--model, and how many videos of it are made, how large and by how many steps; `model` absent: required."""
     reader = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -217,14 +229,9 @@ def main() -> None:
     size, scenes = ClipSize(*asked.size), held_out_scenes(asked.count, asked.seed)
     pipeline = WanPipeline.from_pretrained(asked.model).to(asked.device)
     pipeline.set_progress_bar_config(disable=True)
-    seen = []
-    for clip in generate(pipeline, scenes, size, steps=asked.steps, seed=asked.seed, guidance=asked.guidance):
-        seen.append(look(clip))
-        sys.stderr.write(f"\r{len(seen)}/{asked.count}")
-    result = score(scenes, seen) | {
-        "size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": asked.steps, "seed": asked.seed,
-        "guidance": asked.guidance, "rule": check_the_rule(scenes, size),
-    }  # fmt: skip
+    options = {name: getattr(asked, name) for name in ("steps", "seed", "guidance")}
+    _, result = follow(pipeline, scenes, size, **options)
+    result |= {"rule": check_the_rule(scenes, size)}
     sys.stdout.write("\n" + json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1) + "\n")
     if asked.out:
         write_atomically(asked.out, json.dumps(result, indent=1).encode())
