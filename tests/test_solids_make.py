@@ -170,8 +170,9 @@ def test_a_run_asked_to_end_packs_what_it_has_and_parcels_make_it_again(tmp_path
 
 
 # --- training that goes wrong
-def test_a_loss_that_is_not_finite_goes_back_to_the_last_state_at_half_the_rate(tmp_path, capsys):
-    trainer = trainer_in(tmp_path / "run", replace(QUICK, steps=8, save_every=0.0))
+@pytest.mark.parametrize("save_every", [0.0, 1e9])  # the last state: of the step before, or from before the stage
+def test_a_loss_that_is_not_finite_goes_back_to_the_last_state_at_half_the_rate(tmp_path, capsys, save_every):
+    trainer = trainer_in(tmp_path / "run", replace(QUICK, steps=8, save_every=save_every))
     step, broken = trainer.flow._step, []
 
     def breaking(*arguments):

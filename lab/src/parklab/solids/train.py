@@ -159,6 +159,8 @@ class SolidsTrainer(Trainer):
         say(f"{error}; from the last state at half the rate")
         for descent in self.descents:
             descent.forget_graphs()  # they read the statistics of latents where these were
+            for optimizer in descent.optimizers:
+                optimizer.state.clear()  # a state from before a stage has no moments for it
         self._wait_for_state()
         self.resume()
 
@@ -195,7 +197,8 @@ class SolidsTrainer(Trainer):
         """Results in the midst of a run, which goes on where they cannot be made."""
         if time.monotonic() - self.saved_at > self.config.save_every:
             self.save(wait=False)
-        if time.monotonic() - self.shown_at > self.config.show_every:
+        # not shortly before the end, where they are made in any case
+        if time.monotonic() - self.shown_at > self.config.show_every and self._left() > self.config.show_every / 2:
             self._expect_finite()
             try:
                 self.show()
