@@ -25,7 +25,6 @@ from parklab.solids.recipe import (
     TOY,
     TOY_BANKS,
     TOY_LONG,
-    TOY_MIXTURE,
     TOY_RENDERED,
     SolidsTrainConfig,
     late_fall,
@@ -36,6 +35,7 @@ from parklab.solids.train import SolidsTrainer
 from parklab.sprites import gradients
 from parklab.sprites.data import ClipSize
 from parklab.sprites.model import build_autoencoder, build_text_encoder, build_tokenizer, build_transformer
+from parklab.sprites.recipe import SMALL_MIXTURE
 from parklab.sprites.training_state import load_state
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def trainer_in(folder, config=QUICK):
 # --- what it learns from
 def library_in(folder, encode, version="v1"):
     shelves = ((TOY_RENDERED, (TOY_RENDERED,)), (TOY_LONG, (TOY_LONG,)))
-    return Library(QUICK, CPU, shelves, TOY_MIXTURE, encode, lambda: version, folder)
+    return Library(QUICK, CPU, shelves, SMALL_MIXTURE, encode, lambda: version, folder)
 
 
 def test_the_library_grows_with_the_steps_and_a_resumed_one_is_the_same(tmp_path):
@@ -264,6 +264,11 @@ def test_one_report_has_everything_the_page_needs(tmp_path):
     record = json.loads((tmp_path / "report/following.jsonl").read_text())
     assert record["prompts"] == 3 and record["training"]["stages"]["transformer"]["steps"] == 4
     assert set(record["judge_on_renders"]) >= {"colour", "shuffled_colour"}
+    (tmp_path / "judge.safetensors").write_bytes(b"junk")  # one part fails, the others are made
+    command[command.index("--out") + 1] = str(tmp_path / "without")
+    failed = subprocess.run([*command, *sizes, *fewer], check=False, capture_output=True, text=True)
+    assert failed.returncode == 1 and "got none of following" in failed.stderr
+    assert {"samples.png", "long.png"} <= {path.name for path in (tmp_path / "without").iterdir()}
 
 
 def test_a_step_whose_graph_does_not_fit_is_computed_without_it(monkeypatch, capsys):

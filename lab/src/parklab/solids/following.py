@@ -9,7 +9,6 @@ renders of the same sentences, and on renders with the sentences exchanged.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ from parkattn.checks import expect_count, first_line
 from parklab.files import read_file
 from parklab.record import append_records, environment
 from parklab.sprites.data import ClipSize
+from parklab.sprites.following import video_options
 from parklab.sprites.training_state import say
 
 from .grammar import KINDS, Scene, held_out_scenes
@@ -100,16 +100,8 @@ def print_and_keep(result: dict[str, Any], out: Path | None) -> None:
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--model", type=Path, required=True, help="diffusers folder, or a packed one")
+    reader = video_options(__doc__, size=EVALUATION_SIZE, steps=SAMPLING_STEPS, guidance=GUIDANCE)
     reader.add_argument("--judge", type=Path, default=WEIGHTS)
-    reader.add_argument("--count", type=int, default=100)
-    size = EVALUATION_SIZE
-    reader.add_argument("--size", type=int, nargs=3, default=(size.frames, size.height, size.width))
-    reader.add_argument("--steps", type=int, default=SAMPLING_STEPS)
-    reader.add_argument("--guidance", type=float, default=GUIDANCE)
-    reader.add_argument("--seed", type=int, default=0)
-    reader.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     reader.add_argument("--out", type=Path, help="file of JSON lines to append the result to")
     asked = reader.parse_args()
     expect_count("count", asked.count)

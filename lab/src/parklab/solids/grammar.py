@@ -23,7 +23,8 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from parkattn.checks import did_you_mean, shown
+from parkattn.checks import shown
+from parklab.sprites.grammar import expect_known
 
 COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
 MATERIALS = ("matte", "metal", "checkered", "wooden")
@@ -114,13 +115,7 @@ def held_out_scenes(count: int, seed: int = 0) -> list[Scene]:
 def parse(prompt: str) -> Scene:
     """The scene a prompt asks for. Case, extra spaces and a final full stop do not matter."""
     words = prompt.lower().strip().rstrip(".").replace(",", " , ").split()
-    for word in words:
-        if word not in WORDS:
-            advice = did_you_mean(word, WORDS, f"write for example: {EXAMPLE}.")
-            raise ValueError(
-                f"prompt: expected words this model was trained on, got unknown word {shown(word)}; "
-                f"allowed words: {' '.join(WORDS)}; {advice}"
-            )
+    expect_known(words, WORDS, EXAMPLE)
     scene = _read(words)
     if scene is None or scene.sentence.replace(",", " ,").split() != words:
         raise ValueError(

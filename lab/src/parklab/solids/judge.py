@@ -29,12 +29,12 @@ from parklab.files import read_file, write_atomically
 from parklab.record import environment
 from parklab.sprites.data import ClipSize
 from parklab.sprites.gradients import autocast
-from parklab.sprites.training_state import say
+from parklab.sprites.training_state import Stage, say
 
 from .grammar import CAMERAS, COLOURS, MATERIALS, MOTIONS, SHAPES, Scene, held_out_scenes
 from .library import shrunk
 from .motion import Clip, any_clip, clip_of, words_of
-from .packing import LEAST_ROUNDED, OTHER_BITS, STEP, Kind, restored, rounded
+from .packing import OTHER_BITS, STEP, Kind, in_numbers, restored
 from .renderer import render
 
 LOOK = ClipSize(9, 64, 96)
@@ -202,13 +202,11 @@ def train(
         judge = Judge().to(device)
     optimizer = torch.optim.AdamW(judge.parameters(), lr=0.0, weight_decay=0.05, betas=(0.9, 0.98))
     drawn = torch.Generator(device).manual_seed(seed)
-    began = time.monotonic()
-    for step in range(steps):
-        progress = max(step / steps, (time.monotonic() - began) / seconds)
-        if progress >= 1:
-            break
+    stage = Stage("judge", steps, seconds, report_every=100)
+    stage.begin()
+    while stage.running:
         for group in optimizer.param_groups:
-            group["lr"] = 1.5e-3 * min(1.0, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = stage.rate(1.5e-3, warmup=200)
         chosen = torch.randint(count, (batch,), generator=drawn, device=device)
         shown, answers = disturbed(clips[chosen].float() / 127.5 - 1, labels[chosen], drawn)
         with autocast(device):
@@ -218,20 +216,14 @@ def train(
         loss.backward()
         nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
         optimizer.step()
-        if step % 500 == 0:
-            say(f"judge step {step} loss {loss.item():.4f} {time.monotonic() - began:.0f} s")
+        stage.record(loss)
     return judge.eval()
 
 
 def save_judge(judge: Judge, path: Path, record: dict) -> None:
     """Matrices in 8 bits, everything else in half precision."""
-    plain: dict[str, Tensor] = {}
-    for name, value in judge.state_dict().items():
-        own = value.detach().cpu().contiguous()
-        if own.ndim >= 2 and own.numel() >= LEAST_ROUNDED:
-            plain[name], plain[name + STEP] = rounded(own, OTHER_BITS)
-        else:
-            plain[name] = own.half()
+    halves = {name: value.detach().cpu().contiguous().half() for name, value in judge.state_dict().items()}
+    plain, _ = in_numbers(halves, OTHER_BITS)
     write_atomically(path, save(plain, {"record": json.dumps(record)}))
 
 

@@ -80,6 +80,7 @@ class Library:
         self.writer = ThreadPoolExecutor(1, "clips")  # a disk that is slow must not hold up training
         self.writing: Future[None] | None = None
         self.keeping = True
+        self.allowed: Callable[[], float] = lambda: float("inf")  # seconds of rendering by now
         self.shelves, self.sentences = list[Shelf](), list[str]()
         for index, (rendered, sizes) in enumerate(shelves):
             count = config.library // LONG_SHARE**index
@@ -93,10 +94,15 @@ class Library:
     def pool(self, size: ClipSize, count: int, step: int) -> Pool:
         index, shelf = next((i, shelf) for i, shelf in enumerate(self.shelves) if size in shelf.sizes)
         wanted = min(len(shelf.clips), max(count, library_at(self.config, step) // LONG_SHARE**index))
-        while shelf.made < wanted:
+        while shelf.made < wanted and (shelf.made < count or self._in_time(shelf)):
             self._add(shelf)
         rows = torch.arange(shelf.first_row, shelf.first_row + len(shelf.clips), device=self.device)
-        return Pool(shelf.latents[size], rows, wanted)
+        return Pool(shelf.latents[size], rows, min(wanted, shelf.made))
+
+    def _in_time(self, shelf: Shelf) -> bool:
+        """A renderer slower than planned makes fewer clips of each size, and takes no more of the time."""
+        work = {each.name: len(each.clips) * each.rendered.tokens for each in self.shelves}
+        return shelf.seconds * sum(work.values()) < self.allowed() * work[shelf.name]
 
     def _add(self, shelf: Shelf) -> None:
         """The shelf's next clips, from their file where there is one."""

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -99,6 +100,19 @@ def _numbers(packed: Tensor, bits: int, count: int) -> Tensor:
     return torch.stack([a & 63, b & 63, c & 63, a >> 6 | (b >> 6) << 2 | (c >> 6) << 4], 1).flatten()[:count]
 
 
+def in_numbers(weights: Mapping[str, Tensor], bits: int) -> tuple[dict[str, Tensor], dict[str, Kind]]:
+    """Weights by name with the large ones of half precision as numbers and steps, and the kinds of these."""
+    tensors: dict[str, Tensor] = {}
+    kinds: dict[str, Kind] = {}
+    for name, value in weights.items():
+        if value.ndim >= 2 and value.numel() >= LEAST_ROUNDED and value.dtype == torch.float16:
+            tensors[name], tensors[name + STEP] = rounded(value, bits)
+            kinds[name] = Kind(bits, list(value.shape))
+        else:
+            tensors[name] = value
+    return tensors, kinds
+
+
 def pack(folder: Path, packed: Path) -> list[Path]:
     """Writes shards and then the index; shards of an earlier one go last, so a folder with an index is always whole."""
     texts = {str(file.relative_to(folder)): file.read_text() for file in sorted(folder.rglob("*.json"))}
@@ -106,14 +120,9 @@ def pack(folder: Path, packed: Path) -> list[Path]:
     kinds: dict[str, Kind] = {}
     for file in sorted(folder.rglob("*.safetensors")):
         part = str(file.relative_to(folder))
-        bits = BITS.get(file.parent.name, OTHER_BITS)
-        for name, value in load_file(file).items():
-            key = f"{part}:{name}"
-            if value.ndim >= 2 and value.numel() >= LEAST_ROUNDED and value.dtype == torch.float16:
-                tensors[key], tensors[key + STEP] = rounded(value, bits)
-                kinds[key] = Kind(bits, list(value.shape))
-            else:
-                tensors[key] = value
+        held = {f"{part}:{name}": value for name, value in load_file(file).items()}
+        numbers, rounded_ones = in_numbers(held, BITS.get(file.parent.name, OTHER_BITS))
+        tensors, kinds = tensors | numbers, kinds | rounded_ones
     packed.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
@@ -151,6 +160,9 @@ def unpack(packed: Path, folder: Path) -> Path:
     tensors: dict[str, Tensor] = {}
     for name in shards:
         data = read_file("packed", _inside(packed, name), "a file of weights", most=LARGEST_SHARD)
+        named = re.fullmatch(r"weights-\d+\.([0-9a-f]{8})\.safetensors", name)
+        if named and not hashlib.sha256(data).hexdigest().startswith(named[1]):
+            raise _refusal(packed / name, "other contents than its name says")
         try:
             tensors |= load(data)
         except (SafetensorError, ValueError) as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from parklab.sprites.data import ClipSize
 from parklab.sprites.model import SpriteModelConfig
-from parklab.sprites.recipe import Mixture, TrainConfig
+from parklab.sprites.recipe import SMALL_MIXTURE, Mixture, TrainConfig
 
 # attention alone has 101 M weights; a feed-forward part as narrow as the model keeps all of it within 120 MB in 6 bits
 MODEL = SpriteModelConfig(heads=8, layers=12, ffn_dim=1024, text_layers=4, decoder_dim=48)
@@ -16,14 +16,12 @@ SHRUNK = (ClipSize(17, 64, 96), ClipSize(17, 96, 144), RENDERED)
 LONG = ClipSize(33, 160, 256)
 # share of the steps at the start and at the end of training
 MIXTURE: Mixture = ((SHRUNK[0], 0.80, 0.05), (SHRUNK[1], 0.15, 0.15), (RENDERED, 0.05, 0.60), (LONG, 0.00, 0.20))
-TOY_RENDERED, TOY_LONG = ClipSize(5, 48, 64), ClipSize(9, 48, 48)
-TOY_MIXTURE: Mixture = ((TOY_RENDERED, 0.6, 0.4), (TOY_LONG, 0.4, 0.6))
-# parts of larger clips, and small clips whole: the autoencoder must know both scales
-AUTOENCODER_SIZES = ((ClipSize(9, 96, 96), 2.0), (ClipSize(33, 64, 96), 1.0))
+TOY_RENDERED, TOY_LONG = (size for size, _, _ in SMALL_MIXTURE)
 BANKS = ((ClipSize(33, 128, 192), 320), (ClipSize(33, 64, 96), 480))  # clips the autoencoder trains on
 TOY_BANKS = ((ClipSize(9, 48, 64), 4),)
 EVALUATION_SIZE = RENDERED
 GUIDANCE, SAMPLING_STEPS = 3.0, 20  # of videos that are looked at or judged
+RENDERING = 0.05, 0.20  # at most so much of the transformer's planned time, and of its time so far, renders clips
 CONSTANT = 0.6  # of the transformer's time its rate stays at the peak
 
 

@@ -1,15 +1,14 @@
-"""python -m parklab.solids.sheet FILE.png   A contact sheet of renders with their sentences, or of given clips."""
+"""python -m parklab.solids.sheet FILE.png   A contact sheet of renders with their sentences."""
 
 from __future__ import annotations
 
 import argparse
-import io
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from parklab.files import write_atomically
+from parklab.sprites.card import sample_sheet
 from parklab.sprites.data import ClipSize
 
 from .grammar import parse
@@ -31,24 +30,8 @@ SENTENCES = (
 SIZE = ClipSize(5, 128, 192)
 
 
-def write_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int = 3, width: int = 192) -> None:
-    """A PNG, two clips ([3, frames, h, w] in [0, 1]) a row: some frames and below them the sentence."""
-    from PIL import Image, ImageDraw
-
-    height, label = round(width * clips[0].shape[2] / clips[0].shape[3]), 17
-    across = frames * (width + 2) + 8
-    sheet = Image.new("RGB", (2 * across - 8, (len(clips) + 1) // 2 * (height + label)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for index, (clip, sentence) in enumerate(zip(clips, labels, strict=True)):
-        left, top = index % 2 * across, index // 2 * (height + label)
-        for column in range(frames):
-            frame = clip[:, round(column * (clip.shape[1] - 1) / max(frames - 1, 1))]
-            image = Image.fromarray((frame.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy())
-            sheet.paste(image.resize((width, height), Image.Resampling.LANCZOS), (left + column * (width + 2), top))
-        pen.text((left + 2, top + height + 2), sentence, fill="black")
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG", optimize=True)
-    write_atomically(path, buffer.getvalue())
+def write_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int = 3) -> None:
+    sample_sheet(path, clips, labels, frames, width=192, across=2)
 
 
 def main() -> None:

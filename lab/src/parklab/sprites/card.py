@@ -5,6 +5,7 @@ Writes FOLDER/MODEL_CARD.md from the records beside it; also the plots of a run.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -55,21 +56,23 @@ def _panel(
     return [*parts, f'<polyline points="{points}" fill="none" stroke="#1f5fbf" stroke-width="1.4"/>']
 
 
-def sample_sheet(path: Path, clips: list[Tensor], labels: list[str], frames: int = 5, width: int = 240) -> None:
-    """A PNG with a row per clip ([3, frames, h, w] in [0, 1]): its sentence and `frames` evenly spread frames."""
-    import io
-
+def sample_sheet(
+    path: Path, clips: list[Tensor], labels: list[str], frames: int = 5, width: int = 240, across: int = 1
+) -> None:
+    """A PNG, some clips ([3, frames, h, w] in [0, 1]) a row: evenly spread frames and below them the sentence."""
     from PIL import Image, ImageDraw
 
-    height = round(width * clips[0].shape[2] / clips[0].shape[3])
-    sheet = Image.new("RGB", (frames * (width + 4), len(clips) * (height + 22)), "white")
+    height, label = round(width * clips[0].shape[2] / clips[0].shape[3]), 17
+    each = frames * (width + 2) + 8
+    sheet = Image.new("RGB", (across * each - 8, -(-len(clips) // across) * (height + label)), "white")
     pen = ImageDraw.Draw(sheet)
-    for row, (clip, label) in enumerate(zip(clips, labels, strict=True)):
-        pen.text((4, row * (height + 22) + 4), label, fill="black")
+    for index, (clip, sentence) in enumerate(zip(clips, labels, strict=True)):
+        left, top = index % across * each, index // across * (height + label)
         for column in range(frames):
             frame = clip[:, round(column * (clip.shape[1] - 1) / max(frames - 1, 1))]
             image = Image.fromarray((frame.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy())
-            sheet.paste(image.resize((width, height)), (column * (width + 4), row * (height + 22) + 20))
+            sheet.paste(image.resize((width, height), Image.Resampling.LANCZOS), (left + column * (width + 2), top))
+        pen.text((left + 2, top + height + 2), sentence, fill="black")
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", optimize=True)
     write_atomically(path, buffer.getvalue())

@@ -18,9 +18,10 @@ import torch
 
 from parklab.files import write_atomically
 
+from . import following
 from .card import sample_sheet, write_card
 from .data import ClipSize, render
-from .following import check_the_rule, generate, look, score
+from .following import check_the_rule, look, score
 from .gradients import autocast
 from .grammar import Scene, held_out_scenes
 from .recipe import EVALUATION_SIZES, TrainConfig
@@ -70,18 +71,8 @@ def evaluate(folder: Path, sheet: Path, config: TrainConfig, device: torch.devic
         if any((r["size"], r["guidance"]) == ([size.frames, size.height, size.width], guidance) for r in found[name]):
             return
         with autocast(device):
-            clips = list(
-                generate(
-                    pipeline, scenes, size, steps=steps, guidance=guidance, batch=max(2, TOKENS_AT_ONCE // size.tokens)
-                )
-            )
-        result = score(scenes, [look(clip) for clip in clips])
-        result |= {
-            "size": [size.frames, size.height, size.width],
-            "tokens": size.tokens,
-            "steps": steps,
-            "guidance": guidance,
-        }
+            batch = max(2, TOKENS_AT_ONCE // size.tokens)
+            clips, result = following.follow(pipeline, scenes, size, steps=steps, guidance=guidance, batch=batch)
         rates = {k: v for k, v in result.items() if k != "rows"}
         found[name].append(result if guidance == 1 else rates)
         say(json.dumps(rates))

@@ -190,17 +190,38 @@ def generate(
         yield from frames.float().transpose(1, 2).cpu()
 
 
+def follow(
+    pipeline: Any, scenes: list[Scene], size: ClipSize, *, steps: int, guidance: float, seed: int = 0, batch: int = 1
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Videos of sentences, and what the rule sees in them."""
+    clips = []
+    for clip in generate(pipeline, scenes, size, steps=steps, seed=seed, guidance=guidance, batch=batch):
+        clips.append(clip)
+        sys.stderr.write(f"\r{len(clips)}/{len(scenes)}")
+    made = {"size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": steps}
+    return clips, score(scenes, [look(clip) for clip in clips]) | made | {"seed": seed, "guidance": guidance}
+
+
+def video_options(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """--model, and how many videos of it are made, how large and by how many steps; `model` absent: required."""
+    reader = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given = {"count": 100, "seed": 0, "device": "cuda" if torch.cuda.is_available() else "cpu"} | defaults
+    size: ClipSize = given.pop("size")
+    model = {"default": given.pop("model")} if "model" in given else {"required": True}
+    reader.add_argument("--model", type=Path, help="diffusers folder, of solids also a packed one", **model)
+    sides = ("FRAMES", "HEIGHT", "WIDTH")
+    reader.add_argument("--size", type=int, nargs=3, default=(size.frames, size.height, size.width), metavar=sides)
+    for name, value in given.items():
+        reader.add_argument(f"--{name}", type=type(value), default=value)
+    return reader
+
+
 def main() -> None:
     from . import CHECKPOINT
 
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--model", type=Path, default=CHECKPOINT, help="diffusers folder")
-    reader.add_argument("--count", type=int, default=50)
-    reader.add_argument("--size", type=int, nargs=3, default=(17, 128, 192), metavar=("FRAMES", "HEIGHT", "WIDTH"))
-    reader.add_argument("--steps", type=int, default=16)
-    reader.add_argument("--guidance", type=float, default=1.0)
-    reader.add_argument("--seed", type=int, default=0)
-    reader.add_argument("--device", default="cpu")
+    reader = video_options(
+        __doc__, model=CHECKPOINT, count=50, size=ClipSize(17, 128, 192), steps=16, guidance=1.0, device="cpu"
+    )
     reader.add_argument("--out", type=Path, help="JSON file for the result")
     asked = reader.parse_args()
     from diffusers import WanPipeline
@@ -208,14 +229,9 @@ def main() -> None:
     size, scenes = ClipSize(*asked.size), held_out_scenes(asked.count, asked.seed)
     pipeline = WanPipeline.from_pretrained(asked.model).to(asked.device)
     pipeline.set_progress_bar_config(disable=True)
-    seen = []
-    for clip in generate(pipeline, scenes, size, steps=asked.steps, seed=asked.seed, guidance=asked.guidance):
-        seen.append(look(clip))
-        sys.stderr.write(f"\r{len(seen)}/{asked.count}")
-    result = score(scenes, seen) | {
-        "size": [size.frames, size.height, size.width], "tokens": size.tokens, "steps": asked.steps, "seed": asked.seed,
-        "guidance": asked.guidance, "rule": check_the_rule(scenes, size),
-    }  # fmt: skip
+    options = {name: getattr(asked, name) for name in ("steps", "seed", "guidance")}
+    _, result = follow(pipeline, scenes, size, **options)
+    result |= {"rule": check_the_rule(scenes, size)}
     sys.stdout.write("\n" + json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1) + "\n")
     if asked.out:
         write_atomically(asked.out, json.dumps(result, indent=1).encode())

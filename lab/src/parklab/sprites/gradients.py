@@ -4,6 +4,7 @@ graph.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from parkattn.checks import first_line
 
 from .training_state import say
 
@@ -38,9 +41,9 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
     x = matrices / (matrices.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
-    for _ in range(iterations):
+    for _ in range(iterations):  # sums inside the products: passes over the matrices of their own take as long as these
         square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x
 
 
@@ -117,13 +120,16 @@ class Descent:
         return report
 
     def _captured(self, compute: Compute, batch: tuple[Tensor, ...], graph: Hashable) -> GraphedGradients | None:
-        """A run goes on without a graph that does not fit in memory."""
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        """A run goes on without a graph that does not fit in memory, or whose pass cannot be captured."""
+        began = time.monotonic()
         try:
-            return GraphedGradients(compute, batch, self.parameters, self.pool)
-        except RuntimeError as error:
-            say(f"no graph for {graph}, its passes are launched one by one: {str(error).splitlines()[0]}")
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            made = GraphedGradients(compute, batch, self.parameters, self.pool)
+        except Exception as error:  # of the compiler too, which has its own
+            say(f"no graph for {graph}, its passes are launched one by one: {first_line(error)}")
             return None
+        say(f"graph for {graph} in {time.monotonic() - began:.0f} s")
+        return made
 
     def step(self, rate: float) -> None:
         nn.utils.clip_grad_norm_(list(self.parameters.values()), 1.0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -79,16 +79,21 @@ def held_out_scenes(count: int, seed: int = 0) -> list[Scene]:
     return [scene for kind in by_kind for scene in drawn.sample(by_kind[kind], wanted[kind])]
 
 
+def expect_known(words: Sequence[str], known: tuple[str, ...], example: str) -> None:
+    """Of any grammar: a word that no training has seen is refused with its nearest neighbour."""
+    for word in words:
+        if word not in known:
+            advice = did_you_mean(word, known, f"write for example: {example}.")
+            raise ValueError(
+                f"prompt: expected words this model was trained on, got unknown word {shown(word)}; "
+                f"allowed words: {', '.join(name for name in known if name != ',')}; {advice}"
+            )
+
+
 def parse(prompt: str) -> Scene:
     """The scene a prompt asks for. Case, extra spaces and a final full stop do not matter."""
     words = prompt.lower().strip().rstrip(".").split()
-    for word in words:
-        if word not in WORDS:
-            advice = did_you_mean(word, WORDS, f"write for example: {EXAMPLE}.")
-            raise ValueError(
-                f"prompt: expected words this model was trained on, got unknown word {shown(word)}; allowed words: "
-                f"{', '.join(WORDS)}; {advice}"
-            )
+    expect_known(words, WORDS, EXAMPLE)
     for_motion = 2 if "moves" in words else 1
     if len(words) != 6 + for_motion or words[0] not in ("a", "an") or words[3 + for_motion] != "over":
         raise ValueError(

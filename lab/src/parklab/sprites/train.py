@@ -38,13 +38,14 @@ from .model import (
 )
 from .recipe import AUTOENCODER_SIZES, TrainConfig, draw_scenes, mixture, train_scenes
 from .reconstruction import Autoencoding
-from .training_state import load_state, option_reader, prefixed, save_state, say, unprefixed
+from .training_state import begun, load_state, option_reader, prefixed, save_state, say, unprefixed
 
 WEIGHTS = {
     "vae": "diffusion_pytorch_model.safetensors",
     "transformer": "diffusion_pytorch_model.safetensors",
     "text_encoder": "model.safetensors",
 }
+STATE = "state.safetensors"
 
 
 class Trainer:
@@ -96,8 +97,11 @@ class Trainer:
             "model": self.model.to_dict(), "seed": self.config.seed, "vae_psnr": self.autoencoding.psnr,
             "stages": [stage.to_dict() for stage in self.stages], "notes": self.notes,
         }  # fmt: skip
-        save_state(self.out / "state.safetensors", {**self.parameters, **moving, **moments, **latents}, record)
+        self._write({**self.parameters, **moving, **moments, **latents}, record)
         self.saved_at = time.monotonic()
+
+    def _write(self, tensors: dict[str, Tensor], record: dict) -> None:
+        save_state(self.out / STATE, tensors, record)
 
     def save_when_due(self) -> None:
         if time.monotonic() - self.saved_at > self.config.save_every:
@@ -105,7 +109,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Whether there was a state to go on from."""
-        path = self.out / "state.safetensors"
+        path = self.out / STATE
         if not path.exists():
             return False
         tensors, record = load_state(path)
@@ -196,9 +200,7 @@ def main() -> None:
     reader = option_reader(__doc__, TrainConfig())
     reader.add_argument("--start", type=Path, help="checkpoint folder to take weights from")
     asked = vars(reader.parse_args())
-    out, start, device = asked.pop("out"), asked.pop("start"), torch.device(asked.pop("device"))
-    out.mkdir(parents=True, exist_ok=True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    (out, device), start = begun(asked), asked.pop("start")
     config = TrainConfig(**asked)
     small = SpriteModelConfig(
         heads=1, head_dim=32, layers=1, ffn_dim=64, encoder_dim=8, decoder_dim=8, latent_channels=8

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from parklab.files import write_atomically
 
+SAY_SECONDS = 30.0  # a slow stage says so often where it is
+
 
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
@@ -34,6 +36,13 @@ def option_reader(description: str | None, defaults: Any) -> argparse.ArgumentPa
         kind = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": value}
         reader.add_argument("--" + name.replace("_", "-"), **kind)
     return reader
+
+
+def begun(asked: dict[str, Any]) -> tuple[Path, torch.device]:
+    """--out and --device, taken from what was asked: the folder is made, and kernels are the device's fastest."""
+    asked["out"].mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    return asked.pop("out"), torch.device(asked.pop("device"))
 
 
 def cosine(progress: float) -> float:
@@ -63,6 +72,7 @@ class Stage:
         self.history: list[list[float]] = []
         self.earlier: dict = {"step": 0, "elapsed": 0.0, "history": []}  # of runs whose weights this one began with
         self.sum: Tensor | None = None
+        self.said = 0.0
 
     @property
     def elapsed(self) -> float:
@@ -101,7 +111,8 @@ class Stage:
                 )
             self.sum = None
             self.history.append([self.step, mean, round(self.elapsed, 1)])
-            if len(self.history) % 5 == 0:
+            if len(self.history) % 5 == 0 or self.elapsed - self.said > SAY_SECONDS:
+                self.said = self.elapsed
                 say(f"{self.name} step {self.step} loss {mean:.4f} {self.elapsed:.0f} s {100 * self.progress:.0f} %")
 
     def to_dict(self) -> dict:
@@ -117,6 +128,7 @@ class Stage:
         self.step, self.before, self.history, self.earlier = (
             saved[name] for name in ("step", "elapsed", "history", "earlier")
         )
+        self.began = self.sum = None  # of a run that goes back to a state of its own
 
 
 def save_state(path: Path, tensors: dict[str, Tensor], record: dict) -> None:
