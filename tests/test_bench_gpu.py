@@ -103,7 +103,9 @@ def test_pama_gates_fail_a_kernel_that_is_wrong(monkeypatch, kernel, small, larg
 @pytest.mark.parametrize("lost", [False, True])
 def test_rows_that_quick_exponentials_lose_fail_the_gate_where_nobody_writes_them(monkeypatch, lost):
     def kernel(q, k, v, ends, key_ends, mask, *, out, with_lse, quick=True):
-        blocks = (Blocks(torch.zeros(x.shape[:2])[None], None, x_ends[None]) for x, x_ends in ((q, ends), (k, key_ends)))
+        blocks = (
+            Blocks(torch.zeros(x.shape[:2])[None], None, x_ends[None]) for x, x_ends in ((q, ends), (k, key_ends))
+        )
         found, lse = attend_with_lse(q[None], k[None], v[None], *blocks, mask[None])
         steep = q.abs().amax((1, 2), keepdim=True) > 100
         return torch.where(steep & quick & lost, out, found[0]), lse[0]
