@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -92,6 +93,41 @@ def test_a_record_that_changes_changes_its_table(tables, tmp_path, monkeypatch):
     (tmp_path / "cpu.jsonl").write_text(re.sub(r'"dense_ms": [\d.]+', '"dense_ms": 1.5', lines))
     monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)
     assert tables.cpu() != before and tables.cpu().count("| 1.5 |") == 3
+
+
+def test_what_is_measured_again_takes_the_place_of_what_was_measured_before(tables, tmp_path, monkeypatch):
+    records = sys.modules["records"]
+    names = (
+        "attention", "attention_calls", "blocks_of_newer_models", "borders_on_scene", "clustering", "cpu", "dense_calls", "eight_bits_whole_models",
+        "flashinfer", "float8_linears", "official_kernels", "one_layer", "pama", "sanitizers", "whole_minimax_h3", "whole_models",
+    )  # fmt: skip
+
+    def shown():
+        costs = records.lines("gpu_methods.jsonl", "methods")
+        return {name: tables.TABLES[name]() for name in names} | {"costs": costs, "forwards": tables.forwards()}
+
+    before = shown()
+    shutil.copytree(records.RESULTS, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        older = [
+            line | {name: 2 * line[name] for name in line if name in ("ms", "reuse_s", "dense_ms")} for line in lines
+        ]
+        if {line.get("benchmark") for line in lines} & records.MEASURED.keys():
+            gates = [{"gate": "of the benches", "ok": True}]
+            path.write_text("".join(json.dumps(line) + "\n" for line in [*older, *gates, *lines]))
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    assert shown() == before
+
+
+def test_a_run_of_less_does_not_take_the_place_of_a_whole_one(tables):
+    last, whole, alone = (
+        sys.modules["records"].last_of_each,
+        {"model": "a", "quality": 1},
+        {"model": "a", "alone": True},
+    )
+    assert last([whole, alone], ("model",)) == [whole] == last([alone, whole], ("model",))
+    assert last([alone, {**alone, "quality": 2}], ("model",)) == [{**alone, "quality": 2}]
 
 
 def _lines(rows):

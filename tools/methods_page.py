@@ -13,7 +13,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import json
 import math
 import sys
 from pathlib import Path
@@ -30,6 +29,9 @@ from parklab.bench.frontier import changed_since, read_records
 from parklab.experiments.frontier import tabulate
 from parklab.research import studied_entry
 
+sys.path.insert(0, str(Path(__file__).parent))
+import records
+
 if TYPE_CHECKING:
     from page_svg import Picture
     from torch import Tensor
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks/results"
-RECORDS = RESULTS / "gpu_methods.jsonl"
+RESULTS = records.RESULTS
 # a later line replaces an earlier one
 FRONTIER = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl")
 FEW_STEPS = ("few_steps.jsonl",)
@@ -129,8 +130,7 @@ SHAPES = {"wan-14b": "Wan2.1-14B, 720p", "hunyuan": "HunyuanVideo, 720p"}
 
 def pages() -> dict[str, str]:
     """Path below docs -> text."""
-    lines = [json.loads(line) for line in RECORDS.read_text().splitlines()]
-    costs = [line for line in lines if line["benchmark"] == "methods"]
+    costs = records.lines("gpu_methods.jsonl", "methods")
     rows = ["| method | description | density set by | reference |", "|---|---|---|---|"]
     texts = {}
     for module in (dense, park, *baselines.MODULES):
