@@ -130,6 +130,29 @@ def test_a_run_of_less_does_not_take_the_place_of_a_whole_one(tables):
     assert last([alone, {**alone, "quality": 2}], ("model",)) == [{**alone, "quality": 2}]
 
 
+def test_whole_runs_in_int8_stand_beside_those_in_bf16(tables, tmp_path, monkeypatch):
+    run_tables = sys.modules["run_tables"]
+    for module in (run_tables, sys.modules["records"]):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    steps = {"reuse": [1, 2], "forecast": [3]}
+    run = {
+        "model": "wan2.1-1.3b",
+        "profile": "fast",
+        "method": "park",
+        "density_sparse_steps": 0.1,
+        "steps_by_phase": steps,
+        "composed_s": 40.0,
+    }
+    for name, more in {
+        "e2e_profile": {"guidance_scale": 1.0},
+        "e2e_bits": {"guidance_scale": 5.0, "precision": "int8"},
+    }.items():
+        line = run | more | {"benchmark": f"{name.replace('_', ' ')} run", "denoise_s": 42.0}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    names = ["wan2.1-1.3b, `fast`", "wan2.1-1.3b, `fast`, INT8, guidance 5"]
+    assert _cells(tables.TABLES["whole_runs"]()) == [[name, "1", "0.10", "42.0 s", "40.0 s", "+5.0%"] for name in names]
+
+
 def _lines(rows):
     """Lines of the frontier: (setting, steps, guidance, PSNR of two videos, share of forwards, cost)."""
     size, phases = {"frames": 81, "height": 400, "width": 576}, {"dense": [0], "anchor": [1], "forecast": [3]}

@@ -197,15 +197,21 @@ def run_seconds() -> str:
 @published
 def whole_runs() -> str:
     """Runs of which every step was made, beside what their forwards, timed one by one, add up to."""
-    names = ("e2e_profile.jsonl", "e2e_forecast.jsonl")
-    found = [line for name in names if (RESULTS / name).exists() for line in records.lines(name, "e2e profile run")]
+    files = {"e2e_profile.jsonl": "profile", "e2e_forecast.jsonl": "profile", "e2e_bits.jsonl": "bits"}
+    there = {name: f"e2e {kind} run" for name, kind in files.items() if (RESULTS / name).exists()}
+    found = [line for name, benchmark in there.items() for line in records.lines(name, benchmark)]
     rows = [
-        (f"{line['model']}, `{line['profile']}`", str(len(line["steps_by_phase"].get("forecast", ()))),
+        (_whole(line), str(len(line["steps_by_phase"].get("forecast", ()))),
          f"{line['density_sparse_steps']:.2f}", f"{line['denoise_s']:.1f} s", f"{line['composed_s']:.1f} s",
          f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}")
         for line in found if line["method"] == "park"
     ]  # fmt: skip
     return page_table("run of 50 steps | forecast | density | whole | composed | apart", rows) if rows else NOT_RUN
+
+
+def _whole(run: Mapping[str, Any]) -> str:
+    guided = f", guidance {run['guidance_scale']:g}" if run["guidance_scale"] > 1 else ""
+    return f"{run['model']}, `{run['profile']}`{', INT8' * (run.get('precision') == 'int8')}{guided}"
 
 
 def _of_profile(family: str) -> bool:

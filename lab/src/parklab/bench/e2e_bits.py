@@ -77,9 +77,10 @@ def run_bits(
 
     baselines = time_baselines(prepared, note)
     for taken in ("bf16", precision):
-        note(measure_bits(ready, quality, profile, taken, "bfloat16", baselines, note))
+        found = measure_bits(ready, quality, profile, taken, "bfloat16", baselines, note)
+        note(found)
     if options.full and name == "wan2.1-1.3b":
-        run_whole(ready, options, baselines, ends - time.monotonic(), note)
+        run_whole(ready, options, found, ends - time.monotonic(), note)
     if options.float8:
         prepared.compiled_calls.clear()
         torch._dynamo.reset()  # graphs of the other linears
@@ -127,7 +128,7 @@ def run_alone(
     found = measure_fast(ready, config, linears, baselines, note)
     note({**made, **found})
     if options.full and name == "wan2.1-1.3b":
-        run_whole(ready, options, found["baselines"], ends - time.monotonic(), note, found)
+        run_whole(ready, options, found, ends - time.monotonic(), note)
 
 
 def stock_before(name: str, record: Path) -> dict[str, float]:
@@ -141,27 +142,18 @@ def stock_before(name: str, record: Path) -> dict[str, float]:
     return {"stock": found[-1]} if found else {}
 
 
-def run_whole(
-    ready: PreparedModel,
-    options: SectionOptions,
-    baselines: dict[str, float],
-    left: float,
-    note: Keep,
-    forwards: dict[str, Any] | None = None,
-) -> None:
-    """All 50 steps. forwards: of this process, for what the run should take by them."""
+def run_whole(ready: PreparedModel, options: SectionOptions, forwards: dict[str, Any], left: float, note: Keep) -> None:
+    """All 50 steps, beside what they should take by these forwards of this process."""
     config = profile_config(ready.model, options.profile, ready.top_k, precision=options.precision)
-    composed: dict[str, Any] = {}
-    if forwards is not None:
-        if options.guidance <= 1:
-            forwards = {name: value for name, value in forwards.items() if name != "anchor_second_s"}
-        run = anchored_run(forwards, phases_with_forecasts(config, RUN_STEPS, options.forecast), baselines)
-        branches = 2 if options.guidance > 1 else 1
-        composed = {"composed_s": branches * run["park_s"], "composed": run}
-    how: dict[str, Any] = {"config": config, "forecast": options.forecast, "benchmark": "e2e bits run"}
-    how |= {"guidance": options.guidance}
-    for line in whole_run(ready, seconds=left, rehearse=options.rehearse, alone=options.alone, **how):
-        note({"precision": options.precision, **composed, **line})
+    guided = options.guidance > 1
+    timed = {name: value for name, value in forwards.items() if guided or name != "anchor_second_s"}
+    run = anchored_run(timed, phases_with_forecasts(config, RUN_STEPS, options.forecast), forwards["baselines"])
+    composed_s = (2 if guided else 1) * run["park_s"]
+    for line in whole_run(
+        ready, seconds=left, rehearse=options.rehearse, alone=options.alone, config=config, forecast=options.forecast,
+        benchmark="e2e bits run", guidance=options.guidance,
+    ):  # fmt: skip
+        note({"precision": options.precision, "composed_s": composed_s, "composed": run, **line})
 
 
 def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:
