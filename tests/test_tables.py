@@ -130,6 +130,26 @@ def test_a_run_of_less_does_not_take_the_place_of_a_whole_one(tables):
     assert last([alone, {**alone, "quality": 2}], ("model",)) == [{**alone, "quality": 2}]
 
 
+def test_the_anchor_of_a_second_branch_is_that_of_the_same_record_or_none(tables, tmp_path, monkeypatch):
+    """720p timed again with it, in bf16: no other precision and no shorter video takes it over."""
+    records = sys.modules["records"]
+    found = records.lines("e2e_bits.jsonl", "e2e bits")
+    again = [
+        row | {"anchor_second_s": 1.5} for row in found if (row["model"], row["precision"]) == ("wan2.1-14b", "bf16")
+    ]
+    shutil.copytree(records.RESULTS, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "e2e_bits.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in again)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    made = tables.forwards()["models"]
+    whole, shorter = made["wan2.1-14b"], made["wan2.1-14b-480p"]
+    assert {
+        name: own["seconds"].get("anchor_second") for name, own in whole["profiles"].items() if name != "paper"
+    } == {"quality": 1.5, "fast": 1.5}
+    for own in (whole["int8"], shorter["profiles"], shorter["int8"]):
+        assert not any("anchor_second" in profile["seconds"] for profile in own.values())
+
+
 def test_whole_runs_in_int8_stand_beside_those_in_bf16(tables, tmp_path, monkeypatch):
     run_tables = sys.modules["run_tables"]
     for module in (run_tables, sys.modules["records"]):

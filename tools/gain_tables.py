@@ -174,11 +174,13 @@ def measured_profiles(model: Record, bits: Record) -> Record:
             continue
         expect_measured(bits, ResearchConfig.profile(name))
         own = model["profiles"][name]
-        seconds = {phase: bits[part] for phase, part in parts.items()} | {"reuse": bits[reuse]}
+        # of a second branch nothing is known but what was timed beside the first
+        others = {phase: s for phase, s in own["seconds"].items() if phase != "anchor_second"}
+        seconds = others | {phase: bits[part] for phase, part in parts.items()} | {"reuse": bits[reuse]}
         found[name] = {
             "density": own["density"] | {"reuse": bits[density]},
             "estimated": ["refresh"],
-            "seconds": own["seconds"] | seconds,
+            "seconds": seconds,
         }
     return found
 
