@@ -120,14 +120,22 @@ def test_what_is_measured_again_takes_the_place_of_what_was_measured_before(tabl
     assert shown() == before
 
 
-def test_a_run_of_less_does_not_take_the_place_of_a_whole_one(tables):
-    last, whole, alone = (
-        sys.modules["records"].last_of_each,
-        {"model": "a", "quality": 1},
-        {"model": "a", "alone": True},
-    )
-    assert last([whole, alone], ("model",)) == [whole] == last([alone, whole], ("model",))
-    assert last([alone, {**alone, "quality": 2}], ("model",)) == [{**alone, "quality": 2}]
+def test_a_run_of_fast_alone_has_a_row_and_takes_nothing_from_a_whole_one(tables, tmp_path, monkeypatch):
+    records = sys.modules["records"]
+    rows, made = tables.TABLES["eight_bits_whole_models"]().splitlines(), tables.forwards()
+    last = [
+        row
+        for row in records.lines("e2e_bits.jsonl", "e2e bits")
+        if row["model"] == "wan2.1-14b" and row["linears"] == "bfloat16"
+    ][-1]
+    alone = {name: value for name, value in last.items() if "quality" not in name} | {"alone": True, "reuse_s": 1.25}
+    shutil.copytree(records.RESULTS, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "e2e_bits.jsonl").open("a") as file:
+        file.write(json.dumps(alone) + "\n")
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    *before, added = tables.TABLES["eight_bits_whole_models"]().splitlines()
+    assert before == rows and "| 1.25 | |" in added
+    assert tables.forwards() == made
 
 
 def test_the_anchor_of_a_second_branch_is_that_of_the_same_record_or_none(tables, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ MEASURED = {
     "attend": ("case", "kernel", "borders"), "dense": ("case", "kernel"), "layer": ("part", "borders"),
     "pama": ("shape", "kernel"), "kmeans": ("shape",), "qrkc": ("shape",), "flashinfer": ("part",),
     "official": ("kernel",), "methods": ("shape", "method"), "sanitize": ("tool",), "cpu": ("asked_density",),
-    "decisions": ("choice", "value"), "e2e": ("model", "compiled"), "e2e bits": ("model", "linears", "precision"),
+    "decisions": ("choice", "value"), "e2e": ("model", "compiled"), "e2e bits": ("model", "linears", "precision", "alone"),
     "e2e float8": ("model", "linears"), "models": ("model",), "models gate": ("model", "gate"),
     "models whole": ("model",),
 }  # fmt: skip
@@ -52,13 +52,8 @@ def lines(name: str, benchmark: str | None = None) -> list[Record]:
 
 
 def last_of_each(found: list[Record], names: tuple[str, ...]) -> list[Record]:
-    """By these fields, in the order of the first ones; a run that measured less does not take a whole one's place."""
-    kept: dict[str, Record] = {}
-    for record in found:
-        what = json.dumps([record.get(name) for name in names])
-        if not (record.get("alone") and not kept.get(what, record).get("alone")):
-            kept[what] = record
-    return list(kept.values())
+    """By these fields, in the order of the first ones."""
+    return list({json.dumps([record.get(name) for name in names]): record for record in found}.values())
 
 
 def frontier_lines(path: Path) -> list[Record]:
