@@ -6,14 +6,20 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from parkattn.models import SIZES, ModelRow
+from parkattn.ops import Backend
 from parklab import cli
+from parklab.bench import attend, dense, layer, timing
 from parklab.bench.frontier import FORMAT
+from parklab.bench.problems import TINY
 from parklab.studio import gain
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +124,51 @@ def test_what_is_measured_again_takes_the_place_of_what_was_measured_before(tabl
             path.write_text("".join(json.dumps(line) + "\n" for line in [*older, *gates, *lines]))
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     assert shown() == before
+
+
+@pytest.fixture
+def benches(monkeypatch):
+    """Attention of `park bench` as on a Hopper GPU, at tiny sizes by the definitions."""
+
+    def as_on_a_gpu(kernels, dim):
+        return {f"{kernel} {precision}".removesuffix(" bf16"): Backend("reference", "", precision)
+                for kernel in kernels for precision in ("bf16", "int8")}  # fmt: skip
+
+    for bench in (attend, dense):
+        monkeypatch.setattr(bench, "kernels_for", lambda device, dim: ["gluon", "triton"])
+        monkeypatch.setattr(bench, "in_precisions", as_on_a_gpu)
+    for bench in (dense, layer):
+        monkeypatch.setattr(bench, "resolve", lambda *_: Backend("reference", "the definitions"))
+        monkeypatch.setattr(bench, "WAN_14B", TINY)
+        monkeypatch.setattr(
+            bench, "dense_calls", lambda q, k, v: {"cudnn": partial(scaled_dot_product_attention, q, k, v)}
+        )
+    monkeypatch.setattr(attend, "dense_calls", layer.dense_calls)
+    monkeypatch.setattr(attend, "CASES", dict.fromkeys(attend.CASES, (TINY, 0.5)))
+    monkeypatch.setattr(attend, "_padding", lambda plan, kernel: 1.0)
+    monkeypatch.setattr(dense, "HUNYUAN", TINY)
+    monkeypatch.setattr(layer, "PAPER", layer.SMALL.replace(backend="reference"))
+    monkeypatch.setattr(timing, "_each_ms", lambda call, repeats: [call() is None or 7777.0])
+    return [partial(bench.measure, torch.device("cpu"), {"tflops": 1.0}, repeats=1) for bench in (attend, dense, layer)]
+
+
+def test_tables_of_calls_are_filled_by_what_the_benches_record(tables, benches, tmp_path, monkeypatch):
+    shutil.copytree(sys.modules["records"].RESULTS, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)
+
+    def append(name, rows):
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(row | {"environment": {"commit": "later"}}) + "\n" for row in rows)
+
+    of_attention, of_dense, of_layer = benches
+    append("gpu_attend", of_attention())
+    append("gpu_attend", of_layer())
+    append("gpu_dense", of_dense())
+    append("gpu_attend_int8", of_attention(only=list(attend.CASES)[:4]))  # what a short lease is for
+    append("gpu_attend_int8", of_dense(barred=True))
+    for name in ("attention", "attention_calls", "dense_calls", "one_layer", "attention_in_int8"):
+        rows = tables.TABLES[name]().splitlines()[2:]
+        assert all(re.search(r"7777\.0|7\.78e\+03", row) for row in rows), name
 
 
 def test_a_run_of_fast_alone_has_a_row_and_takes_nothing_from_a_whole_one(tables, tmp_path, monkeypatch):
