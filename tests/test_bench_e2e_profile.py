@@ -15,7 +15,7 @@ from parkattn.anchors import anchor_steps
 from parkattn.hosts.diffusers.session import session_of
 from parkattn.models import row_for
 from parkattn.park import ParkConfig
-from parklab.bench import e2e, e2e_bits, e2e_float8, e2e_profile, e2e_turns, whole_models
+from parklab.bench import e2e, e2e_float8, e2e_profile, e2e_turns, whole_models
 from parklab.research import ResearchConfig
 from test_bench_e2e import CPU, TINY
 
@@ -202,7 +202,7 @@ def test_what_no_profile_or_density_is_is_refused_before_anything_starts():
 def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forward(tmp_path, monkeypatch):
     monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
     monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
-    monkeypatch.setattr(e2e_bits, "whole_run", lambda ready, *, benchmark, **how: iter([{"benchmark": benchmark}]))
+    monkeypatch.setattr(e2e_profile, "whole_run", lambda ready, *, benchmark, **how: iter([{"benchmark": benchmark}]))
     record = tmp_path / "r.jsonl"
     how = {"full": True, "rehearse": True, "profile": "fast", "precision": "int8", "float8": True}
     e2e.run_section("wan2.1-1.3b", record, e2e.SectionOptions(**how), turn=lambda: 60.0)
@@ -296,7 +296,7 @@ def test_linears_that_err_more_are_refused(monkeypatch):
 @pytest.fixture(scope="module", params=["wan2.1-14b"])
 def lines(request):
     kept: list = []
-    e2e_float8.run_float8(request.param, TINY[request.param], CPU, kept.append, density=None, turn=lambda: 60.0)
+    e2e_float8.run_float8(request.param, TINY[request.param], CPU, kept.append, density=e2e.DENSITY, turn=lambda: 60.0)
     return json.loads(json.dumps(kept))
 
 
