@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -201,8 +202,9 @@ def test_what_no_profile_or_density_is_is_refused_before_anything_starts():
 def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forward(tmp_path, monkeypatch):
     monkeypatch.setattr(e2e, "bench_device", lambda: CPU)
     monkeypatch.setitem(e2e.SMALL, "wan2.1-1.3b", ALIKE["wan2.1-1.3b"])
+    monkeypatch.setattr(e2e_profile, "whole_run", lambda ready, *, benchmark, **how: iter([{"benchmark": benchmark}]))
     record = tmp_path / "r.jsonl"
-    how = {"full": False, "rehearse": True, "profile": "fast", "precision": "int8", "float8": True}
+    how = {"full": True, "rehearse": True, "profile": "fast", "precision": "int8", "float8": True}
     e2e.run_section("wan2.1-1.3b", record, e2e.SectionOptions(**how), turn=lambda: 60.0)
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     found = [line for line in lines if line["benchmark"] == "e2e bits"]
@@ -216,6 +218,10 @@ def test_both_precisions_and_float8_linears_are_timed_beside_the_same_stock_forw
         assert run["speedup"]["stock"] == pytest.approx(50 * line["baselines"]["stock"] / run["park_s"])
         assert line["quality_reuse_s"] > 0 and line["finite"]
     assert [len(row) for row in e2e_turns.bits_rows(lines)] == [len(e2e_turns.BITS_COLUMNS)] * 3
+    (whole,) = (line for line in lines if line["benchmark"] == "e2e bits run")
+    one_branch = {name: value for name, value in found[1].items() if name != "anchor_second_s"}
+    run = e2e_profile.anchored_run(one_branch, Counter(found[1]["runs"]["fast"]["steps"]), found[1]["baselines"])
+    assert whole["composed_s"] == run["park_s"] != found[1]["runs"]["fast"]["park_s"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -290,7 +296,7 @@ def test_linears_that_err_more_are_refused(monkeypatch):
 @pytest.fixture(scope="module", params=["wan2.1-14b"])
 def lines(request):
     kept: list = []
-    e2e_float8.run_float8(request.param, TINY[request.param], CPU, kept.append, density=None, turn=lambda: 60.0)
+    e2e_float8.run_float8(request.param, TINY[request.param], CPU, kept.append, density=e2e.DENSITY, turn=lambda: 60.0)
     return json.loads(json.dumps(kept))
 
 

@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parkattn.ops.attend.definition import attend
+from parkattn.ops.attend.definition import attend, attend_with_lse
+from parkattn.plan import Blocks
+from parklab.bench import attend as attention
 from parklab.bench import gpu, layer, official, plans, sanitize, timing
 from parklab.bench.gates import against_exact
-from parklab.bench.problems import Shape, random_plan, rows, tiled_plan
+from parklab.bench.problems import TINY, Shape, random_plan, rows, tiled_plan
 from parklab.bench.registry import BENCHES
 
 CPU = torch.device("cpu")
@@ -98,6 +100,22 @@ def test_pama_gates_fail_a_kernel_that_is_wrong(monkeypatch, kernel, small, larg
     assert [case["ok"] for case in plans.gate_large_pama(CPU, rehearse=True)] == large
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_rows_that_quick_exponentials_lose_fail_the_gate_where_nobody_writes_them(monkeypatch, lost):
+    def kernel(q, k, v, ends, key_ends, mask, *, out, with_lse, quick=True):
+        blocks = (
+            Blocks(torch.zeros(x.shape[:2])[None], None, x_ends[None]) for x, x_ends in ((q, ends), (k, key_ends))
+        )
+        found, lse = attend_with_lse(q[None], k[None], v[None], *blocks, mask[None])
+        steep = q.abs().amax((1, 2), keepdim=True) > 100
+        return torch.where(steep & quick & lost, out, found[0]), lse[0]
+
+    monkeypatch.setattr(attention, "_launch", {"gluon": kernel}.get)
+    cases = list(attention._gate_in_blocks("rows", "gluon", TINY, torch.bfloat16, False, CPU, True))
+    failed = [case["gate"] for case in cases if not case["ok"]]
+    assert failed == ["rows: quick as careful where scores are steep"] * lost and len(cases) == 5
+
+
 def test_torch_baseline_is_the_definition():
     from parkattn.ops.importance.definition import centroid_log_mass
     from parkattn.segments import segment_mean
@@ -119,8 +137,10 @@ def test_flashinfer_is_left_out_of_the_whole_and_refused_alone_where_it_is_missi
         gpu.run_all(tmp_path)
         without = {"gate-flashinfer", "flashinfer"} if why else set()
         assert set(asked) == set(gpu.SECTIONS) - without > {"gate-large-pama", "scaling"}
-        gates = [name.startswith("gate-") for name in asked]
-        assert gates == sorted(gates, reverse=True), "gates first"
+        for name in BENCHES.keys() & set(asked):
+            gates = [asked.index(gate) for gate in BENCHES[name].gates]
+            assert max(gates) < asked.index(name), "a wrong answer is not timed"
+        assert asked.index("attend") < asked.index("gate-dense"), "what runs out of time is the last bench"
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'parkattn\[flashinfer\]'"):
         next(official.gate_flashinfer(CPU))

@@ -118,7 +118,7 @@ def anchor_spreads() -> str:
 
 @published
 def borders_on_scene() -> str:
-    found = [line for line in lines("decisions.jsonl") if line["choice"] == "block borders"]
+    found = [line for line in lines("decisions.jsonl", "decisions") if line["choice"] == "block borders"]
     heads = [f"{line['value']['query_multiple']}, {line['value']['key_multiple']}" for line in found]
     rows = [("recall", *(f"{line['recall']:.3f}" for line in found))]
     return page_table(" | ".join(["multiples of queries, keys", *heads]), rows)

@@ -13,14 +13,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from records import RESULTS, Columns, table_of
 
 from parkattn import METHODS, CallSite, PlannedMethod, dense, make_method, park
 from parkattn.planned import make_plan
@@ -34,6 +31,10 @@ from parklab.experiments.tables import text_table, to_markdown
 from parklab.files import write_atomically
 from parklab.research import studied_entry
 
+sys.path.insert(0, str(Path(__file__).parent))
+import records
+from records import RESULTS, Columns, table_of
+
 if TYPE_CHECKING:
     from page_svg import Picture
     from torch import Tensor
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RECORDS = RESULTS / "gpu_methods.jsonl"
 # a later line replaces an earlier one
 FRONTIER = ("frontier.jsonl", "run_75600.jsonl", "run_7168.jsonl")
 FEW_STEPS = ("few_steps.jsonl",)
@@ -130,8 +130,7 @@ SHAPES = {"wan-14b": "Wan2.1-14B, 720p", "hunyuan": "HunyuanVideo, 720p"}
 
 def pages() -> dict[str, str]:
     """Path below docs -> text."""
-    lines = [json.loads(line) for line in RECORDS.read_text().splitlines()]
-    costs = [line for line in lines if line["benchmark"] == "methods"]
+    costs = records.lines("gpu_methods.jsonl", "methods")
     rows = []
     texts = {}
     for module in (dense, park, *baselines.MODULES):

@@ -25,6 +25,16 @@ H200 = {"device": "cuda", "steps": 50, "fuse": True}
 # of the H200's videos
 SIZES = {"gpu_75600": (81, 400, 576), "gpu_75600_same_schedule": (81, 400, 576), "gpu_7168": (29, 224, 256)}
 
+# fields that say what a line of `park bench` measured
+MEASURED = {
+    "attend": ("case", "kernel", "borders"), "dense": ("case", "kernel"), "layer": ("part", "borders"),
+    "pama": ("shape", "kernel"), "kmeans": ("shape",), "qrkc": ("shape",), "flashinfer": ("part",),
+    "official": ("kernel",), "methods": ("shape", "method"), "sanitize": ("tool",), "cpu": ("asked_density",),
+    "decisions": ("choice", "value"), "e2e": ("model", "compiled"), "e2e bits": ("model", "linears", "precision", "alone"),
+    "e2e float8": ("model", "linears"), "models": ("model",), "models gate": ("model", "gate"),
+    "models whole": ("model",),
+}  # fmt: skip
+
 Record = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Any], str]]
 TABLES: dict[str, Callable[[], str]] = {}  # by the name that a page has in its marker
@@ -44,10 +54,19 @@ def table_of(columns: Columns, rows: Iterable[Any], form: Callable[..., str] = p
 
 
 def lines(name: str, benchmark: str | None = None) -> list[Record]:
-    """Of a file of JSON lines, those of a benchmark, and of the model that is read."""
+    """Of a file of JSON lines, those of a benchmark, and of the model that is read.
+
+    A benchmark in MEASURED has one of each thing that it measures: the last.
+    """
     found = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
     chosen = [record for record in found if benchmark is None or record.get("benchmark") == benchmark]
-    return [record for record in chosen if is_read(record)]
+    read = [record for record in chosen if is_read(record) and not record.get("rehearsal")]
+    return last_of_each(read, MEASURED[benchmark]) if benchmark in MEASURED else read
+
+
+def last_of_each(found: list[Record], names: tuple[str, ...]) -> list[Record]:
+    """By these fields, in the order of the first ones."""
+    return list({json.dumps([record.get(name) for name in names]): record for record in found}.values())
 
 
 def argument_reader(doc: str | None) -> argparse.ArgumentParser:

@@ -192,16 +192,22 @@ def run_seconds() -> str:
 @published
 def whole_runs() -> str:
     """Runs of which every step was made, beside what their forwards, timed one by one, add up to."""
-    names = ("e2e_profile.jsonl", "e2e_forecast.jsonl")
-    found = [line for name in names if (RESULTS / name).exists() for line in records.lines(name, "e2e profile run")]
+    files = {"e2e_profile.jsonl": "profile", "e2e_forecast.jsonl": "profile", "e2e_bits.jsonl": "bits"}
+    there = {name: f"e2e {kind} run" for name, kind in files.items() if (RESULTS / name).exists()}
+    found = [line for name, benchmark in there.items() for line in records.lines(name, benchmark)]
     columns: Columns = {
-        "run of 50 steps": "{model}, `{profile}`",
+        "run of 50 steps": _whole,
         "forecast": lambda line: str(len(line["steps_by_phase"].get("forecast", ()))),
         "density": "{density_sparse_steps:.2f}", "whole": "{denoise_s:.1f} s", "composed": "{composed_s:.1f} s",
         "apart": lambda line: f"{line['denoise_s'] / line['composed_s'] - 1:+.1%}",
     }  # fmt: skip
     rows = [line for line in found if line["method"] == "park"]
     return table_of(columns, rows) if rows else NOT_RUN
+
+
+def _whole(run: dict[str, Any]) -> str:
+    guided = f", guidance {run['guidance_scale']:g}" if run["guidance_scale"] > 1 else ""
+    return f"{run['model']}, `{run['profile']}`{', INT8' * (run.get('precision') == 'int8')}{guided}"
 
 
 def _of_profile(family: str) -> bool:

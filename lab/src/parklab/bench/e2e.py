@@ -49,7 +49,7 @@ from parklab.bench.whole_models import (
 from parklab.metrics.budget import solve_budget
 from parklab.record import append_records
 
-DENSITY = 0.25
+DENSITY, SPARSER = 0.25, 0.10  # of a reuse forward of the paper preset, and of a profile with anchors
 RUN_STEPS = 50
 # what one measurement runs: a first plan, the plan reused, a plan warm-started from it, reused again
 PHASES_MEASURED = ("refresh", "reuse", "refresh", "reuse")
@@ -57,6 +57,11 @@ COMPOSED = "dense x dense_s + refresh_cold_s + (refresh - 1) x refresh_warm_s + 
 SECTIONS = ("gate", "wan2.1-14b", "hunyuanvideo", "gate-around", "wan2.1-1.3b")
 ROOM_FOR_ALL = 120e9  # bytes of GPU memory from which on all models get ready at once
 Keep = Callable[[dict[str, Any]], None]  # is given a record's line as soon as it is there
+
+
+def naming(keep: Keep, **names: Any) -> Keep:
+    """Every line says these too."""
+    return lambda line: keep({**line, **names})
 
 
 def find_top_k(transformer: Any, inputs: dict[str, Any], model: WholeModel, density: float = DENSITY) -> float:
@@ -110,13 +115,9 @@ class PreparedModel:
 
 
 def prepare(
-    model: WholeModel,
-    device: torch.device,
-    *,
-    compiled: bool = False,
-    density: float = DENSITY,
+    model: WholeModel, device: torch.device, *, compiled: bool = False, density: float = DENSITY,
     done: Callable[[str], None] = lambda part: None,
-) -> PreparedModel:
+) -> PreparedModel:  # fmt: skip
     """done(part): is told what is ready."""
     transformer = random_transformer(model, device)
     if compiled:
@@ -177,18 +178,20 @@ def measure(ready: PreparedModel, note: Keep = lambda part: None) -> dict[str, A
     seconds = {
         phase: [run.seconds for run, p in zip(runs, PHASES_MEASURED, strict=True) if p == phase] for phase in PHASES
     }
+    dense_s, reuse_s = stock.seconds, statistics.median(seconds["reuse"])
+    cold_s, *warm = seconds["refresh"]
+    warm_s = statistics.median(warm)
     return {
-        **forwards_record(model, config, report, {**seconds, "dense": [stock.seconds]}),
-        "compiled": ready.compiled,
-        "fused": report.fused,
-        "fusing_s": ready.fusing_s,
-        "reuse_unfused_s": unfused[-1].seconds,
-        "density": report.density,
+        "benchmark": "e2e", **run_facts(ready, config, report), "dense_s": dense_s, "refresh_cold_s": cold_s,
+        "refresh_warm_s": warm_s, "reuse_s": reuse_s, "each_s": {**seconds, "dense": [dense_s]},
+        "reuse_speedup": dense_s / reuse_s,
+        "run": composed(dense_s, cold_s, warm_s, reuse_s, phases_of_run(model.config())),
+        "compiled": ready.compiled, "reuse_unfused_s": unfused[-1].seconds, "density": report.density,
         "finite": all(run.finite for run in [stock, *runs, *unfused]),
         "memory": memory_record(
             transformer, report, dense_peak_gb=stock.peak_gb, park_peak_gb=largest([run.peak_gb for run in runs])
         ),
-    }
+    }  # fmt: skip
 
 
 def paper_config(ready: PreparedModel) -> ParkConfig:
@@ -234,20 +237,14 @@ def timed_forward(ready: PreparedModel, timestep: float, phase: str, note: Keep)
     return found
 
 
-def forwards_record(
-    model: WholeModel, config: ParkConfig, report: Summary, seconds: dict[str, list[float]]
-) -> dict[str, Any]:
-    """What a forward takes in each phase, and what a whole run takes by that."""
-    dense_s, reuse_s = statistics.median(seconds["dense"]), statistics.median(seconds["reuse"])
-    cold_s, *warm = seconds["refresh"]
-    warm_s = statistics.median(warm)
+def run_facts(ready: PreparedModel, config: ParkConfig, report: Summary) -> dict[str, Any]:
+    """Of the video and of the session that its forwards were timed in."""
+    model = ready.model
     return {
-        "benchmark": "e2e", "transformer": model.transformer, "video": model.video, "tokens": model.tokens,
+        "transformer": model.transformer, "video": model.video, "tokens": model.tokens,
         "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text, "layers": len(report.layers),
-        "config": config.to_dict(), "dense_s": dense_s, "refresh_cold_s": cold_s, "refresh_warm_s": warm_s,
-        "reuse_s": reuse_s, "each_s": seconds, "reuse_speedup": dense_s / reuse_s,
-        "attention_s": report.attention_seconds, "run": composed(dense_s, cold_s, warm_s, reuse_s,
-                                                                 phases_of_run(model.config())),
+        "config": config.to_dict(), "fused": report.fused, "fusing_s": ready.fusing_s,
+        "attention_s": report.attention_seconds,
     }  # fmt: skip
 
 
@@ -287,6 +284,10 @@ class SectionOptions:
     alone: bool = False
     top_k: float | None = None
     guidance: float = 1.0
+
+    @property
+    def reuse_density(self) -> float:
+        return (DENSITY if self.profile == "paper" else SPARSER) if self.density is None else self.density
 
     def __post_init__(self) -> None:
         anchored, eight_bits = self.profile != "paper", self.precision != "bf16"
@@ -344,7 +345,7 @@ def run_section(
     elif options.float8:
         from parklab.bench.e2e_float8 import run_float8
 
-        run_float8(name, model, device, keep, density=options.density, turn=turn)
+        run_float8(name, model, device, keep, density=options.reuse_density, turn=turn)
     elif options.profile != "paper":
         from parklab.bench.e2e_profile import run_profile
 
@@ -376,15 +377,15 @@ def _run_gate(name: str, device: torch.device, keep: Keep, options: SectionOptio
 def _run_paper(
     name: str, model: WholeModel, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float]
 ) -> None:
-    density = DENSITY if options.density is None else options.density
-    ready = prepare(model, device, compiled=options.compiled, density=density)
+    note = naming(keep, model=name)
+    ready = prepare(model, device, compiled=options.compiled, density=options.reuse_density)
     ends = turn() + time.monotonic()  # waits, so the clock is read after it
-    found = measure(ready, lambda part: keep({"model": name, **part}))
-    keep({"model": name, **found})
+    found = measure(ready, note)
+    note(found)
     left = ends - time.monotonic()
     # a run that cannot be finished says nothing
     if options.full and name == "wan2.1-1.3b" and left > found["run"]["park_s"]:
         from parklab.bench.e2e_run import whole_run
 
         for line in whole_run(ready, seconds=left, rehearse=options.rehearse):
-            keep({"model": name, **line})
+            note(line)

@@ -16,7 +16,6 @@ with the stock forward that the first one left in FILE.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,6 @@ import torch
 
 from parkattn.park import ParkConfig
 from parklab.bench.e2e import (
-    RUN_STEPS,
     Keep,
     PreparedModel,
     SectionOptions,
@@ -35,24 +33,27 @@ from parklab.bench.e2e import (
     compile_phases,
     find_top_k,
     largest,
+    naming,
     phases_of_run,
+    run_facts,
     seconds_of_fusing,
     timed_forward,
     timed_phases,
 )
-from parklab.bench.e2e_float8 import make_float8, weights_bytes
+from parklab.bench.e2e_float8 import change_to_float8, make_float8, weights_bytes
 from parklab.bench.e2e_profile import (
-    DENSITY,
     PHASES_TIMED,
     PreparedProfile,
     anchored_run,
+    anchored_seconds,
     compiled_again,
     prepare_profile,
     profile_config,
+    run_whole,
     state_record,
     timed_config,
 )
-from parklab.bench.e2e_run import phases_with_forecasts, sparse_density, whole_run
+from parklab.bench.e2e_run import sparse_density
 from parklab.bench.timing import gpu_environment
 from parklab.bench.whole_models import forward_inputs, random_transformer
 from parklab.record import read_records
@@ -66,43 +67,30 @@ def run_bits(
 ) -> None:
     """One model's section: baselines, bf16 and the precision, and float8 linears."""
     profile, precision = options.profile, options.precision
-    prepared = prepare_profile(model, device, profile, DENSITY if options.density is None else options.density)
+    note = naming(keep, model=name, profile=profile)
+    prepared = prepare_profile(model, device, profile, options.reuse_density)
     ready = prepared.ready
     quality = replace(ready, top_k=find_top_k(ready.transformer, ready.inputs, model, QUALITY_DENSITY))
-    compile_phases(ready, timed_config(ready, profile).replace(precision=precision), PHASES_TIMED)
+    rounded = timed_config(ready, profile).replace(precision=precision)
+    compile_phases(ready, rounded, PHASES_TIMED)
     ends = time.monotonic() + turn()
-
-    def note(part: dict[str, Any]) -> None:
-        keep({"model": name, "profile": profile, **part})
-
     baselines = time_baselines(prepared, note)
     for taken in ("bf16", precision):
-        note(measure_bits(ready, quality, profile, taken, "bfloat16", baselines, note))
-    if options.full and name == "wan2.1-1.3b":
-        run_whole(ready, options, baselines, ends - time.monotonic(), note)
+        found = measure_bits(ready, quality, profile, taken, "bfloat16", baselines, note)
+        note(found)
+    run_whole(name, ready, options, found, ends - time.monotonic(), note)
     if options.float8:
-        prepared.compiled_calls.clear()
-        torch._dynamo.reset()  # graphs of the other linears
-        made = make_float8(ready.transformer, device)
-        ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, model, device)
-        compile_phases(ready, timed_config(ready, profile).replace(precision=precision), PHASES_TIMED)
+        made = change_to_float8(ready, prepared.compiled_calls, rounded, PHASES_TIMED)
         note({"made_by": made, **measure_bits(ready, quality, profile, precision, "float8", baselines, note)})
 
 
 def run_alone(
-    name: str,
-    model: WholeModel,
-    device: torch.device,
-    keep: Keep,
-    options: SectionOptions,
-    turn: Callable[[], float],
+    name: str, model: WholeModel, device: torch.device, keep: Keep, options: SectionOptions, turn: Callable[[], float],
     record: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Stock and the precision; or float8 linears with it, whose stock forward is this commit's last in `record`."""
     profile, began = options.profile, time.monotonic()
-
-    def note(part: dict[str, Any]) -> None:
-        keep({"model": name, "profile": profile, "alone": True, **part})
+    note = naming(keep, model=name, profile=profile, alone=True)
 
     def done(part: str) -> None:
         note({"benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
@@ -113,8 +101,7 @@ def run_alone(
     done("weights")
     fusing_s = seconds_of_fusing(transformer, inputs, model, device)
     done("fused blocks")
-    density = DENSITY if options.density is None else options.density
-    top_k = options.top_k or find_top_k(transformer, inputs, model, density)
+    top_k = options.top_k or find_top_k(transformer, inputs, model, options.reuse_density)
     ready = PreparedModel(model, device, transformer, inputs, top_k, fusing_s=fusing_s)
     config = timed_config(ready, profile).replace(precision=options.precision)
     compile_phases(ready, config, PHASES_TIMED, done)
@@ -123,11 +110,9 @@ def run_alone(
         baselines = stock_before(name, record)
     else:
         baselines = {"stock": timed_forward(ready, 999.0, "dense", note).seconds}
-    linears = "float8" if options.float8 else "bfloat16"
-    found = measure_fast(ready, config, linears, baselines, note)
+    found = measure_fast(ready, config, "float8" if options.float8 else "bfloat16", baselines, note)
     note({**made, **found})
-    if options.full and name == "wan2.1-1.3b":
-        run_whole(ready, options, found["baselines"], ends - time.monotonic(), note, found)
+    run_whole(name, ready, options, found, ends - time.monotonic(), note)
 
 
 def stock_before(name: str, record: Path) -> dict[str, float]:
@@ -141,29 +126,6 @@ def stock_before(name: str, record: Path) -> dict[str, float]:
     return {"stock": found[-1]} if found else {}
 
 
-def run_whole(
-    ready: PreparedModel,
-    options: SectionOptions,
-    baselines: dict[str, float],
-    left: float,
-    note: Keep,
-    forwards: dict[str, Any] | None = None,
-) -> None:
-    """All 50 steps. forwards: of this process, for what the run should take by them."""
-    config = profile_config(ready.model, options.profile, ready.top_k, precision=options.precision)
-    composed: dict[str, Any] = {}
-    if forwards is not None:
-        if options.guidance <= 1:
-            forwards = {name: value for name, value in forwards.items() if name != "anchor_second_s"}
-        run = anchored_run(forwards, phases_with_forecasts(config, RUN_STEPS, options.forecast), baselines)
-        branches = 2 if options.guidance > 1 else 1
-        composed = {"composed_s": branches * run["park_s"], "composed": run}
-    how: dict[str, Any] = {"config": config, "forecast": options.forecast, "benchmark": "e2e bits run"}
-    how |= {"guidance": options.guidance}
-    for line in whole_run(ready, seconds=left, rehearse=options.rehearse, alone=options.alone, **how):
-        note({"precision": options.precision, **composed, **line})
-
-
 def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:
     """Seconds of a dense forward: stock, and with its blocks compiled."""
     found = {"stock": timed_forward(prepared.ready, 999.0, "dense", note).seconds}
@@ -173,22 +135,14 @@ def time_baselines(prepared: PreparedProfile, note: Keep) -> dict[str, float]:
 
 
 def measure_bits(
-    ready: PreparedModel,
-    quality: PreparedModel,
-    profile: str,
-    precision: str,
-    linears: str,
-    baselines: dict[str, float],
-    note: Keep,
-) -> dict[str, Any]:
+    ready: PreparedModel, quality: PreparedModel, profile: str, precision: str, linears: str,
+    baselines: dict[str, float], note: Keep,
+) -> dict[str, Any]:  # fmt: skip
     """`fast`, and quality's reuse at its own density."""
     config = timed_config(ready, profile).replace(precision=precision)
     found = measure_fast(ready, config, linears, baselines, note)
     denser = timed_config(quality, "quality").replace(precision=precision, dense_steps=0, refresh_steps=())
-
-    def note_bits(part: dict[str, Any]) -> None:
-        note({**part, "precision": precision, "linears": linears})
-
+    note_bits = naming(note, precision=precision, linears=linears)
     (anchor, reuse), report, *_ = timed_phases(quality, denser, QUALITY_PHASES, note_bits)
     phases = phases_of_run(profile_config(ready.model, "quality", ready.top_k))
     found["runs"]["quality"] = anchored_run({**found, "reuse_s": reuse.seconds}, phases, found["baselines"])
@@ -212,31 +166,18 @@ def measure_fast(
     ready: PreparedModel, config: ParkConfig, linears: str, baselines: dict[str, float], note: Keep
 ) -> dict[str, Any]:
     """One forward of each kind, and the run of `fast` that they make."""
-
-    def note_bits(part: dict[str, Any]) -> None:
-        note({**part, "precision": config.precision, "linears": linears})
-
-    runs, report, residual_bytes, second = timed_phases(ready, config, PHASES_TIMED, note_bits, other_prompt(ready))
-    own, cold, first_reuse, second_reuse, warm = (run.seconds for run in runs)
-    seconds = {
-        "own_dense_s": own,
-        "anchor_cold_s": cold,
-        "anchor_warm_s": warm,
-        "reuse_s": statistics.median((first_reuse, second_reuse)),
-        **({} if second is None else {"anchor_second_s": second.seconds}),
-    }
-    ways = {**baselines, "own kernel": own}
+    note_bits = naming(note, precision=config.precision, linears=linears)
+    timed = timed_phases(ready, config, PHASES_TIMED, note_bits, other_prompt(ready))
+    seconds = anchored_seconds(timed)
+    ways = {**baselines, "own kernel": seconds["own_dense_s"]}
     fast = anchored_run(seconds, phases_of_run(profile_config(ready.model, "fast", ready.top_k)), ways)
-    peak = largest([run.peak_gb for run in runs])
+    peak = largest([run.peak_gb for run in timed.runs])
     return {
-        "benchmark": "e2e bits", "transformer": ready.model.transformer, "precision": config.precision,
-        "linears": linears, "video": ready.model.video, "tokens": ready.model.tokens,
-        "text_tokens": ready.model.text_tokens, "valid_text_tokens": ready.model.valid_text,
-        "layers": len(report.layers), "config": config.to_dict(), "fused": report.fused, "fusing_s": ready.fusing_s,
-        "reasons": report.dense_because, "density": sparse_density(report.layers), **seconds, "baselines": ways,
-        "attention_s": report.attention_seconds, "runs": {"fast": fast},
-        "finite": all(run.finite for run in runs), "memory": {
-            **state_record(ready, config, report, residual_bytes, report, park_peak_gb=peak),
+        "benchmark": "e2e bits", "precision": config.precision, "linears": linears,
+        **run_facts(ready, config, timed.report), "reasons": timed.report.dense_because,
+        "density": sparse_density(timed.report.layers), **seconds, "baselines": ways, "runs": {"fast": fast},
+        "finite": all(run.finite for run in timed.runs), "memory": {
+            **state_record(ready, config, timed, timed.report, park_peak_gb=peak),
             "weights_gb": weights_bytes(ready.transformer) / 1e9,
         },
     }  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib.util
 import statistics
 from collections import Counter
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from parkattn.hosts.diffusers import enable, summary
 from parkattn.models import row_for
+from parkattn.park import ParkConfig
 from parklab.bench.e2e import (
-    DENSITY,
     PHASES_MEASURED,
     RUN_STEPS,
     Keep,
@@ -33,8 +32,10 @@ from parklab.bench.e2e import (
     compile_phases,
     largest,
     memory_record,
+    naming,
     paper_config,
     prepare,
+    run_facts,
     seconds_of_fusing,
     timed_forward,
     timed_phases,
@@ -127,37 +128,43 @@ def error_of(rounded: torch.nn.Module, linear: torch.nn.Linear) -> float:
         return float((rounded(x).float() - exact).norm() / exact.norm())
 
 
+def change_to_float8(
+    ready: PreparedModel, calls: dict[torch.nn.Module, Any], config: ParkConfig, phases: tuple[str, ...]
+) -> str:
+    """The linears of a model that was timed with its own, and what must not be timed with the new ones. Returns what
+    they are now. calls: of blocks compiled with the old ones, which are dropped.
+    """
+    calls.clear()
+    torch._dynamo.reset()  # graphs of the other linears
+    made = make_float8(ready.transformer, ready.device)
+    ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, ready.model, ready.device)
+    compile_phases(ready, config, phases)
+    return made
+
+
 def run_float8(
-    name: str, model: WholeModel, device: torch.device, keep: Keep, *, density: float | None, turn: Callable[[], float]
+    name: str, model: WholeModel, device: torch.device, keep: Keep, *, density: float, turn: Callable[[], float]
 ) -> None:
     """One model's section: products alone, then every forward with bfloat16 linears and again with float8 ones."""
-    ready = prepare(model, device, density=DENSITY if density is None else density)
+    ready, note = prepare(model, device, density=density), naming(keep, model=name)
     calls = compiled_dense(ready)
     turn()
     before: dict[str, Any] | None = None
     for row in products_alone(ready):
-        keep({"model": name, **row})
+        note(row)
     for linears in ("bfloat16", "float8"):
         made = linears
         if linears == "float8":
-            calls.clear()
-            torch._dynamo.reset()  # graphs of the other linears
-            made = make_float8(ready.transformer, device)
-            ready.fusing_s = seconds_of_fusing(ready.transformer, ready.inputs, model, device)
-            compile_phases(ready, paper_config(ready), PHASES_MEASURED)
+            made = change_to_float8(ready, calls, paper_config(ready), PHASES_MEASURED)
             calls = compiled_dense(ready)
-            keep({"model": name, "benchmark": "e2e preparation", "part": "float8 linears"})
-        note = functools.partial(_keep_with, keep, {"model": name, "linears": linears})
+            note({"benchmark": "e2e preparation", "part": "float8 linears"})
+        note = naming(keep, model=name, linears=linears)
         found = measure_linears(ready, calls, note)
         if before is not None:
             found["of_bfloat16"] = {key: found[key] / before[key] for key in ("dense_s", "dense_compiled_s", "reuse_s")}
             found["bar"] = {"reuse_s": BAR, "met": found["of_bfloat16"]["reuse_s"] <= BAR}
         note({"made_by": made, **found})
         before = found
-
-
-def _keep_with(keep: Keep, names: dict[str, str], part: dict[str, Any]) -> None:
-    keep({**names, **part})
 
 
 def measure_linears(ready: PreparedModel, calls: dict[torch.nn.Module, Any], note: Keep) -> dict[str, Any]:
@@ -177,16 +184,11 @@ def measure_linears(ready: PreparedModel, calls: dict[torch.nn.Module, Any], not
     stock = timed_forward(ready, 999.0, "dense", note)
     everything: list[Measurement] = [*runs, compiled, stock]
     return {
-        "benchmark": "e2e float8", "transformer": ready.model.transformer,
-        "video": ready.model.video, "tokens": ready.model.tokens,
-        "layers": len(report.layers), "config": config.to_dict(),
-        "fused": report.fused, "fusing_s": ready.fusing_s,
-        "density": sparse_density(report.layers),
+        "benchmark": "e2e float8", **run_facts(ready, config, report), "density": sparse_density(report.layers),
         "dense_s": stock.seconds, "dense_compiled_s": compiled.seconds,
         "refresh_cold_s": refresh_cold, "refresh_warm_s": refresh_warm,
         "reuse_s": statistics.median((first_reuse, second_reuse)),
-        "attention_s": report.attention_seconds, "split": split,
-        "finite": all(run.finite for run in everything),
+        "split": split, "finite": all(run.finite for run in everything),
         "memory": {
             **memory_record(
                 transformer, report, dense_peak_gb=stock.peak_gb, dense_compiled_peak_gb=compiled.peak_gb,

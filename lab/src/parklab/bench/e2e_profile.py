@@ -28,6 +28,7 @@ from parklab.bench.e2e import (
     PHASES_MEASURED,
     RUN_STEPS,
     Keep,
+    Phases,
     PreparedModel,
     SectionOptions,
     compile_blocks,
@@ -35,9 +36,11 @@ from parklab.bench.e2e import (
     composed,
     largest,
     memory_record,
+    naming,
     paper_config,
     phases_of_run,
     prepare,
+    run_facts,
     timed_forward,
     timed_phases,
 )
@@ -46,7 +49,6 @@ from parklab.bench.timing import free_memory
 from parklab.bench.whole_models import WholeModel, first_blocks, run_forward
 from parklab.research import ResearchConfig
 
-DENSITY = 0.10
 BASELINES = ("stock", "compiled", "own kernel")
 # dense in our own kernel; the second anchor is warm-started, and last, where the second branch may take its plan
 PHASES_TIMED = ("dense", "anchor", "reuse", "reuse", "anchor")
@@ -89,14 +91,9 @@ class PreparedProfile:
 
 
 def prepare_profile(
-    model: WholeModel,
-    device: torch.device,
-    profile: str,
-    density: float,
-    *,
-    compiled: bool = False,
+    model: WholeModel, device: torch.device, profile: str, density: float, *, compiled: bool = False,
     done: Callable[[str], None] = lambda part: None,
-) -> PreparedProfile:
+) -> PreparedProfile:  # fmt: skip
     """Also runs each kind of forward once, on the first blocks, which compiles its kernels. done(part): is told what is
     ready.
     """
@@ -142,28 +139,21 @@ def measure_profile(prepared: PreparedProfile, note: Keep = lambda part: None) -
     """One forward of each kind. Dense comes last and stock: what enable changed is undone by then."""
     ready, profile = prepared.ready, prepared.profile
     model, config = ready.model, timed_config(ready, profile)
-    runs, report, residual_bytes, _ = timed_phases(ready, config, PHASES_TIMED, note)
-
-    def note_plain(part: dict[str, Any]) -> None:
-        note({**part, "corrected": False})
-
-    plain, plain_report, *_ = timed_phases(ready, paper_config(ready), PHASES_MEASURED, note_plain)
+    timed = timed_phases(ready, config, PHASES_TIMED, note)
+    plain, plain_report, *_ = timed_phases(ready, paper_config(ready), PHASES_MEASURED, naming(note, corrected=False))
     dense = {}
     if prepared.compiled_calls:
         with compiled_again(prepared.compiled_calls):
             dense["compiled"] = timed_forward(ready, 999.0, "dense, compiled", note)
     usual = "compiled" if ready.compiled else "stock"
     dense[usual] = timed_forward(ready, 999.0, "dense", note)
-    own, anchor_cold, first_reuse, second_reuse, anchor_warm = (run.seconds for run in runs)
     refresh_cold, plain_first, refresh_warm, plain_second = (run.seconds for run in plain)
-    baselines = {**{way: run.seconds for way, run in dense.items()}, "own kernel": own}
     seconds = {
-        "own_dense_s": own, "anchor_cold_s": anchor_cold, "anchor_warm_s": anchor_warm,
-        "reuse_s": statistics.median((first_reuse, second_reuse)),
-        "refresh_cold_s": refresh_cold, "refresh_warm_s": refresh_warm,
+        **anchored_seconds(timed), "refresh_cold_s": refresh_cold, "refresh_warm_s": refresh_warm,
         "plain_reuse_s": statistics.median((plain_first, plain_second)),
     }  # fmt: skip
-    peaks = {"dense_peak_gb": dense[usual].peak_gb, "park_peak_gb": largest([run.peak_gb for run in runs])}
+    baselines = {**{way: run.seconds for way, run in dense.items()}, "own kernel": seconds["own_dense_s"]}
+    peaks = {"dense_peak_gb": dense[usual].peak_gb, "park_peak_gb": largest([run.peak_gb for run in timed.runs])}
     composed_runs = {
         name: anchored_run(seconds, phases_of_run(profile_config(model, name, ready.top_k)), baselines)
         for name in profiles_timed_alike(ready, profile)
@@ -175,18 +165,21 @@ def measure_profile(prepared: PreparedProfile, note: Keep = lambda part: None) -
         "speedup": speedups(paper["park_s"], baselines),
     }
     return {
-        "benchmark": "e2e profile", "profile": profile, "transformer": model.transformer,
-        "video": model.video, "tokens": model.tokens,
-        "text_tokens": model.text_tokens, "valid_text_tokens": model.valid_text,
-        "layers": len(report.layers), "config": config.to_dict(),
-        "compiled": ready.compiled, "fused": report.fused, "fusing_s": ready.fusing_s,
-        "density": sparse_density(report.layers), "plain_density": sparse_density(plain_report.layers),
-        "baselines": baselines, **seconds,
-        "attention_s": report.attention_seconds, "plain_attention_s": plain_report.attention_seconds,
-        "runs": composed_runs,
-        "finite": all(run.finite for run in [*runs, *plain, *dense.values()]),
-        "memory": state_record(ready, config, report, residual_bytes, plain_report, **peaks),
+        "benchmark": "e2e profile", "profile": profile, **run_facts(ready, config, timed.report),
+        "compiled": ready.compiled, "density": sparse_density(timed.report.layers),
+        "plain_density": sparse_density(plain_report.layers), "baselines": baselines, **seconds,
+        "plain_attention_s": plain_report.attention_seconds, "runs": composed_runs,
+        "finite": all(run.finite for run in [*timed.runs, *plain, *dense.values()]),
+        "memory": state_record(ready, config, timed, plain_report, **peaks),
     }  # fmt: skip
+
+
+def anchored_seconds(timed: Phases) -> dict[str, float]:
+    """Of the forwards of PHASES_TIMED, as records have them and `anchored_run` composes them."""
+    own, cold, first_reuse, second_reuse, warm = (run.seconds for run in timed.runs)
+    second = {} if timed.second is None else {"anchor_second_s": timed.second.seconds}
+    reuse = statistics.median((first_reuse, second_reuse))
+    return {"own_dense_s": own, "anchor_cold_s": cold, "anchor_warm_s": warm, "reuse_s": reuse, **second}
 
 
 def anchored_run(seconds: dict[str, float], phases: Counter[str], baselines: dict[str, float]) -> dict[str, Any]:
@@ -204,12 +197,12 @@ def speedups(park_s: float, baselines: dict[str, float], steps: int = RUN_STEPS)
 
 
 def state_record(
-    ready: PreparedModel, config: ParkConfig, report: Summary, residual: int, plain: Summary, **peaks: float | None
+    ready: PreparedModel, config: ParkConfig, timed: Phases, plain: Summary, **peaks: float | None
 ) -> dict[str, Any]:
-    """residual: bytes of one branch's residuals; what else is held is its plans.
-
-    plans_with_guidance_gb: of the paper preset, whose branches share nothing.
+    """Of one branch's state what are no residuals are plans. plans_with_guidance_gb: of the paper preset (plain), whose
+    branches share nothing.
     """
+    report, residual = timed.report, timed.residual_bytes
     plans = (1 if config.share_branches else 2) * (report.peak_state_bytes - residual)
     rank = config.rank_for(ready.model.tokens)
     return {
@@ -239,26 +232,38 @@ def run_profile(
 
     Every part of the preparation is a line too: where a run was stopped, they say how far it came.
     """
-    profile, began = options.profile, time.monotonic()
-    named = {"model": name, "profile": profile}
+    profile, began, note = options.profile, time.monotonic(), naming(keep, model=name, profile=options.profile)
 
     def done(part: str) -> None:
-        keep({**named, "benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
+        note({"benchmark": "e2e preparation", "part": part, "seconds": time.monotonic() - began})
 
-    density = DENSITY if options.density is None else options.density
-    prepared = prepare_profile(model, device, profile, density, compiled=options.compiled, done=done)
+    prepared = prepare_profile(model, device, profile, options.reuse_density, compiled=options.compiled, done=done)
     given = turn()  # waits, so the clock is read after it
     ends = time.monotonic() + given
-    found = measure_profile(prepared, lambda part: keep({**named, **part}))
+    found = measure_profile(prepared, note)
     found["memory"]["state_bar_gb"] = STATE_BARS.get(name)
-    keep({"model": name, "speed_bar": SPEED_BARS.get(name), **found})
+    note({"speed_bar": SPEED_BARS.get(name), **found})
     sys.stdout.write(state_sentence(found["memory"]) + "\n")
     sys.stdout.flush()
-    config = profile_config(model, profile, prepared.ready.top_k)
-    run = anchored_run(found, phases_with_forecasts(config, RUN_STEPS, options.forecast), found["baselines"])
-    composed_s, left = run["park_s"], ends - time.monotonic()
+    run_whole(name, prepared.ready, options, found, ends - time.monotonic(), note)
+
+
+def run_whole(
+    name: str, ready: PreparedModel, options: SectionOptions, forwards: dict[str, Any], left: float, note: Keep
+) -> None:
+    """All 50 steps of the one model that is small enough, where they are asked for, beside what they should take by
+    these forwards of this process.
+    """
+    config = profile_config(ready.model, options.profile, ready.top_k, precision=options.precision)
+    guided, rounded = options.guidance > 1, options.precision != "bf16"
+    timed = {part: value for part, value in forwards.items() if guided or part != "anchor_second_s"}
+    run = anchored_run(timed, phases_with_forecasts(config, RUN_STEPS, options.forecast), forwards["baselines"])
+    composed_s = (2 if guided else 1) * run["park_s"]
     # a run that cannot be finished says nothing
-    if options.full and name == "wan2.1-1.3b" and left > composed_s:
-        how: dict[str, Any] = {"config": config, "forecast": options.forecast, "benchmark": "e2e profile run"}
-        for line in whole_run(prepared.ready, seconds=left, rehearse=options.rehearse, **how):
-            keep({**named, "composed_s": composed_s, "composed": run, **line})
+    if not options.full or name != "wan2.1-1.3b" or left <= composed_s:
+        return
+    for line in whole_run(
+        ready, seconds=left, rehearse=options.rehearse, alone=options.alone, config=config, forecast=options.forecast,
+        benchmark=f"e2e {'bits' if rounded else 'profile'} run", guidance=options.guidance,
+    ):  # fmt: skip
+        note({"precision": options.precision, "composed_s": composed_s, "composed": run, **line})
