@@ -18,6 +18,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
+# its numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
+quiet_numpy = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
 
 def run_interpreted(file: str, at_least: int) -> None:
     """Fails where a test of the file fails there, or fewer than `at_least` ran."""

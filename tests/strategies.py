@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 DIMS = (16, 64, 80, 128, 256)
@@ -13,6 +13,10 @@ LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 LABELLINGS = ("random", "giant", "gaps", "cyclic")
 
 torch.set_num_threads(1)
+# of kernels in the interpreter, a few each: `settings(reproducible, max_examples=8)`
+reproducible = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
+)
 
 
 def cases(count):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from interpreted import outside
 from machine_code import (
     Build,
     barriers,
@@ -18,7 +19,6 @@ from machine_code import (
     plain_attention,
     products,
 )
-from test_kernels_attend import on_compiler
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 # P V, and Q K^T of whole numbers; before Triton 3.9 sm_100 has no INT8 product of its own and takes that of the warps
@@ -28,7 +28,7 @@ INT8_WARPS = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
 INT8_PRODUCT = {90: "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8", 100: "tcgen05.mma.cta_group::1.kind::i8"}
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("d", "everything", "element"),
     [(64, True, "bf16"), (128, False, "bf16"), (128, True, "bf16"), (128, True, "fp16")],
@@ -37,17 +37,16 @@ INT8_PRODUCT = {90: "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8", 100: "tc
 def test_triton_kernel_in_int8_builds_and_fits(arch, d, everything, element):
     from parkattn.ops.triton_versions import NUMBER
 
-    shared, stack, _, ptx, _ = plain_attention(arch, d, int8=True, everything=everything, element=element)
-    assert shared <= min(SHARED_MEMORY[arch], 99 * 1024)
-    assert stack == 0
+    built = plain_attention(arch, d, int8=True, everything=everything, element=element)
+    assert built.shared <= min(SHARED_MEMORY[arch], 99 * 1024) and built.stack == 0
     whole = INT8_PRODUCT if NUMBER >= (3, 9) or arch != 100 else {}
-    assert products(ptx) == {
+    assert products(built.ptx) == {
         whole.get(arch, INT8_WARPS),
         PRODUCT.get(arch, WARPS).format(element.replace("fp", "f"), d),
     }
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_rounding_kernels_build(arch, d):
@@ -68,11 +67,11 @@ def test_rounding_kernels_build(arch, d):
     ]
     for kernel, tile in builds:
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        shared, stack, *_ = compiled(kernel, types, tile | {"D": d}, arch, **options)
-        assert shared <= 99 * 1024 and stack <= (72 if NUMBER == (3, 9) else 16)
+        built = compiled(kernel, types, tile | {"D": d}, arch, **options)
+        assert built.shared <= 99 * 1024 and built.stack <= (72 if NUMBER == (3, 9) else 16)
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("arch", "d", "everything"),
     [
@@ -94,46 +93,34 @@ def test_rounding_kernels_build(arch, d):
 def test_triton_kernel_builds_and_fits(arch, d, everything):
     from parkattn.ops.triton_versions import NUMBER
 
-    shared, stack, _, ptx, code = plain_attention(arch, d, int8=False, everything=everything)
-    assert shared <= SHARED_MEMORY[arch]
+    built = plain_attention(arch, d, int8=False, everything=everything)
+    assert built.shared <= SHARED_MEMORY[arch]
     # Triton 3.9 keeps a few words on the stack, none of them in the loops over keys
-    assert stack <= (48 if NUMBER == (3, 9) else 0)
-    assert not sum(spills_of(key_loops(code)))
-    wanted, found = PRODUCT.get(arch, WARPS), products(ptx)
+    assert built.stack <= (48 if NUMBER == (3, 9) else 0)
+    assert not sum(spills_of(key_loops(built.code)))
+    wanted, found = PRODUCT.get(arch, WARPS), products(built.ptx)
     assert found and found <= {wanted.format("bf16", width) for width in (32, 64, 128, 256)}
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_work_list_kernels_build(arch):
     from parkattn.ops.attend.worklist import list_keys_kernel, list_queries_kernel
 
     types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
     types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "pair_bias": "*fp32", "inverse_scale": "fp32"}
-    constants = {
-        "KEY_TILE": 128,
-        "WIDE": 32,
-        "TAIL": 8,
-        "LANES": 1024,
-        "CHUNK": 512,
-        "TAIL_BIAS": True,
-        "COMPENSATE": True,
-    }  # 512 key blocks
-    for paired in (False, True):
-        assert compiled(list_keys_kernel, types, constants | {"PAIR_BIAS": paired}, arch, num_warps=4)[1] == 0
-    assert (
-        compiled(
-            list_queries_kernel,
-            types,
-            {"QUERY_TILE": 128, "GROUP_ROWS": 64, "LANES": 64, "CHUNK": 1024},
-            arch,
-            num_warps=4,
-        )[1]
-        == 0
-    )
+    sizes = {"KEY_TILE": 128, "WIDE": 32, "TAIL": 8, "LANES": 1024, "CHUNK": 512}  # 512 key blocks
+    of_keys = sizes | {"TAIL_BIAS": True, "COMPENSATE": True}
+    of_queries = {"QUERY_TILE": 128, "GROUP_ROWS": 64, "LANES": 64, "CHUNK": 1024}
+    for kernel, constants in (
+        (list_keys_kernel, of_keys | {"PAIR_BIAS": False}),
+        (list_keys_kernel, of_keys | {"PAIR_BIAS": True}),
+        (list_queries_kernel, of_queries),
+    ):
+        assert compiled(kernel, types, constants, arch, num_warps=4).stack == 0
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("d", "element", "everything", "quick", "share", "rows"),
     [
@@ -212,7 +199,7 @@ def build_gluon(
     assert ours == numbers and tritons and not ours & tritons
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("d", "int8", "quick"),
     [(64, True, True), (128, False, True), (128, True, True), (128, False, False), (128, True, False)],
@@ -256,12 +243,11 @@ def spills_of(loops: list[list[str]]) -> list[int]:
 def check_consumers(built: Build, groups: int, quick: bool) -> None:
     from parkattn.ops.triton_versions import NUMBER
 
-    shared, stack, _, ptx, code = built
-
-    assert shared <= SHARED_MEMORY[90]
+    ptx = built.ptx
+    assert built.shared <= SHARED_MEMORY[90]
     # a few words are kept on the stack and read once per query tile, none of them in the loops over keys
-    assert stack <= (120 if NUMBER == (3, 9) else 64)
-    loops = key_loops(code)
+    assert built.stack <= (120 if NUMBER == (3, 9) else 64)
+    loops = key_loops(built.code)
     assert len(loops) == 2 * groups  # of each warpgroup: two tiles per turn, and one
     # Triton 3.8 keeps addresses in ordinary registers, and reloads one per key tile in one warpgroup
     assert max(spills_of(loops)) <= (2 if NUMBER == (3, 8) else 0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from functools import partial
 
 import pytest
 import torch
 
-from interpreted import run_interpreted
+from interpreted import in_interpreter, outside, quiet_numpy, run_interpreted
 from parkattn import ParkConfig, park_attention
 from parkattn import backend as backend_module
 from parkattn.backend import resolve
@@ -21,13 +20,7 @@ from parkattn.plan import Blocks, Plan
 from parkattn.settings import PRECISIONS
 from parklab.research import ResearchConfig
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
-outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = quiet_numpy
 CPU = torch.device("cpu")
 DEFINED, KERNELS = (Backend(name, precision="int8") for name in ("reference", "triton"))
 
