@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from fuzz_calls import no_hang
+from hangs import no_hang
 from parklab import cli
 from parklab.experiments.captures import ABOUT, FORMAT
 from parklab.experiments.record_fields import FIELDS_OF_LINES

@@ -206,21 +206,6 @@ def test_a_call_without_a_fitting_grid_is_refused(name):
         attend(module, replace(given, grid=(50, 1, 1)))
 
 
-@pytest.mark.parametrize(
-    ("module", "settings", "message"),
-    [
-        (svg, {"layout": "cog"}, "layout: expected one of hunyuan, wan"),
-        (svg, {"sparsity": 1.5}, "sparsity: expected a number in"),
-        (sta, {"tile": (6, 8)}, "tile: expected .frames, height, width."),
-        (sta, {"window": ((3, 3, 3), 4)}, "window: expected .frames, height, width."),
-        (radial, {"decay": 0.0}, "decay: expected a number in"),
-    ],
-)
-def test_settings_out_of_range_are_refused(module, settings, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        module.ENTRIES[0].config(**settings)
-
-
 def test_sta_wants_a_window_for_each_head():
     given = next(given for given in map(grid_problem, range(99)) if given.q.shape[1] == 2)
     with pytest.raises(ValueError, match="window: expected one triple for each of 2 heads, got 3"):

@@ -13,27 +13,15 @@ from unittest import mock
 import pytest
 import torch
 
-import served_stand_ins
+import served_stand_ins as servers
 from parkattn.hosts import vllm_omni
 from parkattn.hosts.served import ServedSettings
 from parkattn.site import AttentionOutput, AttentionStats
-from served_stand_ins import (
-    GRID,
-    HEADS,
-    LAYERS,
-    STEPS,
-    VIDEO,
-    Around,
-    DenseImpl,
-    calls_by_layer,
-    expect_apart,
-    in_one_graph,
-    put_modules,
-)
+from served_stand_ins import GRID, HEADS, LAYERS, STEPS, VIDEO, DenseImpl
 
 ROOT = "vllm_omni.diffusion"
 DIM = 16
-KEEP_ALL, SPARSE = json.dumps(served_stand_ins.KEEP_ALL), json.dumps(served_stand_ins.SPARSE)
+KEEP_ALL, SPARSE = json.dumps(servers.KEEP_ALL), json.dumps(servers.SPARSE)
 
 
 class DenseBackend:
@@ -88,7 +76,7 @@ def stand_in(monkeypatch):
         },
     }
     monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL)
-    told.backend = put_modules(monkeypatch, ROOT, "vllm_omni", parts)
+    told.backend = servers.put_modules(monkeypatch, ROOT, "vllm_omni", parts)
     yield told
     sys.modules.pop("parkattn.hosts.vllm_omni.backend", None)
 
@@ -102,7 +90,7 @@ def layers(told: Any, prefix: str = "blocks.{}.attn1", count: int = LAYERS, **ot
 
 
 def tokens(count: int = VIDEO, seed: int = 0) -> torch.Tensor:
-    return served_stand_ins.tokens(DIM, count, seed)
+    return servers.tokens(DIM, count, seed)
 
 
 def step(
@@ -143,7 +131,7 @@ def test_layers_steps_and_counted_branches_are_told_and_every_block_kept_is_dens
 def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leaves_no_state(stand_in, monkeypatch):
     monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
     stack = layers(stand_in)
-    pair = expect_apart(Context, lambda context, number: step(stand_in, stack, context, number))
+    pair = servers.expect_apart(Context, lambda context, number: step(stand_in, stack, context, number))
     assert vllm_omni.request_of(pair[0]).summary().density < 1
     state = weakref.ref(vllm_omni.request_of(pair[1]))
     del pair
@@ -226,10 +214,10 @@ def test_one_compiled_graph_serves_every_layer(stand_in):
     stack, given = layers(stand_in, count=3), (*tokens(VIDEO + 12), types.SimpleNamespace(video_layout=layout(9)))
     with torch.no_grad():
         compiled = begin()
-        found = in_one_graph(stack, *given)
+        found = servers.in_one_graph(stack, *given)
         begin()
-        torch.testing.assert_close(found, [Around(impl)(*given) for impl in stack], rtol=0, atol=0)
-    assert list(calls_by_layer(vllm_omni.request_of(compiled).summary())) == [0, 1, 2]
+        torch.testing.assert_close(found, [servers.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
+    assert list(servers.calls_by_layer(vllm_omni.request_of(compiled).summary())) == [0, 1, 2]
 
 
 def test_the_scheduler_says_how_many_steps_there_are_where_the_pipeline_does_not(stand_in):

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 import tiny_pipelines
-from tiny_pipelines import diffusers, noise
+from tiny_pipelines import HEADS, diffusers, noise
 
-HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 CHANNELS = {"in_channels": 4, "out_channels": 4}
 WAN = {**HEADS, **CHANNELS, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
 DUAL = {

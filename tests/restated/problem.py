@@ -142,6 +142,25 @@ def empty(q: Tensor, k: Tensor) -> Restated:
     return Restated(torch.zeros(b, h, n, k.shape[2], dtype=torch.bool), torch.zeros_like(q))
 
 
+def static(q, k, v, *, text, key_valid, scale, sees) -> Restated:
+    """Video queries see the text, and the video keys where sees(head, query, key); all others see every valid key."""
+    b, h, n, d = q.shape
+    scale = d**-0.5 if scale is None else scale
+    result = empty(q, k)
+    for i in range(b):
+        tokens = tokens_by_role(n, k.shape[2], text, key_valid, i)
+        video = set(tokens.video_queries)
+        for j in range(h):
+            queries, keys, values = q[i, j].tolist(), k[i, j].tolist(), v[i, j].tolist()
+            for row in range(n):
+                seen = tokens.valid_keys
+                if row in video:
+                    seen = [*tokens.text_keys, *(column for column in tokens.video_keys if sees(j, row, column))]
+                result.allowed[i, j, row, seen] = True
+                result.out[i, j, row] = q.new_tensor(attend_keys(queries[row], keys, values, seen, scale))
+    return result
+
+
 @dataclass(frozen=True)
 class Problem:
     """One generated call: an odd grid, text at either end or inside, padding in the text or scattered."""
