@@ -6,12 +6,12 @@ from random import Random
 import pytest
 import torch
 
+import plans
 from definitions import output_rounding
 from parkattn.methods import make_method
 from parkattn.ops import REFERENCE, attend
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.reuse import History, count_phases
-from parkattn.site import CallSite
+from parkattn.reuse import count_phases
 from parklab.baselines import chipmunk, mc_sparse
 from parklab.baselines.mc_sparse import principal_order
 from plans import problem, token_mask
@@ -35,12 +35,7 @@ def dense(given):
 
 
 def phases(name, steps, **changes):
-    schedule, refreshed, found = make_method(name, changes).schedule, None, []
-    for step in range(steps):
-        phase = schedule.phase(CallSite(layer=5, step=step, total_steps=steps), History(refreshed)).name
-        refreshed = step if phase == "anchor" else refreshed
-        found.append(phase)
-    return found
+    return plans.phases(make_method(name, changes).schedule, steps, layer=5)
 
 
 @every_method

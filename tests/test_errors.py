@@ -206,7 +206,7 @@ def test_unknown_preset_is_refused_with_the_known_ones():
 
 def test_unknown_method_is_refused_with_the_known_ones():
     refused(make_method, "prak", named="method", came="prak")
-    with pytest.raises(ValueError, match=r"dense.*park"):
+    with pytest.raises(ValueError, match=r"dense.*park.*did you mean park"):
         make_method("prak")
 
 
@@ -278,11 +278,6 @@ def test_shrinkage_outside_the_unit_interval_is_refused(alpha):
 
 def test_unknown_root_is_refused():
     refused(metric_root, torch.eye(16)[None, None], "lu", named="root", came="lu")
-
-
-def test_cholesky_of_a_singular_metric_says_which_root_works():
-    with pytest.raises(ValueError, match="sqrt"):
-        metric_root(torch.zeros(1, 1, 16, 16), "cholesky")
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, 1.01, float("nan")])

@@ -14,13 +14,13 @@ from parkattn.engine import Engine
 from parkattn.engine.forecast import CLOSE, LONGEST
 from parkattn.park import Park
 from parklab.research import ResearchConfig
+from plans import flow_levels
 
 STEPS = 50
 
 
 def levels(steps: int) -> tuple[float, ...]:
-    """Of a flow with shift 3."""
-    return tuple(3 * s / (1 + 2 * s) for s in (1 - step / steps for step in range(steps)))
+    return flow_levels(steps, shift=3.0)
 
 
 LEVELS = levels(STEPS)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from interpreted import begin_rank, compared, run_on_ranks, tell
+from interpreted import begin_rank, compared, reported, run_on_ranks, tell
 from parkattn.balance import assign_heads, imbalance, reassign
 from parkattn.park import Park
 from parklab.research import AdaptivePark, ResearchConfig
@@ -41,6 +41,7 @@ def test_heads_by_density_give_the_latents_of_the_plain_assignment_bit_for_bit(r
     # projections of a part of the tokens may round differently, as in test_hosts_diffusers_parallel
     assert row["difference"] <= row["tolerance"] < row["sparse - dense"]
     assert row["calls"] == row["calls of one process"] and row["calls"]["reuse"] > 0
+    assert row["plan bytes"] == row["plan bytes of one process"] // row["ranks"], "each rank has the plans of its heads"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,8 +127,7 @@ def work(device: str = "cpu") -> None:
 
     def report(case: str, made, **row) -> None:
         if compares:
-            row |= {"balance": made.balance, "calls": made.calls, "plan bytes": made.peak_state_bytes}
-            tell(case=case, said=str(made), **row)
+            tell(case=case, said=str(made), balance=made.balance, **row)
 
     def split(pipe):
         degrees = ContextParallelConfig(ulysses_degree=world)
@@ -140,7 +140,7 @@ def work(device: str = "cpu") -> None:
         if compares:
             dense = run[family](pipe, steps=STEPS)
             enable(pipe, method=made_with(settings))
-            alone, calls = run[family](pipe, steps=STEPS), summary(pipe).calls
+            alone, report_alone = run[family](pipe, steps=STEPS), summary(pipe)
             disable(pipe)
         enable(split(pipe), method=made_with(settings))
         balanced, made = run[family](pipe, steps=STEPS), summary(pipe)
@@ -150,8 +150,8 @@ def work(device: str = "cpu") -> None:
         if not compares:
             continue
         row = compared(balanced, alone, dense, STEPS) | {"balanced - plain": (balanced - plain).abs().max().item()}
-        row |= {"calls of one process": calls, "plain plan bytes": still.peak_state_bytes}
-        report(case, made, **row)
+        row |= {"plain plan bytes": still.peak_state_bytes, "ranks": world}
+        report(case, made, **row | reported(made, report_alone))
     for case, heads, asked in (
         ("a method of its own", HEADS, {"method": "dense"}),
         ("one head each", world, {"config": ResearchConfig(**BLOCKS)}),

@@ -13,7 +13,6 @@ import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, summary
 from test_errors import refused
 from test_hosts_diffusers import SPARSE
-from test_hosts_diffusers_tracker import LowRank
 from tiny_pipelines import diffusers
 
 pytestmark = [
@@ -54,6 +53,20 @@ def on_image_to_video(module):
     return module.generate(
         tiny.wan_image_to_video(), Image.new("RGB", (64, 64), "gray"), "a cat", compiler="eager", **SMALL, **STEPS
     )[1]
+
+
+class LowRank(torch.nn.Module):
+    """What PEFT puts around a projection."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        generator = torch.Generator().manual_seed(0)
+        self.down = torch.randn(2, base.in_features, generator=generator)
+        self.up = torch.randn(base.out_features, 2, generator=generator) * 0.1
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.down.T @ self.up.T
 
 
 def with_lora(module):

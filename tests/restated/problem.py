@@ -6,6 +6,7 @@ Everything here and beside it is float64 on Python lists: slow, explicit, and wr
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,7 +52,12 @@ def cells(n: int, m: int, text: slice | None, grid: tuple[int, int, int] | None)
 
 
 def dot(x: list[float], y: list[float]) -> float:
-    return math.fsum(a * b for a, b in zip(x, y, strict=True))
+    return math.fsum(map(operator.mul, x, y))
+
+
+def squared_distance(x: list[float], y: list[float]) -> float:
+    apart = [*map(operator.sub, x, y)]
+    return dot(apart, apart)
 
 
 def mean(rows: list[list[float]]) -> list[float]:
@@ -88,7 +94,7 @@ def lloyd(points: list[list[float]], start: list[int], iterations: int) -> list[
     labels = [0] * len(points)
     for _ in range(iterations):
         for i, x in enumerate(points):
-            distances = [math.fsum((a - c) ** 2 for a, c in zip(x, centroid, strict=True)) for centroid in centroids]
+            distances = [squared_distance(x, centroid) for centroid in centroids]
             labels[i] = distances.index(min(distances))
         for u in range(len(centroids)):
             members = [points[i] for i in range(len(points)) if labels[i] == u]
@@ -128,10 +134,10 @@ def log_block_error(centroid, keys, values, members: list[int], scale, smallest:
     logits = [scale * dot(centroid, keys[j]) for j in members]
     pooled = scale * dot(centroid, pooled_key)
     top = max([pooled, *logits])
+    stand_in = [math.exp(pooled - top) * y for y in pooled_value]
     error = math.fsum(
-        (math.exp(logit - top) * x - math.exp(pooled - top) * y) ** 2
+        squared_distance([math.exp(logit - top) * x for x in values[j]], stand_in)
         for logit, j in zip(logits, members, strict=True)
-        for x, y in zip(values[j], pooled_value, strict=True)
     )
     return math.log(max(error / (len(members) if per_token else 1), smallest)) + 2 * top
 

@@ -1,5 +1,5 @@
-"""What tests of servers share: attention that stands in for a server's own, its modules and wheel on a CPU, requests in
-turn, and one graph for all layers.
+"""What tests of hosts share: a method that notes its calls; attention that stands in for a server's own, its modules and
+wheel on a CPU, requests in turn, and one graph for all layers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,37 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 
+from parkattn.site import AttentionOutput, AttentionStats, CallSite
+
 GRID, STEPS, LAYERS, HEADS = (5, 8, 8), 4, 2, 2
 VIDEO = 5 * 8 * 8
 SMALL = {"profile": "paper", "query_clusters": 4, "key_clusters": 8, "dense_steps": 0, "min_tokens": 0}
 KEEP_ALL, SPARSE = {**SMALL, "top_p": 1.0}, {**SMALL, "top_p": 0.5}
+
+
+class Recording:
+    """A dense method that notes the sites of its calls; later: the phase that it reports after the first step."""
+
+    name = "recording"
+
+    def __init__(self, later: str = "dense", state_bytes: int = 0) -> None:
+        self.later, self.state_bytes, self.resets = later, state_bytes, 0
+        self.sites: list[CallSite] = []
+
+    def __call__(self, q, k, v, site):
+        self.sites.append(site)
+        phase = self.later if site.step else "dense"
+        return AttentionOutput(site.dense(), AttentionStats(phase, "noted", q.new_ones(q.shape[:2])))
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+# Servers -------------------------------------------------------------------------------------------------
 
 
 class DenseImpl:
@@ -108,7 +135,3 @@ def randomised(model: Any, spread: float) -> Any:
     for parameter in model.parameters():
         parameter.data = (torch.randn(parameter.shape, generator=generator) * spread).to(parameter.dtype)
     return model
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
