@@ -41,15 +41,9 @@ SHAPE = (3, 32, 32, 3)
 METRICS = ["metrics", "FILE", "GOOD"]
 RECORDS = ["reproduce", "NAME", "--draw", "--records", "FILE"]
 CAPTURE = [
-    "reproduce",
-    "tab:query_key_compression",
-    "--capture-file",
-    "FILE",
-    "--set",
-    "query_clusters=2",
-    "--set",
+    "reproduce", "tab:query_key_compression", "--capture-file", "FILE", "--set", "query_clusters=2", "--set",
     "key_clusters=2",
-]
+]  # fmt: skip
 PROMPTS = ["generate", "--prompts", "FILE"]
 PROFILE = ["generate", EXAMPLE, "--method", "svoo", "--set", "density_profile=FILE"]
 FRONTIER_LINE = {

@@ -26,38 +26,28 @@ def sparge_settings(draw, given):
     if draw.random() < 0.5:
         selection = {"cdfthreshd": draw.choice((0.3, 0.6, 0.98, 1.0))}
     return {
-        "block_q": draw.choice((2, 3, 5, 8)),
-        "block_k": draw.choice((2, 3, 4)),
-        "smooth_k": draw.random() < 0.7,
-        "attention_sink": draw.random() < 0.3,
-        "simthreshd1": draw.choice((None, None, 0.3, 0.5, -0.1, 1.1)),
+        "block_q": draw.choice((2, 3, 5, 8)), "block_k": draw.choice((2, 3, 4)), "smooth_k": draw.random() < 0.7,
+        "attention_sink": draw.random() < 0.3, "simthreshd1": draw.choice((None, None, 0.3, 0.5, -0.1, 1.1)),
         **selection,
-    }
+    }  # fmt: skip
 
 
 def xattention_settings(draw, given):
     stride = draw.choice((1, 2, 3))
     return {
-        "stride": stride,
-        "block": stride * draw.choice((1, 2, 3)),
-        "threshold": draw.choice((0.3, 0.6, 0.9, 1.0)),
-        "norm": draw.choice((0.5, 1.0)),
-        "keep_sink": draw.random() < 0.5,
-        "keep_recent": draw.random() < 0.3,
-    }
+        "stride": stride, "block": stride * draw.choice((1, 2, 3)), "threshold": draw.choice((0.3, 0.6, 0.9, 1.0)),
+        "norm": draw.choice((0.5, 1.0)), "keep_sink": draw.random() < 0.5, "keep_recent": draw.random() < 0.3,
+    }  # fmt: skip
 
 
 def sol_settings(draw, given):
     least = int(video_tokens(given).sum(1).min())
     sink = draw.randint(0, min(4, least))
     return {
-        "block": draw.choice((1, 2, 3, 5)),
-        "tau": draw.choice((-0.5, 0.0, 0.5, 1.0, 1.3)),
-        "threshold": draw.choice(("diag", "exact")),
-        "topk": draw.choice((None, None, 0.1, 0.25, 0.5, 1.0)),
-        "sink_tokens": sink,
-        "sink_start": draw.choice((None, draw.randint(0, least - sink))),
-    }
+        "block": draw.choice((1, 2, 3, 5)), "tau": draw.choice((-0.5, 0.0, 0.5, 1.0, 1.3)),
+        "threshold": draw.choice(("diag", "exact")), "topk": draw.choice((None, None, 0.1, 0.25, 0.5, 1.0)),
+        "sink_tokens": sink, "sink_start": draw.choice((None, draw.randint(0, least - sink))),
+    }  # fmt: skip
 
 
 METHODS = {

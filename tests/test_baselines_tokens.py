@@ -205,23 +205,17 @@ CASES = 240
 
 def mc_sparse_settings(draw):
     return {
-        "group": draw.randint(2, 8),
-        "multiple": draw.randint(1, 4),
-        "top_k": draw.choice((0.1, 0.25, 0.5, 1.0)),
-        "power_iterations": draw.choice((1, 4)),
-        "whiten": draw.random() < 0.4,
-    }
+        "group": draw.randint(2, 8), "multiple": draw.randint(1, 4), "top_k": draw.choice((0.1, 0.25, 0.5, 1.0)),
+        "power_iterations": draw.choice((1, 4)), "whiten": draw.random() < 0.4,
+    }  # fmt: skip
 
 
 def chipmunk_settings(draw):
     return {
-        "voxel": draw.choice(((1, 2, 2), (2, 1, 3), (1, 1, 2), (2, 2, 1), (3, 2, 2))),
-        "multiple": draw.randint(1, 4),
-        "top_k": draw.choice((0.05, 0.1, 0.2, 0.2, 0.5, 1.0)),
-        "random_keys": draw.choice((0.0, 0.01, 0.1, 0.2)),
-        "local_voxels": draw.choice((0, 0, 0, 1, 2)),
-        "seed": draw.choice((0, 7, 2**40 + 3)),
-    }
+        "voxel": draw.choice(((1, 2, 2), (2, 1, 3), (1, 1, 2), (2, 2, 1), (3, 2, 2))), "multiple": draw.randint(1, 4),
+        "top_k": draw.choice((0.05, 0.1, 0.2, 0.2, 0.5, 1.0)), "random_keys": draw.choice((0.0, 0.01, 0.1, 0.2)),
+        "local_voxels": draw.choice((0, 0, 0, 1, 2)), "seed": draw.choice((0, 7, 2**40 + 3)),
+    }  # fmt: skip
 
 
 METHODS = {

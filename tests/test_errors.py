@@ -133,31 +133,16 @@ def test_a_singular_metric_is_refused_also_beside_a_nan():
 # Configuration --------------------------------------------------------------------------------------------
 
 BAD_FIELDS = {
-    "top_p": [0, 0.0, -0.1, 1.5, float("nan")],
-    "alpha": [-0.01, 1.01, float("nan")],
-    "floor": [-0.1, 1.1],
-    "dense_fraction": [-0.2, 1.2],
-    "epsilon": [0.0, -1e-6],
-    "s_min": [0.0, -1.0],
-    "query_clusters": [0, -1],
-    "key_clusters": [0, -512],
-    "kmeans_iterations": [0, -3],
-    "refresh_interval": [0, -10],
-    "reference_steps": [0],
-    "dense_steps": [-1],
-    "dense_last_steps": [-1],
-    "seed": [-1],
-    "importance": ["centroid"],
-    "key_metric": ["cosine"],
+    "top_p": [0, 0.0, -0.1, 1.5, float("nan")], "alpha": [-0.01, 1.01, float("nan")], "floor": [-0.1, 1.1],
+    "dense_fraction": [-0.2, 1.2], "epsilon": [0.0, -1e-6], "s_min": [0.0, -1.0], "query_clusters": [0, -1],
+    "key_clusters": [0, -512], "kmeans_iterations": [0, -3], "refresh_interval": [0, -10], "reference_steps": [0],
+    "dense_steps": [-1], "dense_last_steps": [-1], "seed": [-1], "importance": ["centroid"], "key_metric": ["cosine"],
     "metric_root": ["lu"],
-}
+}  # fmt: skip
 WRONG_FIELD_TYPES = {
-    "query_clusters": [2.5, "128", True],
-    "top_p": ["0.9", True],
-    "alpha": [None, "0.05"],
-    "check_finite": [1, "yes"],
+    "query_clusters": [2.5, "128", True], "top_p": ["0.9", True], "alpha": [None, "0.05"], "check_finite": [1, "yes"],
     "dense_layers": [3],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field,value", [(f, x) for f, values in BAD_FIELDS.items() for x in values])

@@ -99,13 +99,8 @@ def sampled(comfy: Any, model: Any, seed: int = 0, **how: Any) -> torch.Tensor:
     texts, pooled = torch.randn(2, 1, 9, 24, generator=generator), torch.randn(2, 1, 8, generator=generator)
     words = [[text, {"pooled_output": vector, **extra}] for text, vector in zip(texts, pooled, strict=True)]
     given = {
-        "steps": STEPS,
-        "cfg": 3.0,
-        "sampler_name": "euler",
-        "scheduler": "simple",
-        "disable_pbar": True,
-        "seed": 0,
-    }
+        "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "disable_pbar": True, "seed": 0,
+    }  # fmt: skip
     given |= how
     with torch.inference_mode():
         return comfy.sample.sample(model, noise, positive=[words[0]], negative=[words[1]], latent_image=latent, **given)

@@ -141,19 +141,16 @@ ODD = {"height": 48, "width": 48}  # 27 tokens, of which xDiT makes 28
 SHARED, WHOLE = "a cat walks on the grass", "a cat walks on the gras"
 WAN, HUNYUAN = (functools.partial(build, num_attention_heads=HEADS) for build in (tiny.wan, tiny.hunyuan))
 CASES = {
-    "wan": (WAN, tiny.run_wan),
-    "wan2.2": (functools.partial(WAN, experts=2), tiny.run_wan),
-    "wan, compiled blocks": (WAN, tiny.run_wan),
-    "wan, compiled": (WAN, tiny.run_wan),
+    "wan": (WAN, tiny.run_wan), "wan2.2": (functools.partial(WAN, experts=2), tiny.run_wan),
+    "wan, compiled blocks": (WAN, tiny.run_wan), "wan, compiled": (WAN, tiny.run_wan),
     "wan vace": (tiny_families.vace, tiny_families.FAMILIES["wan vace"].run),
     "hunyuan": (HUNYUAN, functools.partial(tiny.run_hunyuan, prompt=SHARED)),
     "hunyuan, whole text": (HUNYUAN, functools.partial(tiny.run_hunyuan, prompt=WHOLE)),
     "hunyuan, compiled blocks": (HUNYUAN, functools.partial(tiny.run_hunyuan, prompt=WHOLE)),
     "hunyuan 1.5": (tiny_families.hunyuan15, tiny_families.FAMILIES["hunyuan 1.5"].run),
     "hunyuan 1.5, masks of xDiT": (tiny_families.hunyuan15, tiny_families.FAMILIES["hunyuan 1.5"].run),
-    "wan, odd": (WAN, functools.partial(tiny.run_wan, **ODD)),
-    "wan, ring": (WAN, tiny.run_wan),
-}
+    "wan, odd": (WAN, functools.partial(tiny.run_wan, **ODD)), "wan, ring": (WAN, tiny.run_wan),
+}  # fmt: skip
 # what xDiT's runner gives to its transformers, or would to have text masked
 GIVEN = {"wan": {"attention_kwargs": {"thw": None}}, "hunyuan 1.5, masks of xDiT": {"attention_kwargs": {}}}
 LIKE_ONE_PROCESS = [case for case in CASES if not case.endswith(("odd", "ring", "masks of xDiT"))]

@@ -101,14 +101,10 @@ def on_the_shipped_model(module, out):
 
 
 TRIED = {
-    "small_model": on_the_shipped_model,
-    "wan_text_to_video": on_wan,
-    "wan22_text_to_video": on_wan22,
-    "hunyuan_text_to_video": on_hunyuan,
-    "wan_image_to_video": on_image_to_video,
-    "wan_lora": with_lora,
+    "small_model": on_the_shipped_model, "wan_text_to_video": on_wan, "wan22_text_to_video": on_wan22,
+    "hunyuan_text_to_video": on_hunyuan, "wan_image_to_video": on_image_to_video, "wan_lora": with_lora,
     "wan_first_block_cache": with_cache,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -154,12 +154,9 @@ def build_gluon(
     tile = gluon_tile(d) if rows is None else int8_tile(d, rows, True)
     tile = tile if quick else tile.for_lost_rows()
     boxes = {
-        "q_desc": (64, d),
-        "k_tail": (tile.tail, 64),
-        "v_tail": (tile.tail, 64),
-        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)),
-        **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
-    }
+        "q_desc": (64, d), "k_tail": (tile.tail, 64), "v_tail": (tile.tail, 64),
+        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)), **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
+    }  # fmt: skip
     types = {
         name: f"tensordesc<{element}[{height}, {width}],{swizzled(torch.float16, d)!r}>"
         for name, (height, width) in boxes.items()
@@ -176,13 +173,9 @@ def build_gluon(
     types |= {"bias_desc": f"tensordesc<fp32[1, {tile.keys}],{LINEAR!r}>", "out": f"*{element}", "unit": "fp32"}
     types |= dict.fromkeys(("lse", "q_steps", "k_steps"), "*fp32")
     constants = {
-        **tile.constants(d),
-        "COMPENSATE": everything,
-        "SCATTER": True,
-        "LSE": everything,
-        "SHARE": share,
+        **tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "SHARE": share,
         "INT8": rows is not None,
-    }
+    }  # fmt: skip
     constants["QUICK"] = tile.quick if quick else 0
     built = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=tile.launch_registers)
     ptx, code = built.ptx, built.code
@@ -217,11 +210,8 @@ def test_dense_gluon_kernel_builds_and_fits(d, int8, quick):
         for name, (height, dtype) in rows.items()
     }
     types |= dict.fromkeys(("lse", "q_steps", "k_steps"), "*fp32") | {
-        "key_counts": "*i32",
-        "lost": "*i32",
-        "out": "*bf16",
-        "unit": "fp32",
-    }
+        "key_counts": "*i32", "lost": "*i32", "out": "*bf16", "unit": "fp32",
+    }  # fmt: skip
     constants = {name: value for name, value in tile.constants(d).items() if name not in ("WIDE", "TAIL")}
     constants |= {"LSE": True, "QUICK": tile.quick if quick else 0, "AGAIN": not quick, "INT8": int8}
     built = compiled(attend_dense_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=tile.launch_registers)

@@ -21,12 +21,9 @@ from strategies import attention_cases, cases, half_cases, self_attention_cases
 def small_config(case, **changes):
     """Few clusters, so that a plan for a few tokens is really sparse."""
     settings = {
-        "query_clusters": case.query_blocks,
-        "key_clusters": case.key_blocks,
-        "top_p": 0.6,
-        "kmeans_iterations": 2,
+        "query_clusters": case.query_blocks, "key_clusters": case.key_blocks, "top_p": 0.6, "kmeans_iterations": 2,
         "seed": case.seed % 1000,
-    }
+    }  # fmt: skip
     return ResearchConfig(**(settings | changes))
 
 

@@ -222,17 +222,13 @@ BAD_SCALES = [
     (1e39, ValueError),
 ]
 BAD_SITES = {
-    "video": [(-1, ValueError), ("0", TypeError)],
-    "paired": [(1, TypeError)],
-    "layer": [(-1, ValueError), ("x", TypeError)],
-    "step": [(-1, ValueError), (2.5, TypeError), (None, TypeError)],
+    "video": [(-1, ValueError), ("0", TypeError)], "paired": [(1, TypeError)],
+    "layer": [(-1, ValueError), ("x", TypeError)], "step": [(-1, ValueError), (2.5, TypeError), (None, TypeError)],
     "total_steps": [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("x", TypeError)],
     "branch": [(None, TypeError), ("", TypeError), ({}, TypeError)],
     "grid": [((1, 2), TypeError), ([1, 2, 3], TypeError), ((1, 0, 2), ValueError), ((1.5, 2, 2), TypeError)],
-    "scale": BAD_SCALES,
-    "noise_levels": [(5, TypeError)],
-    "dense": [(5, TypeError)],
-}
+    "scale": BAD_SCALES, "noise_levels": [(5, TypeError)], "dense": [(5, TypeError)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,8 @@ def wan_i2v():
     transformer = tiny.wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=48)
     torch.manual_seed(0)
     small = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "patch_size": 14,
-    }
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14,
+    }  # fmt: skip
     encoder = CLIPVisionModel(CLIPVisionConfig(**small)).eval()
     parts = {"image_processor": CLIPImageProcessor(), "image_encoder": encoder}
     return without_text("WanImageToVideoPipeline", transformer, unipc(), tiny.wan_vae(), **parts)

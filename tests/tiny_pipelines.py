@@ -43,13 +43,8 @@ def wan_transformer(seed: int = 0, cls: str = "WanTransformer3DModel", **changes
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2}
     sizes = {
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 16,
-        "freq_dim": 16,
-        "ffn_dim": 32,
-        "rope_max_seq_len": 64,
-    }
+        "in_channels": 16, "out_channels": 16, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 64,
+    }  # fmt: skip
     return getattr(diffusers, cls)(**{**heads, **sizes, **changes}).eval()
 
 
@@ -163,18 +158,14 @@ def transformers() -> dict:
     control = {"control_hidden_states": noise(1, 8, 3, 8, 8), "control_hidden_states_scale": torch.ones(1)}
     replaced = hunyuan_transformer(image_condition_type="token_replace", guidance_embeds=False)
     return {
-        "wan": (wan_transformer(), wan_inputs, None),
-        "wan i2v": (image_to_video, {**wan_inputs, **image_inputs}, None),
+        "wan": (wan_transformer(), wan_inputs, None), "wan i2v": (image_to_video, {**wan_inputs, **image_inputs}, None),
         "wan ti2v": (wan_transformer(), {**wan_inputs, "timestep": per_token}, None),
         "wan vace": (vace, {**wan_inputs, **control}, None),
         "skyreels": (wan_transformer(cls="SkyReelsV2Transformer3DModel"), wan_inputs, None),
         "hunyuan": (hunyuan_transformer(), {**hunyuan_inputs, "guidance": torch.tensor([6000.0])}, slice(48, 64)),
-        "hunyuan i2v": (replaced, hunyuan_inputs, slice(48, 64)),
-        "hunyuan 1.5": hunyuan15(some_words),
-        "cogvideox": cogvideox(words),
-        "ltx": ltx(some_words),
-        "mochi": mochi(some_words),
-    }
+        "hunyuan i2v": (replaced, hunyuan_inputs, slice(48, 64)), "hunyuan 1.5": hunyuan15(some_words),
+        "cogvideox": cogvideox(words), "ltx": ltx(some_words), "mochi": mochi(some_words),
+    }  # fmt: skip
 
 
 def hunyuan15(some_words):

@@ -165,13 +165,10 @@ def sparge_settings(rng: Random, case: Case) -> dict[str, Any]:
 def xattention_settings(rng: Random, case: Case) -> dict[str, Any]:
     stride = rng.choice((1, 2, 3, 4))
     return {
-        "stride": stride,
-        "block": stride * rng.choice((1, 2, 4)),
-        "threshold": rng.choice((0.5, 0.8, 0.9, 0.95, rng.random())),
-        "norm": rng.choice((1.0, 1.0, 0.5)),
-        "keep_sink": rng.random() < 0.5,
-        "keep_recent": rng.random() < 0.25,
-    }
+        "stride": stride, "block": stride * rng.choice((1, 2, 4)),
+        "threshold": rng.choice((0.5, 0.8, 0.9, 0.95, rng.random())), "norm": rng.choice((1.0, 1.0, 0.5)),
+        "keep_sink": rng.random() < 0.5, "keep_recent": rng.random() < 0.25,
+    }  # fmt: skip
 
 
 def svg_settings(rng: Random, case: Case) -> dict[str, Any]:
@@ -209,12 +206,9 @@ def svoo_settings(rng: Random, case: Case) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, Callable[[Random, Case], dict[str, Any]]] = {
-    "sparge": sparge_settings,
-    "xattention": xattention_settings,
-    "svg": svg_settings,
-    "svg2": svg2_settings,
+    "sparge": sparge_settings, "xattention": xattention_settings, "svg": svg_settings, "svg2": svg2_settings,
     "svoo": svoo_settings,
-}
+}  # fmt: skip
 
 
 def settings_for(method: str, case: Case) -> dict[str, Any]:

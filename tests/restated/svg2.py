@@ -83,12 +83,9 @@ def cluster_mask(clusters: dict, scale: float, p: float, ratio: float) -> dict:
     scores = centroid_scores(clusters["query_centroids"], clusters["key_centroids"], sizes, scale)
     mask = [select(row, p, int(ratio * count)) for row in scores]
     return {
-        **clusters,
-        "sizes": sizes,
-        "scores": torch.tensor(scores, dtype=torch.float64),
-        "mask": torch.tensor(mask),
+        **clusters, "sizes": sizes, "scores": torch.tensor(scores, dtype=torch.float64), "mask": torch.tensor(mask),
         "sees": block_sees(mask, clusters["query_labels"], clusters["key_labels"]),
-    }
+    }  # fmt: skip
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, initial_queries=None, initial_keys=None, earlier=None, p=0.9,
