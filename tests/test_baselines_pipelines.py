@@ -26,14 +26,8 @@ from parklab.studio.compare import choose_methods
 from parklab.studio.density import measure_profile
 from parklab.studio.generate import generate_frames
 from parklab.studio.request import Request, config_for
+from test_hosts_diffusers_compile import pytestmark  # noqa: F401 (pytest reads it)
 
-pytestmark = [
-    # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
-    pytest.mark.filterwarnings("ignore:__array__ implementation"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
 NAMES = [entry.name for module in (dense, park, baselines) for entry in module.ENTRIES]
 HEADS, STEPS = 4, 2  # of the runs on two ranks
 FAMILIES = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}

@@ -11,6 +11,7 @@ from parkattn.plan import assign_roles
 from parkattn.planned import PlannedMethod
 from parklab.baselines import chipmunk, mc_sparse, radial, sol, sparge, sta, svg, xattention
 from plans import RESTATED, attend, problem, token_mask
+from restated.cases import sparge_settings, xattention_settings
 
 CASES = 240
 
@@ -19,25 +20,6 @@ def video_tokens(given):
     """[b n] bool"""
     video = assign_roles(given.q, given.k, given.text, given.key_valid).clustered_keys
     return torch.ones(given.q.shape[0], given.q.shape[2], dtype=torch.bool) if video is None else video
-
-
-def sparge_settings(draw, given):
-    selection = {"topk": draw.choice((0.1, 0.3, 0.5, 0.7, 1.0))}
-    if draw.random() < 0.5:
-        selection = {"cdfthreshd": draw.choice((0.3, 0.6, 0.98, 1.0))}
-    return {
-        "block_q": draw.choice((2, 3, 5, 8)), "block_k": draw.choice((2, 3, 4)), "smooth_k": draw.random() < 0.7,
-        "attention_sink": draw.random() < 0.3, "simthreshd1": draw.choice((None, None, 0.3, 0.5, -0.1, 1.1)),
-        **selection,
-    }  # fmt: skip
-
-
-def xattention_settings(draw, given):
-    stride = draw.choice((1, 2, 3))
-    return {
-        "stride": stride, "block": stride * draw.choice((1, 2, 3)), "threshold": draw.choice((0.3, 0.6, 0.9, 1.0)),
-        "norm": draw.choice((0.5, 1.0)), "keep_sink": draw.random() < 0.5, "keep_recent": draw.random() < 0.3,
-    }  # fmt: skip
 
 
 def sol_settings(draw, given):

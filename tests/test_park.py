@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.plan import Plan
+from parkattn.ops.residual.definition import factor
+from parkattn.plan import Plan, arrange
 from parkattn.reuse import History, PlanStore, Schedule, pack_bits, unpack_bits
 from parkattn.site import AttentionMethod, SiteKey
 from parklab.research import ResearchConfig
@@ -234,24 +235,17 @@ def test_a_stored_plan_is_the_plan():
     assert store.get(key) is None and len(store) == 0 and store.nbytes == 0
 
 
-def test_state_of_wan_14b_at_720p_fits_one_gigabyte():
+@pytest.mark.parametrize(("rank", "most"), [(0, 1e9), (8, 4e9)])
+def test_state_of_wan_14b_at_720p_fits_one_gigabyte_and_with_residuals_four(rank, most):
     """40 layers, 2 branches, 40 heads, 75,600 tokens: measured on one head and multiplied, as heads are alike."""
     heads_in_all, tokens = 40 * 2 * 40, 75_600
     labels = torch.arange(tokens, dtype=torch.int32)[None, None]
-    from parkattn.plan import Plan, arrange
-
-    plan = Plan(
-        arrange(labels % 128, 128),
-        arrange(labels % 512, 512),
-        torch.ones(1, 1, 128, 512, dtype=torch.bool),
-        128,
-        512,
-        False,
-        torch.ones(1, 1),
-    )
+    sides = arrange(labels % 128, 128), arrange(labels % 512, 512)
+    plan = Plan(*sides, torch.ones(1, 1, 128, 512, dtype=torch.bool), 128, 512, False, torch.ones(1, 1))
+    residual = factor(torch.zeros(1, 1, tokens, 128), rank) if rank else None
     store = PlanStore()
-    store.put(SiteKey("transformer", 0, "cond"), plan, 0)
-    assert store.nbytes * heads_in_all < 1e9
+    store.put(SiteKey("transformer", 0, "cond"), plan, 0, residual=residual)
+    assert store.nbytes * heads_in_all < most
 
 
 def test_branches_layers_and_transformers_keep_plans_apart():

@@ -14,16 +14,10 @@ from parkattn import ParkConfig  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, fused, summary  # noqa: E402
 from parkattn.reuse import History, Schedule  # noqa: E402
 from test_hosts_diffusers import tolerance, trace  # noqa: E402
+from test_hosts_diffusers_compile import pytestmark  # noqa: E402, F401 (pytest reads it)
 from test_hosts_diffusers_pipelines import left_on  # noqa: E402
 from test_hosts_diffusers_session import gradients_of  # noqa: E402
 
-pytestmark = [
-    # of diffusers about schedulers, of torch.compile about itself
-    pytest.mark.filterwarnings("ignore:__array__ implementation"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
 STEPS = 8
 BLOCKS = {"query_clusters": 3, "key_clusters": 8}
 CPU = torch.device("cpu")

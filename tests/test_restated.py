@@ -11,6 +11,7 @@ from parklab.baselines.svg import band_reach
 from restated import cases as problems
 from restated import sparge, svg, svg2, svoo, xattention
 from restated.cases import Case, cases, settings_for
+from restated.problem import expect_roles
 
 METHODS = {"sparge": sparge, "xattention": xattention, "svg": svg, "svg2": svg2, "svoo": svoo}
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -37,16 +38,7 @@ def top_p(mass, p, crossing):
 @every_method
 def test_text_sees_and_is_seen_by_all_and_padding_by_nobody(name):
     for case, settings in generated(name, 8, seed=1):
-        allowed = run(name, case, **settings).allowed
-        n = case.q.shape[2]
-        valid = torch.ones(len(allowed), n, dtype=torch.bool) if case.key_valid is None else case.key_valid
-        text = torch.zeros(n, dtype=torch.bool)
-        text[case.text if case.text is not None else slice(0, 0)] = True
-        for b in range(len(allowed)):
-            assert not allowed[b][:, :, ~valid[b]].any()
-            assert allowed[b][:, :, valid[b] & text].all()
-            assert (allowed[b][:, text | ~valid[b]] == valid[b]).all()
-            assert allowed[b].any(-1).all()
+        expect_roles(run(name, case, **settings).allowed, case.text, case.key_valid)
 
 
 @every_method

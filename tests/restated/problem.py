@@ -199,6 +199,17 @@ class Problem:
         return 2 * q, k, v, {"grid": self.grid, "text": text, "key_valid": valid, "scale": None}
 
 
+def expect_roles(allowed, text, key_valid):
+    """Text sees and is seen by all that is valid, padding sees it too and is seen by nobody, and nobody sees nothing."""
+    valid = torch.ones(len(allowed), allowed.shape[2], dtype=torch.bool) if key_valid is None else key_valid
+    in_text = torch.zeros(allowed.shape[2], dtype=torch.bool)
+    in_text[slice(0, 0) if text is None else text] = True
+    for seen, there in zip(allowed, valid, strict=True):
+        assert (seen[:, in_text | ~there] == there).all()
+        assert not seen[:, :, ~there].any() and seen[:, :, in_text & there].all()
+    assert allowed.any(-1).all()
+
+
 def dense(q, k, v, key_valid=None):
     """Softmax attention over the valid keys."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
