@@ -125,27 +125,13 @@ def _flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _unreadable(path: Path) -> None:
-    path.chmod(0)
+def _replaced(make: Callable[[Path], object]) -> Damage:
+    return lambda path: [path.unlink(), make(path)].clear()
 
 
 DAMAGES: tuple[Damage, ...] = (
-    Path.unlink, _flipped, _folder, _link, _fifo, _unreadable, lambda path: os.truncate(path, path.stat().st_size // 2),
+    Path.unlink, _flipped, *map(_replaced, (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere"))),
+    lambda path: path.chmod(0), lambda path: os.truncate(path, path.stat().st_size // 2),
     *map(_bytes, (b"", b"null", b"[]", b'{"request": null}', b'{"files": {"a": 3}}', b"[" * 50_000)),
     *map(_bytes, (b"\xff\xfe", b"\0" * 64)),
 )  # fmt: skip

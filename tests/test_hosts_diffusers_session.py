@@ -31,20 +31,13 @@ def plans(target) -> int:
 # disable leaves nothing behind
 
 
-def test_experts_enabled_one_by_one_are_disabled_together():
-    pipe = tiny.wan(experts=2)
-    before = everything_on(pipe)
-    enable(pipe.transformer, SPARSE, total_steps=STEPS)
-    enable(pipe.transformer_2, SPARSE, total_steps=STEPS)
-    disable(pipe)
-    assert everything_on(pipe) == before
-
-
-def test_the_summary_of_experts_enabled_one_by_one_is_of_both():
+def test_the_summary_of_experts_enabled_one_by_one_is_of_both_and_they_are_disabled_together():
     pipe = tiny.wan(experts=2)
     enable(pipe, SPARSE)
     tiny.run_wan(pipe)
     together = summary(pipe)
+    disable(pipe)
+    before = everything_on(pipe)
     enable(pipe.transformer, SPARSE, total_steps=STEPS)
     enable(pipe.transformer_2, SPARSE, total_steps=STEPS)
     tiny.run_wan(pipe)
@@ -57,6 +50,8 @@ def test_the_summary_of_experts_enabled_one_by_one_is_of_both():
     # each expert alone has its own part of it
     halves = [summary(part) for part in (pipe.transformer, pipe.transformer_2)]
     assert sum(sum(half.calls.values()) for half in halves) == sum(apart.calls.values())
+    disable(pipe)
+    assert everything_on(pipe) == before
 
 
 def test_enabling_one_expert_leaves_the_other_enabled():

@@ -182,17 +182,6 @@ def test_more_iterations_never_raise_the_kmeans_objective(case, clusters):
         assert (after - before).max() <= case.keys * distance_rounding(k)
 
 
-@cases(50)
-@given(attention_cases(), st.integers(1, 9))
-def test_a_warm_start_never_raises_the_objective_of_the_earlier_labels(case, clusters):
-    _, k, _ = case.qkv()
-    count = min(clusters, case.keys)
-    first = kmeans(k, clusters, iterations=1, seed=case.seed)
-    second = kmeans(k, clusters, iterations=1, seed=case.seed + 1, start=first.labels)
-    before, after = (definitions.per_head(definitions.euclidean_objective, k, x.labels, count) for x in (first, second))
-    assert (after - before).max() <= case.keys * distance_rounding(k)
-
-
 @cases(80)
 @given(attention_cases(), st.integers(1, 9), st.sampled_from(["euclidean", "response"]))
 def test_invalid_tokens_get_the_label_past_the_last_and_influence_nothing(case, clusters, metric):
