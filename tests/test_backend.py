@@ -32,7 +32,7 @@ pytestmark = quiet_numpy
 @outside
 def test_the_triton_backend_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted(__file__, at_least=23)
+    run_interpreted(__file__, at_least=24)
 
 
 # ---------------------------------------------------------------------------------------------- the backends agree

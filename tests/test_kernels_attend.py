@@ -22,7 +22,7 @@ pytestmark = quiet_numpy
 
 @outside
 def test_the_kernel_under_the_interpreter():
-    run_interpreted(__file__, at_least=14)
+    run_interpreted(__file__, at_least=15)
 
 
 # ---------------------------------------------------------------------------------------------- ragged problems

@@ -32,7 +32,7 @@ TOKENS = {"query_tokens": 75_600, "key_tokens": 75_600, "query_tile": 128, "key_
 
 @outside
 def test_the_lists_and_the_residual_under_the_interpreter():
-    run_interpreted(__file__, at_least=19)
+    run_interpreted(__file__, at_least=36)
 
 
 def listed_pairs(work, bh, qb, n, m, key_tile, tail):
