@@ -256,12 +256,7 @@ def weights(tmp_path_factory):
 
 
 def sampled(
-    lightx2v: Any,
-    weights: Any,
-    attention: str,
-    videos: int = 1,
-    experts: int = 1,
-    **changes: Any,
+    lightx2v: Any, weights: Any, attention: str, videos: int = 1, experts: int = 1, **changes: Any
 ) -> torch.Tensor:
     """The loop of its runner over steps, with its model and scheduler; the last video's latents. Wan2.2 has 2 experts."""
     config = {**CONFIG, "self_attn_1_type": attention, **changes}

@@ -30,8 +30,7 @@ INT8_PRODUCT = {90: "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8", 100: "tc
 
 @outside
 @pytest.mark.parametrize(
-    ("d", "everything", "element"),
-    [(64, True, "bf16"), (128, False, "bf16"), (128, True, "bf16"), (128, True, "fp16")],
+    ("d", "everything", "element"), [(64, True, "bf16"), (128, False, "bf16"), (128, True, "bf16"), (128, True, "fp16")]
 )
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_triton_kernel_in_int8_builds_and_fits(arch, d, everything, element):

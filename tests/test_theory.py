@@ -13,14 +13,7 @@ import definitions
 import strategies
 from parkattn.ops.attend.definition import attend
 from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.ops.importance.definition import (
-    centroid_log_mass,
-    exact,
-    exact_log_mass,
-    full_key,
-    pama,
-    query_centroid,
-)
+from parkattn.ops.importance.definition import centroid_log_mass, exact, exact_log_mass, full_key, pama, query_centroid
 from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import arrange
 from parkattn.segments import segment_mean

@@ -92,11 +92,7 @@ def run_wan(pipe, steps: int = STEPS, seed: int = 0, prompt="a cat walks on the 
 
 def latents_of(steps: int, seed: int) -> dict:
     """What a call needs to give latents after so many steps."""
-    return {
-        "num_inference_steps": steps,
-        "generator": torch.Generator().manual_seed(seed),
-        "output_type": "latent",
-    }
+    return {"num_inference_steps": steps, "generator": torch.Generator().manual_seed(seed), "output_type": "latent"}
 
 
 def hunyuan_transformer(seed: int = 0, **changes):
