@@ -74,21 +74,11 @@ def test_rounding_kernels_build(arch, d):
 @pytest.mark.parametrize(
     ("arch", "d", "everything"),
     [
-        (80, 128, False),
-        (80, 128, True),
-        (86, 128, True),
-        (89, 128, False),
-        (89, 128, True),
-        (90, 128, False),
-        (90, 128, True),
-        (90, 256, False),
-        (100, 128, True),
-        (100, 256, True),
-        (120, 64, False),
-        (120, 128, True),
+        (80, 128, False), (80, 128, True), (86, 128, True), (89, 128, False), (89, 128, True), (90, 128, False),
+        (90, 128, True), (90, 256, False), (100, 128, True), (100, 256, True), (120, 64, False), (120, 128, True),
         (120, 256, False),
     ],
-)
+)  # fmt: skip
 def test_triton_kernel_builds_and_fits(arch, d, everything):
     from parkattn.ops.triton_versions import NUMBER
 
@@ -123,18 +113,13 @@ def test_work_list_kernels_build(arch):
 @pytest.mark.parametrize(
     ("d", "element", "everything", "quick", "share", "rows"),
     [
-        (64, "fp16", True, False, True, None),
-        (128, "bf16", False, True, True, None),
-        (128, "bf16", True, True, True, None),
-        (128, "bf16", False, False, True, None),
-        (128, "bf16", True, True, False, None),
-        (64, "bf16", True, True, False, 500),
-        (128, "bf16", False, True, False, 500),
-        (128, "bf16", True, True, False, 500),
-        (128, "bf16", True, True, True, 128),
-        (128, "bf16", True, False, True, 500),
+        (64, "fp16", True, False, True, None), (128, "bf16", False, True, True, None),
+        (128, "bf16", True, True, True, None), (128, "bf16", False, False, True, None),
+        (128, "bf16", True, True, False, None), (64, "bf16", True, True, False, 500),
+        (128, "bf16", False, True, False, 500), (128, "bf16", True, True, False, 500),
+        (128, "bf16", True, True, True, 128), (128, "bf16", True, False, True, 500),
     ],
-)
+)  # fmt: skip
 def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share, rows):
     from parkattn.ops.triton_versions import ALWAYS_SHARE
 
