@@ -60,6 +60,14 @@ def listed_pairs(work, bh, qb, n, m, key_tile, tail):
     return seen
 
 
+def expect_listed(work, qb, n, m, key_tile, tail, pairs):
+    """Every kept pair of two heads once, all rows, and of each head the longest lists first."""
+    assert torch.equal(listed_pairs(work, 2, qb, n, m, key_tile, tail), pairs.int())
+    records = work.tiles[: work.count[0]]
+    assert records[:, 3].sum() == 2 * n
+    assert all((records[records[:, 0] == head, 6].diff() <= 0).all() for head in range(2))
+
+
 @in_interpreter
 @settings(reproducible, max_examples=10)
 @given(
@@ -69,25 +77,10 @@ def listed_pairs(work, bh, qb, n, m, key_tile, tail):
 def test_every_kept_pair_is_listed_once(seed, n, m, qb, kb, density, tiles):
     _, _, _, query_offsets, key_offsets, mask = problem(seed, n, m, 1, qb, kb, density, torch.float32)
     query_tile, key_tile, tail = tiles
-    work = worklist.build_worklist(
-        query_offsets,
-        key_offsets,
-        mask,
-        query_tokens=n,
-        key_tokens=m,
-        query_tile=query_tile,
-        key_tile=key_tile,
-        tail=tail,
-        tail_bias=True,
-    )
-    assert torch.equal(
-        listed_pairs(work, 2, qb, n, m, key_tile, tail), pair_mask(query_offsets, key_offsets, mask).int()
-    )
-    records = work.tiles[: work.count[0]]
-    assert records[:, 3].sum() == 2 * n
-    assert (records[:, 0].diff() >= 0).all()
-    for head in range(2):
-        assert (records[records[:, 0] == head, 6].diff() <= 0).all()  # longest lists first
+    sizes = {"query_tokens": n, "key_tokens": m, "query_tile": query_tile, "key_tile": key_tile, "tail": tail}
+    work = worklist.build_worklist(query_offsets, key_offsets, mask, **sizes, tail_bias=True)
+    expect_listed(work, qb, n, m, key_tile, tail, pair_mask(query_offsets, key_offsets, mask))
+    assert (work.tiles[: work.count[0], 0].diff() >= 0).all()
 
 
 @in_interpreter
@@ -113,11 +106,7 @@ def test_lists_longer_than_a_chunk_and_blocks_of_several_programs():
     work = worklist.build_worklist(
         query_offsets, key_offsets, mask, query_tokens=n, key_tokens=m, query_tile=128, key_tile=128, tail_bias=True
     )
-    assert torch.equal(listed_pairs(work, 2, qb, n, m, 128, 8), pair_mask(query_offsets, key_offsets, mask).int())
-    records = work.tiles[: work.count[0]]
-    assert records[:, 3].sum() == 2 * n
-    for head in range(2):
-        assert (records[records[:, 0] == head, 6].diff() <= 0).all()
+    expect_listed(work, qb, n, m, 128, 8, pair_mask(query_offsets, key_offsets, mask))
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(64, 128), (128, 128), (128, 64), (64, 64)])
