@@ -24,6 +24,7 @@ from typing import Any
 
 import disturbed_files as disturb
 from disturbed_files import Tally, Trial
+from hangs import HangError, no_hang
 from parklab import files, store
 from parklab.store import Cell, Store
 
@@ -31,7 +32,6 @@ COMMANDS: dict[str, disturb.Command] = {"store": disturb.run_store, **disturb.CO
 PARTS = ("stops", "full", "sigkill", "shared", "corrupt", "received", "network", "requests")
 Damage = Callable[[Path], None]
 Plant = Callable[[Path, Path, str], None]  # (folder, another folder beside it, mark of one of its cells)
-HANG_SECONDS = 60
 PLANTED = b"planted"
 SHA256 = hashlib.sha256(PLANTED).hexdigest()
 
@@ -124,27 +124,13 @@ def _flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _unreadable(path: Path) -> None:
-    path.chmod(0)
+def _replaced(make: Callable[[Path], object]) -> Damage:
+    return lambda path: [path.unlink(), make(path)].clear()
 
 
 DAMAGES: tuple[Damage, ...] = (
-    Path.unlink, _flipped, _folder, _link, _fifo, _unreadable, lambda path: os.truncate(path, path.stat().st_size // 2),
+    Path.unlink, _flipped, *map(_replaced, (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere"))),
+    lambda path: path.chmod(0), lambda path: os.truncate(path, path.stat().st_size // 2),
     *map(_bytes, (b"", b"null", b"[]", b'{"request": null}', b'{"files": {"a": 3}}', b"[" * 50_000)),
     *map(_bytes, (b"\xff\xfe", b"\0" * 64)),
 )  # fmt: skip
@@ -231,18 +217,9 @@ for _what, _make in NODES.items():
     RECEIVED[f"{_what} as a folder of results"] = _in_the_way(_make), _what != "a folder"
 
 
-class Hung(BaseException):
-    pass
-
-
-def _hangs(*_: object) -> None:
-    raise Hung
-
-
 def received(trial: Trial) -> Tally:
     """Nothing outside changes, nothing hangs, and the command ends with its bytes or, where it may, with one line."""
     found = Tally()
-    signal.signal(signal.SIGALRM, _hangs)
     stems = [Path(name).stem for name in trial.expected[0] if name.endswith(".json") and "/" not in name]
     for what, (plant, may_refuse) in RECEIVED.items():
         for mark, own in (*((files.mark_of(f"cell {stem}"), True) for stem in stems), (files.mark_of("others"), False)):
@@ -257,20 +234,18 @@ def receive(trial: Trial, what: str, plant: Plant, mark: str, may_refuse: bool) 
         folder.mkdir()
     (outside / "mine.txt").write_bytes(b"mine")
     plant(place, outside, mark)
-    signal.alarm(HANG_SECONDS)
     try:
-        disturb.operations(trial.command, place, 0)
+        with no_hang():
+            disturb.operations(trial.command, place, 0)
         there = disturb.contents(place)
         tally.other_bytes += {name: there.get(name) for name in trial.expected[0]} != trial.expected[0]
     except (ValueError, OSError) as error:
         tally.refused += not may_refuse
         tally.unclear += re.fullmatch(r"out: expected .*, got .*; .*\.", str(error)) is None
         sys.stderr.write("" if may_refuse else f"{what}: {error}\n")
-    except (Exception, Hung) as error:
+    except (Exception, HangError) as error:
         sys.stderr.write(f"{what}: {type(error).__name__}: {error}\n")
         tally.unclear += 1
-    finally:
-        signal.alarm(0)
     hidden = [path for path in place.rglob("*") if any(part.startswith(".") for part in path.relative_to(place).parts)]
     tally.mixed += any(path.is_file() and path.read_bytes() == PLANTED for path in hidden)
     tally.lost += disturb.contents(outside) != {"mine.txt": b"mine"} or len(list(outside.iterdir())) != 1

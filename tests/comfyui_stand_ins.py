@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from typing import Any
 
 import torch
 
-from parkattn.site import AttentionOutput, AttentionStats, CallSite
+from host_stand_ins import Recording
+from parkattn.site import CallSite
 
 SMALL = {
     "query_clusters": 4,
@@ -24,10 +26,6 @@ STEPS = 4
 ROUNDING = 256 * torch.finfo(torch.float32).eps
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 def scaled_dot_product(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **_):
     if not skip_reshape:
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
@@ -35,22 +33,21 @@ def scaled_dot_product(q, k, v, heads, mask=None, skip_reshape=False, skip_outpu
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
 
+def ask(
+    options: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **how: Any
+) -> torch.Tensor:
+    """Attention, as ComfyUI's wrapper of it is called."""
+    given = {"transformer_options": options, "_inside_attn_wrapper": True, **how}
+    override = options.get("optimized_attention_override")
+    chosen = scaled_dot_product if override is None else functools.partial(override, scaled_dot_product)
+    return chosen(q, k, v, heads, **given)
+
+
 def recorded_sites(monkeypatch: Any) -> list[CallSite]:
     """Where every call stands, from now on: the method is dense and notes its sites here."""
-    sites: list[CallSite] = []
-
-    class Recording:
-        name, state_bytes = "recording", 0
-
-        def __call__(self, q, k, v, site):
-            sites.append(site)
-            return AttentionOutput(site.dense(), AttentionStats("dense", "recorded", q.new_ones(q.shape[:2])))
-
-        def reset(self):
-            pass
-
-    monkeypatch.setattr("parkattn.hosts.comfyui.configured_method", lambda *_, **__: Recording())
-    return sites
+    method = Recording()
+    monkeypatch.setattr("parkattn.hosts.comfyui.configured_method", lambda *_, **__: method)
+    return method.sites
 
 
 class WanModel:
@@ -64,18 +61,13 @@ class WanModel:
         generator = torch.Generator().manual_seed(1)
         self.weights = torch.randn(2, 3, 16, 16, generator=generator) / 4
 
-    def ask(self, q, k, v, options, **extra):
-        given = {"heads": 2, "transformer_options": options, "_inside_attn_wrapper": True, **extra}
-        override = options.get("optimized_attention_override")
-        return override(scaled_dot_product, q, k, v, **given) if override else scaled_dot_product(q, k, v, **given)
-
     def _forward(self, x, timestep, context, transformer_options):
         tokens = x.unflatten(3, (-1, 2)).unflatten(5, (-1, 2)).sum((4, 6)).flatten(2).transpose(1, 2)
         for index in self.blocks:
             transformer_options["block_index"] = index
             q, k, v = (tokens @ weight for weight in self.weights[index])
-            tokens = tokens + self.ask(q, k, v, transformer_options, **self.extra)
-            tokens = tokens + self.ask(tokens, context, context, transformer_options)
+            tokens = tokens + ask(transformer_options, q, k, v, 2, **self.extra)
+            tokens = tokens + ask(transformer_options, tokens, context, context, 2)
         return x * 0.9 + tokens.mean(1)[:, :, None, None, None] * timestep
 
 

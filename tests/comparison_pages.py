@@ -72,15 +72,9 @@ def write_page(
         clips.append(made)
         stills.append(still(frames))
     settings = {
-        "prompt": prompts[0],
-        "frames": FRAMES,
-        "width": 96,
-        "height": 64,
-        "steps": 4,
-        "seed": 0,
-        "fps": FPS,
+        "prompt": prompts[0], "frames": FRAMES, "width": 96, "height": 64, "steps": 4, "seed": 0, "fps": FPS,
         "device": "cpu",
-    }
+    }  # fmt: skip
     report = {
         "settings": settings, "command": "park compare --methods dense,park", "tokens": 5400, "lpips": "no", "protocol": "as written",
         "environment": {"cpu": "a CPU", "threads": 1}, "timing_warning": warning, "methods": cases[0]["methods"], "cases": cases,

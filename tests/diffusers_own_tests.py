@@ -28,14 +28,9 @@ KEEP_ALL = ResearchConfig(
 )
 HUB = ("hf-internal-testing/", "finetrainers/")
 TOKENIZERS = (
-    "AutoTokenizer",
-    "T5Tokenizer",
-    "T5TokenizerFast",
-    "CLIPTokenizer",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
+    "AutoTokenizer", "T5Tokenizer", "T5TokenizerFast", "CLIPTokenizer", "LlamaTokenizer", "LlamaTokenizerFast",
     "Qwen2Tokenizer",
-)
+)  # fmt: skip
 
 
 def pytest_addoption(parser: Any) -> None:

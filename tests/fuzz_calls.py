@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import fractions
 import random
 import re
-import signal
 import sys
 import tempfile
 import warnings
@@ -29,12 +27,12 @@ import torch
 
 import parkattn
 import tiny_pipelines as tiny
+from hangs import HangError, no_hang
 from parkattn.methods import METHODS, configured_method
 from parkattn.settings import MethodConfig
 
 ONE_LINE = re.compile(r"[^\n]*\S: expected [^\n]+, got[^\n]*; [^\n]+[.?]")
 REFUSALS = (TypeError, ValueError, OSError, ModuleNotFoundError)
-SECONDS = 60  # for one call: far above what any takes, so that only a hang meets it
 SMALL = {"query_clusters": 2, "key_clusters": 3}
 Call = Callable[[], Any]
 
@@ -55,7 +53,7 @@ class Tally:
                 self.refused += 1
             else:
                 self._note(name, error)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, HangError) as error:
             self._note(name, error)
 
     def _note(self, name: str, error: BaseException) -> None:
@@ -64,24 +62,6 @@ class Tally:
             frame = frame.tb_next
         where = "" if frame is None else f" at {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
         self.raw.append(f"{name}: {type(error).__name__}{where}: {str(error).strip()[:160]!r}")
-
-
-class HangError(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def no_hang() -> Iterator[None]:
-    def hangs(*_: object) -> None:
-        raise HangError(f"more than {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # Values ---------------------------------------------------------------------------------------------------

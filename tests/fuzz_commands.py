@@ -38,19 +38,12 @@ from parklab.studio import checkpoints, density, doctor
 MEMORY = 8 * 2**30  # bytes of address space, most of it the libraries'
 NUMBERS = (
     "0", "1", "-1", "2", "7", "16", "0.5", "1.5", "-0.5", "nan", "inf", "1e400", "x", "", "1e3", "0x10", str(2**31),
-    str(2**63), str(2**64),
+    str(2**63), str(2**64), "9" * 5000, "None", "True", "1,2", " 1", "١", "1_0",
 )  # fmt: skip
-NUMBERS += ("9" * 5000, "None", "True", "1,2", " 1", "١", "1_0")
 WORDS = (
     "", " ", "x", "park", "prak", "dense,park", "dense,,park", "all", "auto", "cpu", "cuda", "cuda:7", "cuda:x",
-    "float32", "float8",
-)  # fmt: skip
-WORDS += (
-    "none", "model", "wan2.1-14b", "wan2.1-1.3b", "wan2.1", "hunyuanvideo", "NVIDIA H200", "H100", "top_p", "top_k",
-    "topp", "\udcff",
-)  # fmt: skip
-WORDS += (
-    "é" * 300, "a\nb", "[red]", "[/]", "--", "-", "-x", "../..", "/dev/null", "/proc/self/mem", "no/such", ".", "~",
+    "float32", "float8", "none", "model", "wan2.1-14b", "wan2.1-1.3b", "wan2.1", "hunyuanvideo", "NVIDIA H200", "H100", "top_p", "top_k",
+    "topp", "\udcff", "é" * 300, "a\nb", "[red]", "[/]", "--", "-", "-x", "../..", "/dev/null", "/proc/self/mem", "no/such", ".", "~",
     "a;b", "%s", "{}",
 )  # fmt: skip
 PROMPTS = (
@@ -60,16 +53,10 @@ PROMPTS = (
 SETTINGS = (
     "top_p=0.8", "top_p=2", "topp=0.8", "top_p", "=", "top_p=", "=1", "top_k=0.1", "seed=-1", f"seed={2**64}",
     "dense_layers=[99]",
-)  # fmt: skip
-SETTINGS += (
     "dense_layers=3", "dense_steps=1e9", "key_metric=euclidian", "backend=triton", "check_finite=yes", "top_p=NaN",
     "\udcff=1", "top_p=[[[[",
-)  # fmt: skip
-SETTINGS += (
     "refresh_steps=[1,2]", "query_clusters=null", "long_video_blocks=[1]", "top_p=" + "9" * 5000, "method=park",
     "compensate=true",
-)  # fmt: skip
-SETTINGS += (
     "compensate=True", "top_p=.5", "anchors=None", "top_p=None", "density_profile=pipe", "density_profile=nan.jsonl",
     "x=[/b]", "top_p=" + "[" * 5000,
 )  # fmt: skip
@@ -96,21 +83,8 @@ class Lines:
         for name, case in {"nan.jsonl": "frontier lines: psnr float nan", "deep.jsonl": "pama lines: deep", "huge.npy": "npy: 2**60 frames",
                            "cut.mp4": "mp4: cut", "nan.safetensors": "capture: NaN"}.items():  # fmt: skip
             hostile_files.CASES[case][2](folder / name)
-        self.paths = tuple(
-            str(folder / name)
-            for name in (
-                "out",
-                "out/a.mp4",
-                "b.mp4",
-                "file",
-                "file/x",
-                "model",
-                "prompts.txt",
-                "bad.txt",
-                "twice.txt",
-                *GIVEN,
-            )
-        )
+        names = ("out", "out/a.mp4", "b.mp4", "file", "file/x", "model", "prompts.txt", "bad.txt", "twice.txt", *GIVEN)
+        self.paths = tuple(str(folder / name) for name in names)
         self.paths += (
             "relative", "relative/c.mp4", "é" * 300 + ".mp4", "d.mp4", "\udcff.mp4", "a\nb.mp4", "", ".",
             "/proc/nothing/x.mp4", "/dev/full",
@@ -124,9 +98,8 @@ class Lines:
             yield self.line()
 
     def line(self) -> list[str]:
-        command = self.pick(
-            (*COMMANDS, "generate", "compare", "ablation", "doctor", "reproduce", "reproduce", "metrics", "capture")
-        )
+        often = ("generate", "compare", "ablation", "doctor", "reproduce", "reproduce", "metrics", "capture")
+        command = self.pick((*COMMANDS, *often))
         words = command.split()
         if self.random.random() < 0.05:
             words[-1] = self.pick(("generat", "bench x", "", "-h", "--helpp", "\udcff", "doctor "))
@@ -142,10 +115,8 @@ class Lines:
         if self.random.random() < 0.1:
             words.append(self.pick((*WORDS, "--overwrit", "--sead=1", "--help", "--version", "--json")))
         ending = {"generate": ".mp4", "capture": ".safetensors", "profile": ".safetensors"}.get(command, "")
-        if (
-            command in ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture", "profile")
-            and "--out" not in words
-        ):
+        writes = ("generate", "compare", "ablation", "demo", "scene", "reproduce", "capture", "profile")
+        if command in writes and "--out" not in words:
             words += ["--out", str(self.folder / f"{self.random.randrange(10**6)}{ending}")]
         return words
 
@@ -156,12 +127,8 @@ class Lines:
             "number": NUMBERS, "path": self.paths, "word": WORDS, "setting": SETTINGS, "measures": MEASURES,
             "size": SIZES, "shard": SHARDS,
         }  # fmt: skip
-        usual = kinds[kind]
-        value = (
-            self.pick(usual)
-            if self.random.random() < 0.85
-            else self.pick(self.pick((NUMBERS, WORDS, self.paths, SETTINGS)))
-        )
+        usual = self.random.random() < 0.85
+        value = self.pick(kinds[kind] if usual else self.pick((NUMBERS, WORDS, self.paths, SETTINGS)))
         return [f"--{name}={value}"] if self.random.random() < 0.5 else [f"--{name}", value]
 
 
@@ -174,56 +141,26 @@ _RUN |= {"overwrite": "flag", "out": "path", "image": "path", "lora": "path", "p
 _VIDEO = {
     name: _RUN[name] for name in ("model", "steps", "frames", "height", "width", "device", "dtype", "offload", "out")
 }
+
+
+def of_run(*names: str) -> dict[str, str]:
+    return {name: _RUN[name] for name in names}
+
+
 OPTIONS: dict[str, dict[str, str]] = {
     "generate": _RUN | {"prompts": "path", "method": "word"},
     "compare": _RUN | {"methods": "word", "recall-rows": "number", "prompts": "path", "seeds": "number"},
-    "ablation": {
-        name: _RUN[name]
-        for name in ("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")
-    }
+    "ablation": of_run("steps", "height", "width", "frames", "device", "dtype", "out", "overwrite", "set")
     | {"prompts": "number", "seeds": "number", "methods": "word", "density": "number", "budget": "word"},
-    "reproduce": _VIDEO
-    | {
-        "prompts": "number",
-        "prompt-file": "path",
-        "seeds": "number",
-        "guidance": "number",
-        "methods": "word",
-        "densities": "number",
-    }
-    | {
-        "set": "setting",
-        "capture-file": "path",
-        "records": "path",
-        "measures": "measures",
-        "weights": "path",
-        "size": "size",
-    }
-    | {"list": "flag", "quick": "flag", "draw": "flag", "keep": "word", "shard": "shard"},
-    "capture": _VIDEO
-    | dict.fromkeys(("layers", "heads", "capture-steps", "limit-mib", "seed", "guidance"), "number")
+    "reproduce": _VIDEO | dict.fromkeys(("prompts", "seeds", "guidance", "densities"), "number") | dict.fromkeys(("methods", "keep"), "word")
+    | dict.fromkeys(("prompt-file", "capture-file", "records", "weights"), "path") | dict.fromkeys(("list", "quick", "draw"), "flag")
+    | {"set": "setting", "measures": "measures", "size": "size", "shard": "shard"},
+    "capture": _VIDEO | dict.fromkeys(("layers", "heads", "capture-steps", "limit-mib", "seed", "guidance"), "number")
     | {"branches": "word", "values": "flag"},
-    "profile": _VIDEO
-    | dict.fromkeys(("samples", "seed", "guidance"), "number")
-    | {"prompt": "word", "overwrite": "flag"},
-    "metrics": {
-        "measures": "measures",
-        "frames": "word",
-        "fps": "number",
-        "weights": "path",
-        "device": "word",
-        "out": "path",
-    },
-    "doctor": {
-        "json": "flag",
-        "model": "word",
-        "frames": "number",
-        "height": "number",
-        "width": "number",
-        "gpu": "word",
-        "profile": "word",
-        **dict.fromkeys(("density", "steps", "guidance"), "number"),
-    },
+    "profile": _VIDEO | dict.fromkeys(("samples", "seed", "guidance"), "number") | {"prompt": "word", "overwrite": "flag"},
+    "metrics": {"measures": "measures", "frames": "word", "fps": "number", "weights": "path", "device": "word", "out": "path"},
+    "doctor": {"json": "flag"} | dict.fromkeys(("model", "gpu", "profile"), "word")
+    | dict.fromkeys(("frames", "height", "width", "density", "steps", "guidance"), "number"),
     "demo": {"out": "path", "seed": "number", "overwrite": "flag"},
     "scene": {"out": "path", "seed": "number"},
     "methods": {"json": "flag"},
@@ -231,17 +168,9 @@ OPTIONS: dict[str, dict[str, str]] = {
     "bench cpu": {"record": "path", "repeats": "number", "threads": "number"},
     "bench sanitize": {"record": "path", "only": "word", "limit": "number"},
     "bench scaling": {"record": "path", "plot": "path", "from": "path", "repeats": "number", "rehearse": "flag"},
-    "bench e2e": {
-        "record": "path",
-        "only": "word",
-        "budget": "number",
-        "full": "flag",
-        "profile": "word",
-        "density": "number",
-        "float8": "flag",
-    },
+    "bench e2e": {"record": "path", "only": "word", "budget": "number", "full": "flag", "profile": "word", "density": "number", "float8": "flag"},
     "bench gpu": {"out": "path", "budget": "number", "rehearse": "flag"},
-}
+}  # fmt: skip
 COMMANDS = (*OPTIONS, "bench attend", "bench pama", "bench layer", "bench decisions", "bench flashinfer", "bench")
 
 
@@ -264,7 +193,7 @@ def nothing_runs() -> Iterator[None]:
             (
                 ablation,
                 "calibrate",
-                lambda lab, *asked: {key: {"value": 0.5, "density": 0.5} for key in lab.evaluation.methods},
+                lambda lab, *_: {key: {"value": 0.5, "density": 0.5} for key in lab.evaluation.methods},
             ),
             (density, "fit_to_pipeline", lambda request, pipe: request),
             (density, "generate_frames", lambda *arguments, **options: None),

@@ -253,25 +253,24 @@ class Language:
         self.NVMMADistributedLayout = self.NVMMASharedLayout = self.SwizzledSharedLayout = lambda *a, **k: None
         self.SliceLayout = self.DotOperandLayout = self.BlockedLayout = lambda *a, **k: None
         self.static_range, self.log2 = range, torch.log2
+        self.arange = lambda first, last, layout=None: torch.arange(first, last, dtype=torch.int32)
+        self.full = lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype)
+        self.zeros = lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype)
+        self.where = lambda condition, yes, no: torch.where(_number(condition), yes, no)
+        self.maximum = lambda a, b: torch.maximum(*torch.broadcast_tensors(_number(a), _number(b)))
+        self.minimum = lambda a, b: torch.minimum(*torch.broadcast_tensors(_number(a), _number(b)))
+        self.max, self.sum, self.reshape = torch.amax, torch.sum, torch.reshape
+        self.join = lambda a, b: torch.stack([a, b], -1)
+        self.split = lambda x: x.unbind(-1)
+        self.convert_layout = lambda x, layout, assert_trivial=False: x
         self.warp_specialize = lambda partitions, warps, registers: machine.specialize(partitions)
-
-    def program_id(self, axis: int) -> torch.Tensor:
-        return torch.tensor(self.machine.program)
+        self.program_id = lambda axis: torch.tensor(machine.program)
 
     def allocate_shared_memory(self, dtype, shape, layout):
         if layout != "mbarrier":
             return Shared(torch.full(shape, poison(dtype), dtype=dtype))
         bars = [Barrier() for _ in range(shape[0])]
         return bars[0] if len(shape) == 1 else types.SimpleNamespace(index=lambda i: bars[int(i)])
-
-    def arange(self, first, last, layout=None):
-        return torch.arange(first, last, dtype=torch.int32)
-
-    def full(self, shape, value, dtype, layout=None):
-        return torch.full(shape, value, dtype=dtype)
-
-    def zeros(self, shape, dtype, layout=None):
-        return torch.zeros(shape, dtype=dtype)
 
     def load(self, pointer, mask=None, other=0):
         found = pointer.elements[pointer.where(mask)]
@@ -289,37 +288,10 @@ class Language:
             self.store(pointer, before + value)
         return before
 
-    def where(self, condition, yes, no):
-        return torch.where(_number(condition), yes, no)
-
     def exp2(self, x):
         """As the GPU has it: what would be denormal is 0."""
         found = torch.exp2(x)
         return torch.where(found < 2.0**-126, 0.0, found)
-
-    def maximum(self, a, b):
-        return torch.maximum(*torch.broadcast_tensors(_number(a), _number(b)))
-
-    def minimum(self, a, b):
-        return torch.minimum(*torch.broadcast_tensors(_number(a), _number(b)))
-
-    def max(self, x, axis):
-        return x.amax(axis)
-
-    def sum(self, x, axis):
-        return x.sum(axis)
-
-    def join(self, a, b):
-        return torch.stack([a, b], -1)
-
-    def reshape(self, x, shape):
-        return x.reshape(shape)
-
-    def split(self, x):
-        return x.unbind(-1)
-
-    def convert_layout(self, x, layout, assert_trivial=False):
-        return x
 
     def inline_asm_elementwise(self, text, constraints, values, dtype, is_pure, pack):
         barrier = re.match(r"barrier\.(sync|arrive) (\d+), 256;", text)

@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from fuzz_calls import no_hang
+from hangs import no_hang
 from parklab import cli
 from parklab.experiments.captures import ABOUT, FORMAT
 from parklab.experiments.record_fields import FIELDS_OF_LINES
@@ -41,15 +41,9 @@ SHAPE = (3, 32, 32, 3)
 METRICS = ["metrics", "FILE", "GOOD"]
 RECORDS = ["reproduce", "NAME", "--draw", "--records", "FILE"]
 CAPTURE = [
-    "reproduce",
-    "tab:query_key_compression",
-    "--capture-file",
-    "FILE",
-    "--set",
-    "query_clusters=2",
-    "--set",
+    "reproduce", "tab:query_key_compression", "--capture-file", "FILE", "--set", "query_clusters=2", "--set",
     "key_clusters=2",
-]
+]  # fmt: skip
 PROMPTS = ["generate", "--prompts", "FILE"]
 PROFILE = ["generate", EXAMPLE, "--method", "svoo", "--set", "density_profile=FILE"]
 FRONTIER_LINE = {

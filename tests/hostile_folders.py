@@ -13,38 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from folder_damage import (
-    INDEX,
-    WEIGHTS,
-    Damage,
-    Marker,
-    change,
-    drop,
-    edit_header,
-    edit_tensors,
-    fill,
-    first,
-    link,
-    link_to_fifo,
-    many_files,
-    move_out,
-    name_component,
-    nest,
-    only_pickle,
-    put,
-    put_code,
-    put_pickle,
-    put_socket,
-    ran,
-    raw_header,
-    remove_three,
-    replace_by_fifo,
-    replaces,
-    set_entry,
-    set_rules,
-    shard,
-    twice,
-)
+import folder_damage as damage
+from folder_damage import INDEX, WEIGHTS, Damage, change, name_component, put
 
 CONFIGS = (
     "transformer/config.json", "vae/config.json", "text_encoder/config.json", "scheduler/scheduler_config.json",
@@ -60,10 +30,10 @@ def _judged() -> dict[str, Damage]:
         "text_encoder/native.so", "tokenizer/native.pyd", "vae/__pycache__/vae.txt", "transformer/code.py.txt", "custom_generate/generate.py",
         "transformer/lib.so.1", "vae/wheel.whl",
     ):  # fmt: skip
-        found[f"code {name}"] = partial(put_code, name=name)
+        found[f"code {name}"] = partial(damage.put_code, name=name)
     for suffix in ("bin", "pt", "pth", "ckpt", "pkl", "pickle", "npy", "npz", "h5", "msgpack", "joblib", "BIN"):
-        found[f"pickle .{suffix} in vae"] = partial(put_pickle, name=f"vae/diffusion_pytorch_model.{suffix}")
-    found["pickle alone"] = only_pickle
+        found[f"pickle .{suffix} in vae"] = partial(damage.put_pickle, name=f"vae/diffusion_pytorch_model.{suffix}")
+    found["pickle alone"] = damage.only_pickle
     for part, entry, code in (
         ("vae", ["evilmod", "X"], "vae/evilmod.py"), ("scheduler", ["evilmod", "X"], "scheduler/evilmod.py"),
         ("tokenizer", ["evilmod", "X"], "evilmod.py"), ("transformer", ["evilmod", "X"], "transformer/evilmod.py"),
@@ -78,28 +48,18 @@ def _judged() -> dict[str, Damage]:
         [["diffusers"], ["AutoencoderKLWan"]],
     ):  # fmt: skip
         found[f"vae is {entry!r}"] = partial(name_component, part="vae", entry=entry)
-    for entry in (
-        ["transformers", "pipeline"],
-        ["transformers", "AutoModel"],
-        ["transformers", "Trainer"],
-        ["diffusers", "UMT5EncoderModel"],
-    ):
-        found[f"text_encoder is {entry!r}"] = partial(name_component, part="text_encoder", entry=entry)
-    for entry in (["transformers", "AutoConfig"], ["transformers", "UMT5EncoderModel"]):
-        found[f"tokenizer is {entry!r}"] = partial(name_component, part="tokenizer", entry=entry)
+    for part, package, cls in (
+        ("text_encoder", "transformers", "pipeline"), ("text_encoder", "transformers", "AutoModel"), ("text_encoder", "transformers", "Trainer"),
+        ("text_encoder", "diffusers", "UMT5EncoderModel"), ("tokenizer", "transformers", "AutoConfig"),
+        ("tokenizer", "transformers", "UMT5EncoderModel"),
+    ):  # fmt: skip
+        found[f"{part} is {package} {cls}"] = partial(name_component, part=part, entry=[package, cls])
     for name in ("__init__", "../vae", "evil", "vae_22", "unet", "tokenizer/../vae"):
         found[f"component {name}"] = partial(name_component, part=name, entry=["diffusers", "AutoencoderKLWan"])
     found["a string as a setting"] = partial(change, name=INDEX, boundary_ratio="half")
     for value in (
-        ["None", "X"],
-        ["pipeline", "WanPipeline"],
-        None,
-        5,
-        "DiffusionPipeline",
-        "StableDiffusionPipeline",
-        "os.system",
-        "../x",
-    ):
+        ["None", "X"], ["pipeline", "WanPipeline"], None, 5, "DiffusionPipeline", "StableDiffusionPipeline", "os.system", "../x",
+    ):  # fmt: skip
         found[f"_class_name {value!r}"] = partial(change, name=INDEX, _class_name=value)
     for label, text in {
         "empty": "", "list": "[]", "null": "null", "number": "5", "cut": '{"a"', "NaN": '{"a": NaN}', "deep": DEEP, "twice": '{"a":1,"a":2}',
@@ -128,10 +88,7 @@ def _judged() -> dict[str, Damage]:
     )
     found["modular"] = partial(put, name="modular_model_index.json", content="{}")
     for key, value in (
-        ("vocab_file", "/etc/passwd"),
-        ("tokenizer_file", "../x.json"),
-        ("init_inputs", ["/etc/passwd"]),
-        ("gguf_file", "x"),
+        ("vocab_file", "/etc/passwd"), ("tokenizer_file", "../x.json"), ("init_inputs", ["/etc/passwd"]), ("gguf_file", "x"),
         ("vocab", "/etc/passwd"), ("vocab", "/dev/zero"), ("vocab", "vocab.json"), ("merges", "/etc/passwd"), ("merges", "../merges.txt"),
         ("anything", "/etc/passwd"), ("anything", ["a", "../../x"]), ("anything", {"a": {"b": "~/x"}}), ("anything", "file:///etc/passwd"),
     ):  # fmt: skip
@@ -151,40 +108,32 @@ def _judged() -> dict[str, Damage]:
     ):  # fmt: skip
         found[f"{name} {changes}"] = partial(change, name=name, **changes)
     for name, rules in {
-        "nine that lengthen": [replaces("a", "a" * 100)] * 9, "thirty that separate": [replaces("x*", "ab", "Regex")] * 30,
-        "of another dialect": [replaces("(?~x)", "abc", "Regex")] * 9, "a thousand": [replaces("a", "b")] * 1000,
-        "one long": [replaces("a", "b" * 10**6)], "a long pattern": [replaces("(a|b)" * 10**4, "b", "Regex")],
-        "nested": [{"type": "Sequence", "normalizers": [replaces("a", "a" * 100)] * 3}] * 3,
+        "nine that lengthen": [damage.replaces("a", "a" * 100)] * 9, "thirty that separate": [damage.replaces("x*", "ab", "Regex")] * 30,
+        "of another dialect": [damage.replaces("(?~x)", "abc", "Regex")] * 9, "a thousand": [damage.replaces("a", "b")] * 1000,
+        "one long": [damage.replaces("a", "b" * 10**6)], "a long pattern": [damage.replaces("(a|b)" * 10**4, "b", "Regex")],
+        "nested": [{"type": "Sequence", "normalizers": [damage.replaces("a", "a" * 100)] * 3}] * 3,
         "that prepend": [{"type": "Prepend", "prepend": "x" * 100}] * 9,
     }.items():  # fmt: skip
         for part in ("normalizer", "pre_tokenizer", "decoder"):
-            found[f"{part} rules: {name}"] = partial(set_rules, part=part, rules=rules)
+            found[f"{part} rules: {name}"] = partial(damage.set_rules, part=part, rules=rules)
     for name in (INDEX, WEIGHTS["vae"], "vae/config.json", "tokenizer/tokenizer.json", "pipe", "vae/pipe"):
-        found[f"FIFO {name}"] = partial(replace_by_fifo, name=name)
-    found["socket"] = partial(put_socket, name="vae/s")
+        found[f"FIFO {name}"] = partial(damage.replace_by_fifo, name=name)
+    found["socket"] = partial(damage.put_socket, name="vae/s")
     for name, target in (
         ("vae/config.json", "/etc/passwd"), ("README.md", "/etc/passwd"), (INDEX, "../outside.json"), (WEIGHTS["vae"], "/dev/zero"),
         ("x.txt", "/dev/stdin"), ("x.txt", "nowhere"), ("x.txt", "x.txt"), ("vae/up", ".."), ("vae", "../outside"), ("loop", "."),
     ):  # fmt: skip
-        found[f"link {name} to {target}"] = partial(link, name=name, target=target)
-    found["weights behind a link that leaves"] = partial(move_out, name=WEIGHTS["transformer"])
-    found["link to a FIFO"] = partial(link_to_fifo, name="vae/config.json")
+        found[f"link {name} to {target}"] = partial(damage.link, name=name, target=target)
+    found["weights behind a link that leaves"] = partial(damage.move_out, name=WEIGHTS["transformer"])
+    found["link to a FIFO"] = partial(damage.link_to_fifo, name="vae/config.json")
     found["long name"] = partial(put, name="vae/" + "n" * 240, content="")
     found["line end in a name"] = partial(put, name="vae/a\nmodel: all is well", content="")
     found["escape in a name"] = partial(put, name="vae/\x1b[2Ja.json", content="")
-    found["name that is no text"] = lambda f: (Path(os.fsdecode(os.fsencode(f) + b"/vae/\xff\xfe.json")).touch(), None)[
-        1
-    ]
-    found["many files"], found["deep folders"] = many_files, partial(nest, depth=40)
-    for part in (
-        "vae",
-        "tokenizer",
-        "scheduler/scheduler_config.json",
-        *WEIGHTS.values(),
-        INDEX,
-        "transformer/config.json",
-    ):
-        found[f"without {part}"] = partial(drop, name=part)
+    found["name that is no text"] = lambda f: Path(os.fsdecode(os.fsencode(f) + b"/vae/\xff\xfe.json")).touch()
+    found["many files"], found["deep folders"] = damage.many_files, partial(damage.nest, depth=40)
+    configs = ("scheduler/scheduler_config.json", INDEX, "transformer/config.json")
+    for part in ("vae", "tokenizer", *configs, *WEIGHTS.values()):
+        found[f"without {part}"] = partial(damage.drop, name=part)
     found["a variant alone"] = lambda f: (
         (f / WEIGHTS["vae"]).rename(f / "vae/diffusion_pytorch_model.fp16.safetensors"),
         None,
@@ -200,45 +149,34 @@ def _headers() -> dict[str, Damage]:
         "weights 7 bytes": partial(put, name=path, content=b"1234567"),
         "weights cut": lambda f: os.truncate(f / path, 10_000),
         "weights with a tail": lambda f: put(f, path, (f / path).read_bytes() + b"x"),
-        "header past the end": partial(raw_header, text=b"{}", length=2**40),
-        "header length 2**64-1": partial(raw_header, text=b"{}", length=2**64 - 1),
-        "header too long": partial(raw_header, text=b"{" + b" " * 17_000_000 + b"}"),
-        "header deep": partial(raw_header, text=DEEP.encode()),
-        "header a pickle": lambda f: raw_header(f, pickle.dumps(Marker(ran(f)))),
-        "header names twice": partial(edit_header, edit=twice),
-        "header dtype object": set_entry(dtype="O"),
-        "header dtype list": set_entry(dtype=["F32"]),
-        "header negative offset": set_entry(data_offsets=[-4, 0]),
-        "header offsets swapped": set_entry(data_offsets=[8, 0]),
-        "header offsets past the end": set_entry(data_offsets=[0, 2**60]),
-        "header offsets of one": set_entry(data_offsets=[0]),
-        "header offsets text": set_entry(data_offsets="ab"),
-        "header offsets fractions": set_entry(data_offsets=[0.0, 4.0]),
-        "header shape huge": set_entry(shape=[2**40, 2**40]),
-        "header shape negative": set_entry(shape=[-1]),
-        "header shape text": set_entry(shape="12"),
-        "header shape true": set_entry(shape=[True]),
-        "header shape of 100 axes": set_entry(shape=[1] * 100),
-        "header extra field": set_entry(code="import os"),
+        "header past the end": partial(damage.raw_header, text=b"{}", length=2**40),
+        "header length 2**64-1": partial(damage.raw_header, text=b"{}", length=2**64 - 1),
+        "header too long": partial(damage.raw_header, text=b"{" + b" " * 17_000_000 + b"}"),
+        "header deep": partial(damage.raw_header, text=DEEP.encode()),
+        "header a pickle": lambda f: damage.raw_header(f, pickle.dumps(damage.Marker(damage.ran(f)))),
+        "header names twice": partial(damage.edit_header, edit=damage.twice),
         "header tensors overlap": partial(
-            edit_header, edit=lambda h: [e.update(data_offsets=[0, 8], shape=[2]) for e in h.values()] and None
+            damage.edit_header, edit=lambda h: [e.update(data_offsets=[0, 8], shape=[2]) for e in h.values()] and None
         ),
-        "header metadata a list": partial(edit_header, edit=lambda h: h.update(__metadata__=[1])),
-        "header of another framework": partial(edit_header, edit=lambda h: h.update(__metadata__={"format": "tf"})),
-        "header long tensor name": partial(edit_header, edit=lambda h: h.update({"n" * 10_000: first(h)})),
-        "header entry a list": partial(edit_header, edit=lambda h: h.update(x=[1, 2])),
+        "header metadata a list": partial(damage.edit_header, edit=lambda h: h.update(__metadata__=[1])),
+        "header of another framework": partial(
+            damage.edit_header, edit=lambda h: h.update(__metadata__={"format": "tf"})
+        ),
+        "header long tensor name": partial(
+            damage.edit_header, edit=lambda h: h.update({"n" * 10_000: damage.first(h)})
+        ),
+        "header entry a list": partial(damage.edit_header, edit=lambda h: h.update(x=[1, 2])),
     }
+    for values in (
+        {"dtype": "O"}, {"dtype": ["F32"]}, {"data_offsets": [-4, 0]}, {"data_offsets": [8, 0]}, {"data_offsets": [0, 2**60]},
+        {"data_offsets": [0]}, {"data_offsets": "ab"}, {"data_offsets": [0.0, 4.0]}, {"shape": [2**40, 2**40]}, {"shape": [-1]},
+        {"shape": "12"}, {"shape": [True]}, {"shape": [1] * 100}, {"code": "import os"},
+    ):  # fmt: skip
+        found[f"header {values}"] = damage.set_entry(**values)
     for text in (
-        b"",
-        b"[]",
-        b"null",
-        b"{}",
-        b'{"a":',
-        b"\xff\xfe",
-        b'{"a": {"dtype": "F32"}}',
-        b'{"__metadata__": {"format": "pt"}}',
-    ):
-        found[f"header {text!r}"] = partial(raw_header, text=text)
+        b"", b"[]", b"null", b"{}", b'{"a":', b"\xff\xfe", b'{"a": {"dtype": "F32"}}', b'{"__metadata__": {"format": "pt"}}',
+    ):  # fmt: skip
+        found[f"header {text!r}"] = partial(damage.raw_header, text=text)
     return found
 
 
@@ -252,7 +190,9 @@ def _shards() -> dict[str, Damage]:
         "lists too few": lambda good: dict(list(good.items())[1:]),
         "a pickle": lambda good: dict.fromkeys(good, "evil.bin"),
     }  # fmt: skip
-    found: dict[str, Damage] = {f"weight_map {name}": partial(shard, weight_map=value) for name, value in maps.items()}
+    found: dict[str, Damage] = {
+        f"weight_map {name}": partial(damage.shard, weight_map=value) for name, value in maps.items()
+    }
     found["list of shards a list"] = partial(put, name=f"{WEIGHTS['vae']}.index.json", content="[1]")
     return found
 
@@ -260,14 +200,14 @@ def _shards() -> dict[str, Damage]:
 def _loaded() -> dict[str, Damage]:
     found: dict[str, Damage] = {}
     for part in WEIGHTS:
-        found[f"{part} without three tensors"] = partial(edit_tensors, part=part, edit=remove_three)
+        found[f"{part} without three tensors"] = partial(damage.edit_tensors, part=part, edit=damage.remove_three)
         found[f"{part} with one too many"] = partial(
-            edit_tensors, part=part, edit=lambda t: t.update({"evil.weight": t[min(t)].clone()})
+            damage.edit_tensors, part=part, edit=lambda t: t.update({"evil.weight": t[min(t)].clone()})
         )
-        found[f"{part} with NaN"] = partial(edit_tensors, part=part, edit=fill(float("nan")))
-        found[f"{part} with Inf"] = partial(edit_tensors, part=part, edit=fill(float("-inf")))
+        found[f"{part} with NaN"] = partial(damage.edit_tensors, part=part, edit=damage.fill(float("nan")))
+        found[f"{part} with Inf"] = partial(damage.edit_tensors, part=part, edit=damage.fill(float("-inf")))
         found[f"{part} of another shape"] = partial(
-            edit_tensors, part=part, edit=lambda t: t.update({max(t): t[max(t)].new_zeros(3, 5)})
+            damage.edit_tensors, part=part, edit=lambda t: t.update({max(t): t[max(t)].new_zeros(3, 5)})
         )
     for name, changes in {
         "more layers than weights": {"num_layers": 3}, "100,000 layers": {"num_layers": 100_000}, "a million channels": {"ffn_dim": 10**6},
@@ -295,14 +235,8 @@ def _loaded() -> dict[str, Damage]:
     found["tokenizer: a class nobody has"] = partial(
         name_component, part="tokenizer", entry=["transformers", "EvilTokenizer"]
     )
-    for name, text in {
-        "empty": "",
-        "a list": "[]",
-        "deep": DEEP,
-        "cut": '{"model"',
-        "no model": "{}",
-        "binary": b"\xff\x00",
-    }.items():
+    texts = {"empty": "", "a list": "[]", "deep": DEEP, "cut": '{"model"', "no model": "{}", "binary": b"\xff\x00"}
+    for name, text in texts.items():
         found[f"tokenizer.json {name}"] = partial(put, name="tokenizer/tokenizer.json", content=text)
     return found
 

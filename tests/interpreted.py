@@ -18,6 +18,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
+outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
+# its numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
+quiet_numpy = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
 
 def run_interpreted(file: str, at_least: int) -> None:
     """Fails where a test of the file fails there, or fewer than `at_least` ran."""
@@ -38,6 +49,38 @@ def run_on_ranks(file: str, *words: str, ranks: int = 2, seconds: int = 300) -> 
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def begin_rank() -> bool:
+    """Joins the ranks; whether this one compares, of which the others have no need."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.accelerator.device_count = lambda: 1  # diffusers divides by the number of accelerators
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank() == 0
+
+
+def tell(**row: Any) -> None:
+    """A line of what `run_on_ranks` returns."""
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def compared(latents: Any, sparse: Any, dense: Any, steps: int) -> dict[str, float]:
+    """What ranks made beside what one process made, sparse and dense."""
+    import torch
+
+    # as in test_hosts_diffusers: n eps per step, times 2 g - 1
+    rounding = 112 * torch.finfo(torch.float32).eps * steps * 9 * dense.abs().max().item()
+    apart = {"difference": latents - sparse, "dense difference": latents - dense, "sparse - dense": sparse - dense}
+    return {"tolerance": rounding} | {name: x.abs().max().item() for name, x in apart.items()}
+
+
+def reported(ours: Any, alone: Any) -> dict[str, Any]:
+    """Two summaries, of ranks and of one process."""
+    found = {"calls": ours.calls, "plan bytes": ours.peak_state_bytes}
+    return found | {"calls of one process": alone.calls, "plan bytes of one process": alone.peak_state_bytes}
 
 
 def fork_ranks(file: str, ranks: int, words: list[str]) -> bool:

@@ -1,5 +1,6 @@
 """Kernels compiled for absent GPUs, and what tests read out of their PTX and machine code."""
 
+import functools
 import itertools
 import pathlib
 import re
@@ -68,14 +69,35 @@ def barriers(ptx: str) -> tuple[set[str], set[str]]:
 
 class Build(NamedTuple):
     shared: int
-    stack: int
+    stack: int  # spills
     registers: int
-    ptx: str
-    code: str
+    asm: dict
+
+    @property
+    def ptx(self) -> str:
+        return self.asm["ptx"]
+
+    @property
+    def code(self) -> str:
+        return read("nvdisasm", "-c", self.asm["cubin"])
 
 
-def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon: bool = False, **options) -> Build:
-    """The kernel for an absent GPU -> its memory and code; a stack frame means spills."""
+@functools.cache
+def read(tool: str, what: str, cubin: bytes) -> str:
+    """What a tool of Triton's says of machine code."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        path = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        return subprocess.run([path, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def compiled(
+    kernel, types: dict[str, str], constants: dict, arch: int, *, gluon=False, sixteens=(), **options
+) -> Build:
+    """The kernel for an absent GPU; sixteens: whole numbers that are multiples of 16, as pointers are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -88,24 +110,15 @@ def compiled(kernel, types: dict[str, str], constants: dict, arch: int, *, gluon
     aligned = {
         place[name]: [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind[0] == "*" or name.startswith(("stride", "out_"))
+        if kind[0] == "*" or name.startswith(("stride", "out_")) or name in sixteens
     }
     source = (GluonASTSource if gluon else ASTSource)(
         kernel, signature, {place[name]: value for name, value in constants.items()}, aligned
     )
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | FP_FUSION)
-    reader = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [str(reader), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-        code = subprocess.run(
-            [str(reader.with_name("nvdisasm")), "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    usage = read("cuobjdump", "-res-usage", binary.asm["cubin"])
     stack, registers = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("STACK", "REG"))
-    return Build(binary.metadata.shared, stack, registers, binary.asm["ptx"], code)
+    return Build(binary.metadata.shared, stack, registers, binary.asm)
 
 
 def products(ptx: str) -> set[str]:

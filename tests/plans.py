@@ -7,6 +7,7 @@ from random import Random
 import torch
 
 from parkattn.ops.cluster.definition import initial_tokens
+from parkattn.reuse import History
 from parkattn.site import CallSite
 from restated.cases import cases
 
@@ -62,6 +63,21 @@ def problem(seed, *, largest=(4, 3, 4), dim=5):
     n, tensors = cells + words, _tensors(KINDS[seed // 12 % 4], seed, (batch, heads, cells + words, dim), grid)
     valid = _valid(PADDINGS[seed // 4 % 3], batch, n, text, draw)
     return Problem(*tensors, grid, text, valid, draw.choice((None, 0.3, 1.0)), seed)
+
+
+def flow_levels(total, shift=1.0):
+    """Noise levels of a flow scheduler: shift s / (1 + (shift - 1) s) of levels s that fall linearly."""
+    return tuple(shift * s / (1 + (shift - 1) * s) for s in (1 - step / total for step in range(total)))
+
+
+def phases(schedule, total, *, ran=None, layer=0, levels=None):
+    """Phase names of the steps that really run, with the layer's own memory of its last plan."""
+    last, names = None, []
+    for step in ran or range(total):
+        site = CallSite(step=step, layer=layer, total_steps=total, noise_levels=levels)
+        names.append(schedule.phase(site, History(last)).name)
+        last = step if names[-1] in ("anchor", "refresh") else last
+    return names
 
 
 def attend(module, given, *, step=0, **settings):

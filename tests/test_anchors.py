@@ -10,23 +10,9 @@ from parkattn import CallSite, Park, ParkConfig
 from parkattn.anchors import anchor_count, anchor_steps, levels_of, log_signal_to_noise, passed_since_first
 from parkattn.reuse import History, Schedule, dense_prefix
 from parklab.research import AdaptivePark, AdaptiveSchedule, ResearchConfig
+from plans import flow_levels, phases
 
 RUNS = [1, 2, 4, 16, 30, 50, 100]
-
-
-def flow_levels(total: int, shift: float) -> tuple[float, ...]:
-    """Noise levels of a flow scheduler: shift s / (1 + (shift - 1) s) of levels s that fall linearly."""
-    plain = [1 - step / total for step in range(total)]
-    return tuple(shift * s / (1 + (shift - 1) * s) for s in plain)
-
-
-def phases(when: ParkConfig, total: int, *, levels=None, ran=None, schedule=None) -> list[str]:
-    schedule, last, names = schedule or Schedule(when), None, []
-    for step in ran or range(total):
-        name = schedule.phase(CallSite(step=step, total_steps=total, noise_levels=levels), History(last)).name
-        last = step if name in ("anchor", "refresh") else last
-        names.append(name)
-    return names
 
 
 def test_six_anchors_of_thirty_linear_steps_are_dense_early():
@@ -73,7 +59,7 @@ def test_a_run_towards_noise_has_anchors_and_refreshes_as_one_that_leaves_it(tot
     """Levels of equal strides of log signal-to-noise, up or down: distances are all that counts."""
     falling = tuple(1 / (1 + math.exp(-4 + 8 * step / total)) for step in range(total))
     names = [
-        phases(ParkConfig(anchors=6), total, levels=levels)
+        phases(Schedule(ParkConfig(anchors=6)), total, levels=levels)
         for levels in (falling, tuple(1 - level for level in falling))
     ]
     assert names[0] == names[1] and (total > 16 or "refresh" in names[0])
@@ -96,7 +82,7 @@ def test_no_stretch_between_anchors_is_most_of_a_run(shift):
 
 def test_levels_that_belong_to_another_run_are_not_used():
     when = ParkConfig(anchors=6)
-    assert phases(when, 30, levels=flow_levels(50, 12.0)) == phases(when, 30)
+    assert phases(Schedule(when), 30, levels=flow_levels(50, 12.0)) == phases(Schedule(when), 30)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +98,17 @@ def test_levels_that_belong_to_another_run_are_not_used():
 )
 def test_numbers_that_cannot_be_noise_levels_leave_a_run_its_plain_anchors(levels):
     when = ParkConfig(anchors=6)
-    assert phases(when, 30, levels=tuple(levels)) == phases(when, 30)
+    assert phases(Schedule(when), 30, levels=tuple(levels)) == phases(Schedule(when), 30)
 
 
 def test_a_run_with_anchors_is_anchors_and_reuse_and_nothing_else():
-    names = phases(ParkConfig(anchors=6), 50)
+    names = phases(Schedule(ParkConfig(anchors=6)), 50)
     assert [step for step, name in enumerate(names) if name == "anchor"] == list(anchor_steps(6, 50))
     assert set(names) == {"anchor", "reuse"}
 
 
 def test_an_anchor_right_before_another_builds_no_plan():
-    names = phases(ParkConfig(anchors=12), 50)
+    names = phases(Schedule(ParkConfig(anchors=12)), 50)
     planned = anchor_steps(12, 50)
     assert (
         {step for step, name in enumerate(names) if name == "dense"}
@@ -130,7 +116,7 @@ def test_an_anchor_right_before_another_builds_no_plan():
         != set()
     )
     skipped = [step for step in range(50) if step != 1]
-    assert phases(ParkConfig(anchors=12), 50, ran=skipped)[:2] == ["dense", "dense"], (
+    assert phases(Schedule(ParkConfig(anchors=12)), 50, ran=skipped)[:2] == ["dense", "dense"], (
         "step 2, whose next is an anchor too"
     )
 
@@ -145,7 +131,7 @@ def test_shorter_runs_have_fewer_anchors_but_more_than_in_proportion_and_at_most
 @pytest.mark.parametrize("anchors", [1, 3, 7, 12, 30, 50])
 def test_plans_of_a_run_of_full_length_reach_the_next_anchor(anchors, shift):
     for total in (50, 80):
-        assert "refresh" not in phases(ParkConfig(anchors=anchors), total, levels=flow_levels(total, shift))
+        assert "refresh" not in phases(Schedule(ParkConfig(anchors=anchors)), total, levels=flow_levels(total, shift))
 
 
 @pytest.mark.parametrize("total", [4, 8, 16])
@@ -153,7 +139,7 @@ def test_plans_of_a_run_of_full_length_reach_the_next_anchor(anchors, shift):
 def test_no_plan_of_a_short_run_is_used_further_away_than_its_reach(anchors, total):
     levels = flow_levels(total, 3.0)
     reached = log_signal_to_noise(total, levels)
-    names, last = phases(ParkConfig(anchors=anchors), total, levels=levels), 0
+    names, last = phases(Schedule(ParkConfig(anchors=anchors)), total, levels=levels), 0
     end = total * (1 - 1 / 9)
     for step, name in enumerate(names):
         last = step if name in ("anchor", "refresh") else last
@@ -202,7 +188,7 @@ def test_plans_between_the_anchors_of_turbo_keep_less_and_less_and_those_of_fast
 def test_an_anchor_that_a_cache_skipped_is_made_up_at_the_next_step_that_runs():
     steps = anchor_steps(6, 50)
     ran = [step for step in range(50) if step not in (steps[2], steps[2] + 1)]
-    names = dict(zip(ran, phases(ParkConfig(anchors=6), 50, ran=ran), strict=True))
+    names = dict(zip(ran, phases(Schedule(ParkConfig(anchors=6)), 50, ran=ran), strict=True))
     assert names[steps[2] + 2] == "anchor" and list(names.values()).count("anchor") == 6
 
 

@@ -5,15 +5,14 @@ The interpreter must be chosen before triton is imported, so what runs kernels r
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreted import run_interpreted
+from interpreted import in_interpreter, outside, quiet_numpy, run_interpreted
 from parkattn import CallSite, Park, ParkConfig, build_plan, park_attention
 from parkattn.backend import resolve
 from parkattn.ops import REFERENCE, Backend, cluster, importance
@@ -25,24 +24,15 @@ from parkattn.plan import Blocks, arrange
 from parkattn.reuse import PlanStore
 from parkattn.segments import segment_mean
 from parklab.research import ResearchConfig
+from strategies import reproducible
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
-outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-few = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
-)
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+pytestmark = quiet_numpy
 
 
 @outside
 def test_the_triton_backend_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted(__file__, at_least=23)
+    run_interpreted(__file__, at_least=24)
 
 
 # ---------------------------------------------------------------------------------------------- the backends agree
@@ -170,7 +160,7 @@ def test_a_warm_start_follows_the_earlier_labels():
 
 
 @in_interpreter
-@settings(few, max_examples=4)
+@settings(reproducible, max_examples=4)
 @given(
     seed=st.integers(0, 2**31), n=st.integers(1, 90), m=st.integers(1, 150), d=st.sampled_from([64, 128]), b=st.integers(1, 2),
     half=st.booleans(), compensate=st.booleans(), scale=st.sampled_from([None, 0.3]),
@@ -339,4 +329,4 @@ def test_the_gpu_gates_hold_at_tiny_sizes():
     from parklab.bench.gates import expect_all_pass
 
     for gate, checks in ((plans.gate_pama, 4), (plans.gate_qrkc, 2)):
-        assert len(expect_all_pass(gate(CPU, rehearse=True))) == checks
+        assert len(expect_all_pass(gate(torch.device("cpu"), rehearse=True))) == checks

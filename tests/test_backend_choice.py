@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import parkattn
@@ -23,9 +23,6 @@ from parkattn.ops.attend.definition import DefinedAttention
 from parkattn.ops.cluster.definition import initial_tokens
 from parkattn.ops.importance.definition import ESTIMATORS
 
-few = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
-)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 

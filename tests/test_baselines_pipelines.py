@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import sys
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 import tiny_pipelines as tiny
-from interpreted import run_on_ranks
+from interpreted import begin_rank, compared, reported, run_on_ranks, tell
 from parkattn import dense, park
 from parkattn.hosts.diffusers import enable, sequence_parallel_plan, summary
 from parkattn.methods import METHODS
@@ -28,14 +26,8 @@ from parklab.studio.compare import choose_methods
 from parklab.studio.density import measure_profile
 from parklab.studio.generate import generate_frames
 from parklab.studio.request import Request, config_for
+from test_hosts_diffusers_compile import pytestmark  # noqa: F401 (pytest reads it)
 
-pytestmark = [
-    # numpy's complaint about schedulers of diffusers, and torch.compile's about itself
-    pytest.mark.filterwarnings("ignore:__array__ implementation"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
 NAMES = [entry.name for module in (dense, park, baselines) for entry in module.ENTRIES]
 HEADS, STEPS = 4, 2  # of the runs on two ranks
 FAMILIES = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
@@ -183,14 +175,10 @@ def test_a_method_on_two_ranks_gives_the_latents_of_one_process(ranks, family, n
 def work() -> None:
     from diffusers import ContextParallelConfig
 
-    torch.set_num_threads(1)
-    # diffusers divides by the number of accelerators
-    torch.accelerator.device_count = lambda: 1
-    torch.distributed.init_process_group("gloo")
+    compares = begin_rank()
     for family, (build, run) in FAMILIES.items():
         pipe = build(num_attention_heads=HEADS)
         run = functools.partial(run, steps=STEPS)
-        compares = torch.distributed.get_rank() == 0  # the other has no need of what one process makes
         if compares:
             dense, alone = run(pipe), {name: sparse_latents(pipe, run, name) for name in NAMES}
         pipe.transformer.enable_parallelism(
@@ -201,20 +189,7 @@ def work() -> None:
             if not compares:
                 continue
             sparse, said = alone[name]
-            row = {
-                "family": family,
-                "method": name,
-                "difference": (latents - sparse).abs().max().item(),
-                "sparse - dense": (sparse - dense).abs().max().item(),
-                # as in test_hosts_diffusers: n eps per step, times 2 g - 1
-                "tolerance": 112 * torch.finfo(torch.float32).eps * STEPS * 9 * dense.abs().max().item(),
-                "calls": report.calls,
-                "calls of one process": said.calls,
-                "plan bytes": report.peak_state_bytes,
-                "plan bytes of one process": said.peak_state_bytes,
-            }
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+            tell(family=family, method=name, **compared(latents, sparse, dense, STEPS), **reported(report, said))
     torch.distributed.destroy_process_group()
 
 

@@ -9,8 +9,9 @@ import torch
 from definitions import output_rounding
 from parkattn.plan import assign_roles
 from parkattn.planned import PlannedMethod
-from parklab.baselines import sol, sparge, xattention
-from plans import RESTATED, Problem, attend, problem, token_mask
+from parklab.baselines import chipmunk, mc_sparse, radial, sol, sparge, sta, svg, xattention
+from plans import RESTATED, attend, problem, token_mask
+from restated.cases import sparge_settings, xattention_settings
 
 CASES = 240
 
@@ -21,43 +22,14 @@ def video_tokens(given):
     return torch.ones(given.q.shape[0], given.q.shape[2], dtype=torch.bool) if video is None else video
 
 
-def sparge_settings(draw, given):
-    selection = {"topk": draw.choice((0.1, 0.3, 0.5, 0.7, 1.0))}
-    if draw.random() < 0.5:
-        selection = {"cdfthreshd": draw.choice((0.3, 0.6, 0.98, 1.0))}
-    return {
-        "block_q": draw.choice((2, 3, 5, 8)),
-        "block_k": draw.choice((2, 3, 4)),
-        "smooth_k": draw.random() < 0.7,
-        "attention_sink": draw.random() < 0.3,
-        "simthreshd1": draw.choice((None, None, 0.3, 0.5, -0.1, 1.1)),
-        **selection,
-    }
-
-
-def xattention_settings(draw, given):
-    stride = draw.choice((1, 2, 3))
-    return {
-        "stride": stride,
-        "block": stride * draw.choice((1, 2, 3)),
-        "threshold": draw.choice((0.3, 0.6, 0.9, 1.0)),
-        "norm": draw.choice((0.5, 1.0)),
-        "keep_sink": draw.random() < 0.5,
-        "keep_recent": draw.random() < 0.3,
-    }
-
-
 def sol_settings(draw, given):
     least = int(video_tokens(given).sum(1).min())
     sink = draw.randint(0, min(4, least))
     return {
-        "block": draw.choice((1, 2, 3, 5)),
-        "tau": draw.choice((-0.5, 0.0, 0.5, 1.0, 1.3)),
-        "threshold": draw.choice(("diag", "exact")),
-        "topk": draw.choice((None, None, 0.1, 0.25, 0.5, 1.0)),
-        "sink_tokens": sink,
-        "sink_start": draw.choice((None, draw.randint(0, least - sink))),
-    }
+        "block": draw.choice((1, 2, 3, 5)), "tau": draw.choice((-0.5, 0.0, 0.5, 1.0, 1.3)),
+        "threshold": draw.choice(("diag", "exact")), "topk": draw.choice((None, None, 0.1, 0.25, 0.5, 1.0)),
+        "sink_tokens": sink, "sink_start": draw.choice((None, draw.randint(0, least - sink))),
+    }  # fmt: skip
 
 
 METHODS = {
@@ -139,32 +111,6 @@ def test_a_larger_budget_keeps_what_a_smaller_one_kept(module, field, settings):
             kept = mask
 
 
-def test_sparge_drops_the_block_that_crosses_and_xattention_keeps_it():
-    """Both give the two key blocks shares of 0.75 and 0.25 to the last bit of a share of 0.7."""
-    keys = torch.zeros(1, 1, 4, 2, dtype=torch.float64)
-    keys[0, 0, :2, 0] = torch.log(torch.tensor(3.0, dtype=torch.float64))
-    keys[0, 0, :, 1] = 1.0
-    queries = torch.zeros_like(keys)
-    queries[..., 0] = 1.0
-    given = Problem(queries, keys, keys, (1, 2, 2), None, None, 1.0, 0)
-    for share, by_sparge, by_xattention in ((0.7, 1, 1), (0.8, 1, 2)):
-        cut = {"block_q": 4, "block_k": 2, "smooth_k": False, "simthreshd1": -2.0, "cdfthreshd": share}
-        assert attend(sparge, given, **cut).stats.plan.mask.sum() == by_sparge
-        cut = {"block": 2, "stride": 2, "threshold": share, "keep_sink": False}
-        assert attend(xattention, given, **cut).stats.plan.mask.sum(-1).flatten().tolist() == [by_xattention] * 2
-
-
-def test_sparge_makes_incoherent_blocks_dense_in_rows_and_columns():
-    """Tokens of every block point one way but in the second, where they take turns."""
-    given = problem(0, largest=(4, 3, 4))
-    tokens = torch.ones(1, 1, 12, 5, dtype=torch.float64)
-    tokens[:, :, 4:8:2] = -1.0
-    given = replace(given, q=tokens, k=tokens, v=tokens, grid=(1, 3, 4))
-    cut = {"block_q": 4, "block_k": 4, "smooth_k": False, "topk": 0.4, "simthreshd1": 0.5}
-    mask = attend(sparge, given, **cut).stats.plan.mask
-    assert mask[0, 0].tolist() == [[True, True, False], [True, True, True], [True, True, False]]
-
-
 def test_sol_keeps_the_normaliser_over_all_keys():
     """Where the keys of every block are equal the pooled tail is exact, so whatever is skipped the output is dense."""
     for seed in range(0, 48, 5):
@@ -211,6 +157,18 @@ def test_every_call_of_a_run_plans_afresh_after_the_authors_dense_steps(name):
 @pytest.mark.parametrize(
     ("module", "settings", "message"),
     [
+        (svg, {"layout": "cog"}, "layout: expected one of hunyuan, wan"),
+        (svg, {"sparsity": 1.5}, "sparsity: expected a number in"),
+        (sta, {"tile": (6, 8)}, "tile: expected .frames, height, width."),
+        (sta, {"window": ((3, 3, 3), 4)}, "window: expected .frames, height, width."),
+        (radial, {"decay": 0.0}, "decay: expected a number in"),
+        (mc_sparse, {"top_k": 0.0}, "top_k: expected a number in"),
+        (mc_sparse, {"group": 0}, "group: expected a whole number"),
+        (mc_sparse, {"backend": "triton"}, "backend: expected one of reference"),
+        (mc_sparse, {"compensate": True}, "compensate: expected False"),
+        (chipmunk, {"voxel": (4, 6)}, "voxel: expected"),
+        (chipmunk, {"precision": "int8"}, "precision: expected one of bf16"),
+        (chipmunk, {"random_keys": 2.0}, "random_keys: expected a number in"),
         (sparge, {"cdfthreshd": 0.0}, "cdfthreshd: expected a number in"),
         (sparge, {"simthreshd1": "high"}, "simthreshd1: expected a number or None"),
         (xattention, {"block": 100}, "block: expected a multiple of stride 8"),

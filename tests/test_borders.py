@@ -6,14 +6,13 @@ The interpreter must be chosen before triton is imported, so what runs kernels r
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreted import run_interpreted
+from interpreted import in_interpreter, outside, quiet_numpy, run_interpreted
+from machine_code import compiled
 from parkattn import ParkConfig, build_plan, park_attention
 from parkattn.ops.attend.definition import dense_attention
 from parkattn.ops.cluster.borders import (
@@ -26,17 +25,9 @@ from parkattn.ops.cluster.borders import (
 from parkattn.ops.cluster.definition import Clustering
 from parkattn.segments import segment_mean, segment_sizes
 from parklab.research import ResearchConfig
+from strategies import reproducible
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
-outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-few = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate]
-)
+pytestmark = quiet_numpy
 
 
 @outside
@@ -63,7 +54,7 @@ def clustered(seed: int, n: int, count: int, d: int = 8, dtype: torch.dtype = to
 
 
 @outside
-@settings(few, max_examples=150)
+@settings(reproducible, max_examples=150)
 @given(seed=st.integers(0, 2**31), n=st.integers(1, 300), count=st.integers(1, 20), multiple=st.integers(2, 40))
 def test_borders_lie_on_multiples_and_no_token_is_lost(seed, n, count, multiple):
     x, labels, centroids = clustered(seed, n, count)
@@ -112,7 +103,7 @@ def test_tokens_move_to_the_neighbour_and_the_nearest_of_them_move_first():
 
 
 @outside
-@settings(few, max_examples=60)
+@settings(reproducible, max_examples=60)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 30))
 def test_the_chain_goes_on_to_the_nearest_left_and_ends_with_the_empty(seed, count):
     g = torch.Generator().manual_seed(seed)
@@ -210,7 +201,7 @@ def test_presets_round_and_one_override_gives_the_paper_back():
 
 
 @in_interpreter
-@settings(few, max_examples=12)
+@settings(reproducible, max_examples=12)
 @given(
     seed=st.integers(0, 2**31), n=st.integers(1, 200), count=st.integers(1, 24), multiple=st.sampled_from([2, 8, 32])
 )
@@ -264,34 +255,16 @@ def test_the_backends_make_the_same_rounded_plan():
 @outside
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_kernels_compile_ahead_of_time(arch):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from parkattn.ops.cluster import borders_triton as borders
-    from parkattn.ops.triton_versions import FP_FUSION
 
-    types = {
-        "points": "*fp32",
-        "distance": "*fp32",
-        "far": "*fp32",
-        "direction": "*fp32",
-        "middle": "*fp32",
-        "x": "*bf16",
-        "keys": "*i64",
-        "order": "*i64",
-    }
+    types = dict.fromkeys(("points", "distance", "far", "direction", "middle"), "*fp32")
+    types |= {"x": "*bf16", "keys": "*i64", "order": "*i64"}
     types |= dict.fromkeys(("sizes", "chain", "slot", "ends", "labels"), "*i32")
-    cases = [
+    for kernel, constants, more in (
         (borders._pair_distances, {"D": 128, "TILE": borders.PAIR_TILE}, {"out": "*fp32"}),
         (borders._walk_chain, {"LANES": 1024}, {}),
         (borders._sort_keys, {"D": 128, "ROWS": 32}, {}),
         (borders._relabel, {"STEPS": 11, "TOKENS": 1024}, {}),
-    ]
-    for kernel, constants, more in cases:
-        signature = {
-            name: "constexpr" if name in constants else (types | more).get(name, "i32") for name in kernel.arg_names
-        }
-        source, options = ASTSource(kernel, signature, constexprs=constants), {"num_warps": 4, **FP_FUSION}
-        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        assert built.metadata.shared <= 48 * 1024
+    ):
+        assert compiled(kernel, types | more, constants, arch, num_warps=4).shared <= 48 * 1024

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import weakref
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from interpreted import run_interpreted
+from interpreted import in_interpreter, outside, quiet_numpy, run_interpreted
 from parkattn import Park, backend, park
 from parkattn.backend import resolve_for
 from parkattn.methods import make_method
@@ -32,13 +31,7 @@ from parklab.baselines import radial, sparsepr, svg2, svg_ear, svoo, token_group
 from parklab.research import ResearchConfig
 from strategies import clustered, normal
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [  # the interpreter's numpy: rows without keys give -inf - 0, loop bounds are arrays of one element
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
-outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
+pytestmark = quiet_numpy
 METHODS = {module.ENTRIES[0].name: module for module in (svg2, svoo, svg_ear, sparsepr)}
 PLANNED = [entry.name for module in (park, baselines) for entry in module.ENTRIES]
 

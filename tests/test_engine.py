@@ -7,22 +7,15 @@ import json
 import pytest
 import torch
 
+from host_stand_ins import Recording
 from parkattn import Park
 from parkattn.engine import Engine, RunLog
 from parkattn.engine.summary import Summary
-from parkattn.site import AttentionOutput, AttentionStats, CallSite
+from parkattn.site import AttentionStats, CallSite
 from parklab.research import ResearchConfig
 
-SPARSE = ResearchConfig(
-    query_clusters=3,
-    key_clusters=4,
-    kmeans_iterations=2,
-    top_p=None,
-    top_k=0.5,
-    dense_steps=1,
-    refresh_interval=2,
-    reference_steps=5,
-)
+BLOCKS = {"query_clusters": 3, "key_clusters": 4, "kmeans_iterations": 2, "top_p": None, "top_k": 0.5}
+SPARSE = ResearchConfig(**BLOCKS, dense_steps=1, refresh_interval=2, reference_steps=5)
 LAYERS, STEPS = 2, 5
 
 
@@ -49,25 +42,6 @@ def generate(engine: Engine, seed: int = 0, steps: int = STEPS) -> list[torch.Te
     return outputs
 
 
-class Recording:
-    """Notes the sites of its calls and reports a phase that nobody else knows."""
-
-    name = "recording"
-    state_bytes = 7
-
-    def __init__(self) -> None:
-        self.sites: list[CallSite] = []
-        self.resets = 0
-
-    def __call__(self, q, k, v, site):
-        self.sites.append(site)
-        phase = "dense" if site.step == 0 else "drafted"
-        return AttentionOutput(site.dense(), AttentionStats(phase, "as told", q.new_ones(q.shape[:2])))
-
-    def reset(self) -> None:
-        self.resets += 1
-
-
 def test_a_host_says_where_a_run_stands_and_the_method_is_told():
     method = Recording()
     generate(Engine(method))
@@ -81,7 +55,7 @@ def test_a_host_says_where_a_run_stands_and_the_method_is_told():
 
 
 def test_the_summary_takes_any_phase_a_method_reports_after_the_three_known_ones():
-    engine = Engine(Recording())
+    engine = Engine(Recording("drafted", state_bytes=7))
     generate(engine)
     report = engine.summary()
     each = 2 * LAYERS
@@ -147,19 +121,18 @@ def test_calls_of_one_layer_that_come_in_parts_have_branches_of_their_own():
     assert [site.branch for site in method.sites] == ["cond", "cond, part 1"]
 
 
-def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their_layer():
+def _summary_of(calls, densities=None):
+    """(layer, phase, seconds) of each call, and its density, a half where nothing is said."""
     log = RunLog()
-    calls = [
-        (0, "dense", 3.0),
-        (0, "dense", 2.0),
-        (0, "dense", 9.0),
-        (0, "refresh", 2.5),
-        (0, "reuse", 1.0),
-        (1, "reuse", 4.0),
-    ]
-    for layer, phase, seconds in calls:
-        log.add(CallSite(layer=layer), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
-    report = Summary.of("park", log, 0)
+    for (layer, phase, seconds), density in zip(calls, densities or [0.5] * len(calls), strict=True):
+        stats = AttentionStats(phase, "", torch.full((1, 1), density))
+        log.add(CallSite(layer=layer), stats, lambda seconds=seconds: seconds)
+    return Summary.of("park", log, 0)
+
+
+def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their_layer():
+    dense = [(0, "dense", seconds) for seconds in (3.0, 2.0, 9.0)]
+    report = _summary_of([*dense, (0, "refresh", 2.5), (0, "reuse", 1.0), (1, "reuse", 4.0)])
     assert report.attention_seconds == {"dense": 14.0, "refresh": 2.5, "reuse": 5.0}
     # layer 0: two sparse calls instead of 3 s each; layer 1 has nothing to be compared with
     assert report.seconds_saved == 2 * 3.0 - 3.5
@@ -169,33 +142,18 @@ def test_summary_compares_the_time_of_sparse_calls_with_the_dense_calls_of_their
 
 def test_a_video_too_short_to_gain_gets_advice():
     for sparse, said in ((2.5, False), (3.5, True)):
-        log = RunLog()
-        for phase, seconds in (("dense", 3.0), ("reuse", sparse)):
-            log.add(CallSite(), AttentionStats(phase, "", torch.ones(1, 1)), lambda seconds=seconds: seconds)
-        report = Summary.of("park", log, 0)
+        report = _summary_of([(0, "dense", 3.0), (0, "reuse", sparse)])
         assert ("too short to gain" in str(report)) == said == bool(report.to_dict()["advice"])
 
 
 def test_a_run_without_a_dense_call_says_its_cost_and_gets_advice_where_little_was_skipped():
     for density, said in ((0.5, False), (0.9, True)):
-        log = RunLog()
-        for phase in ("anchor", "reuse"):
-            log.add(CallSite(), AttentionStats(phase, "", torch.full((1, 1), density)), lambda: 1.0)
-        report = Summary.of("park", log, 0)
+        report = _summary_of([(0, "anchor", 1.0), (0, "reuse", 1.0)], [density] * 2)
         assert (
             f"at most 0.0 s saved, by the anchors, dense calls that also build a plan; {density:.0%} of dense attention"
             in str(report)
         )
         assert ("cannot be much faster" in str(report)) == said == bool(report.to_dict()["advice"])
-
-
-def _summary_of(calls):
-    log = RunLog()
-    for layer, phase, seconds in calls:
-        log.add(
-            CallSite(layer=layer), AttentionStats(phase, "", torch.full((1, 1), 0.5)), lambda seconds=seconds: seconds
-        )
-    return Summary.of("park", log, 0)
 
 
 def test_with_anchors_alone_what_was_saved_is_a_bound_by_the_shortest_of_them():
@@ -211,11 +169,9 @@ def test_with_anchors_alone_what_was_saved_is_a_bound_by_the_shortest_of_them():
 
 
 def test_what_was_saved_is_no_more_than_what_was_skipped():
-    log = RunLog()
-    for phase, density, seconds in (("anchor", 1.0, 4.0), ("reuse", 1.0, 1.0), ("reuse", 0.75, 1.0)):
-        log.add(CallSite(), AttentionStats(phase, "", torch.full((1, 1), density)), lambda seconds=seconds: seconds)
+    report = _summary_of([(0, "anchor", 4.0), (0, "reuse", 1.0), (0, "reuse", 1.0)], [1.0, 1.0, 0.75])
     # by the anchor alone it would be 2 * 4 - 2; but a quarter of one call is all that was skipped
-    assert Summary.of("park", log, 0).seconds_saved_at_most == 1.0
+    assert report.seconds_saved_at_most == 1.0
 
 
 def test_without_dense_calls_and_anchors_the_summary_says_why_nothing_is_known_of_savings():

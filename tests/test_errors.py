@@ -133,31 +133,16 @@ def test_a_singular_metric_is_refused_also_beside_a_nan():
 # Configuration --------------------------------------------------------------------------------------------
 
 BAD_FIELDS = {
-    "top_p": [0, 0.0, -0.1, 1.5, float("nan")],
-    "alpha": [-0.01, 1.01, float("nan")],
-    "floor": [-0.1, 1.1],
-    "dense_fraction": [-0.2, 1.2],
-    "epsilon": [0.0, -1e-6],
-    "s_min": [0.0, -1.0],
-    "query_clusters": [0, -1],
-    "key_clusters": [0, -512],
-    "kmeans_iterations": [0, -3],
-    "refresh_interval": [0, -10],
-    "reference_steps": [0],
-    "dense_steps": [-1],
-    "dense_last_steps": [-1],
-    "seed": [-1],
-    "importance": ["centroid"],
-    "key_metric": ["cosine"],
+    "top_p": [0, 0.0, -0.1, 1.5, float("nan")], "alpha": [-0.01, 1.01, float("nan")], "floor": [-0.1, 1.1],
+    "dense_fraction": [-0.2, 1.2], "epsilon": [0.0, -1e-6], "s_min": [0.0, -1.0], "query_clusters": [0, -1],
+    "key_clusters": [0, -512], "kmeans_iterations": [0, -3], "refresh_interval": [0, -10], "reference_steps": [0],
+    "dense_steps": [-1], "dense_last_steps": [-1], "seed": [-1], "importance": ["centroid"], "key_metric": ["cosine"],
     "metric_root": ["lu"],
-}
+}  # fmt: skip
 WRONG_FIELD_TYPES = {
-    "query_clusters": [2.5, "128", True],
-    "top_p": ["0.9", True],
-    "alpha": [None, "0.05"],
-    "check_finite": [1, "yes"],
+    "query_clusters": [2.5, "128", True], "top_p": ["0.9", True], "alpha": [None, "0.05"], "check_finite": [1, "yes"],
     "dense_layers": [3],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field,value", [(f, x) for f, values in BAD_FIELDS.items() for x in values])
@@ -206,7 +191,7 @@ def test_unknown_preset_is_refused_with_the_known_ones():
 
 def test_unknown_method_is_refused_with_the_known_ones():
     refused(make_method, "prak", named="method", came="prak")
-    with pytest.raises(ValueError, match=r"dense.*park"):
+    with pytest.raises(ValueError, match=r"dense.*park.*did you mean park"):
         make_method("prak")
 
 
@@ -278,11 +263,6 @@ def test_shrinkage_outside_the_unit_interval_is_refused(alpha):
 
 def test_unknown_root_is_refused():
     refused(metric_root, torch.eye(16)[None, None], "lu", named="root", came="lu")
-
-
-def test_cholesky_of_a_singular_metric_says_which_root_works():
-    with pytest.raises(ValueError, match="sqrt"):
-        metric_root(torch.zeros(1, 1, 16, 16), "cholesky")
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, 1.01, float("nan")])

@@ -14,13 +14,13 @@ from parkattn.engine import Engine
 from parkattn.engine.forecast import CLOSE, LONGEST
 from parkattn.park import Park
 from parklab.research import ResearchConfig
+from plans import flow_levels
 
 STEPS = 50
 
 
 def levels(steps: int) -> tuple[float, ...]:
-    """Of a flow with shift 3."""
-    return tuple(3 * s / (1 + 2 * s) for s in (1 - step / steps for step in range(steps)))
+    return flow_levels(steps, shift=3.0)
 
 
 LEVELS = levels(STEPS)
@@ -74,40 +74,8 @@ def test_an_exactly_linear_model_is_forecast_exactly():
         torch.testing.assert_close(out, line(step), rtol=0, atol=ROUNDING)
 
 
-def rows_of(steps: set[int]) -> list[list[int]]:
-    rows: list[list[int]] = []
-    for step in sorted(steps):
-        if rows and rows[-1][-1] == step - 1:
-            rows[-1].append(step)
-        else:
-            rows.append([step])
-    return rows
-
-
-@pytest.mark.parametrize("tolerance", [3e-4, 2e-3, 2e-2])
-@pytest.mark.parametrize(
-    ("output", "factor"),
-    [
-        # a second derivative that is the same everywhere: the error is known but for |y|, which grows by less than a
-        # tenth
-        (parabola, 1.1),
-        # one that doubles over the run: by no more between a comparison and a forecast
-        (lambda step, branch="cond": BASE + math.exp(math.log(2) * (U[step] - U[0]) / (U[-1] - U[0])) * BEND, 2.2),
-    ],
-    ids=["parabola", "exponential"],
-)
-def test_a_row_of_forecasts_leaves_no_more_than_the_tolerance_in_the_latents(output, factor, tolerance):
-    got, computed = drive(engine(tolerance), output)
-    left_out = skipped(computed)
-    assert left_out
-    for row in rows_of(left_out):
-        wrong = [((got[step, "cond"] - output(step)).norm() / output(step).norm()).item() for step in row]
-        left = sum(e * (U[step + 1] - U[step]) / (1 + math.exp(U[step])) for step, e in zip(row, wrong, strict=True))
-        rounding = 1e-6 * len(row)
-        assert left <= factor * tolerance + rounding and len(row) <= LONGEST
-
-
-# of a second derivative that is the same everywhere, and of one that doubles over the run
+# of a second derivative that is the same everywhere: the error is known but for |y|, which grows by less than a tenth;
+# and of one that doubles over the run: by no more between a comparison and a forecast
 CURVES = {
     "parabola": (lambda u: BASE + 0.02 * u**2 * BEND, 1.1),
     "exponential": (lambda u: BASE + math.exp(math.log(2) * (u - U[0]) / (U[-1] - U[0])) * BEND, 2.2),
@@ -128,7 +96,7 @@ def left_behind(u, step, line, true) -> float:
 
 
 @pytest.mark.parametrize("name", CURVES)
-@pytest.mark.parametrize("tolerance", [5e-4, 2e-3, 6e-3])
+@pytest.mark.parametrize("tolerance", [3e-4, 5e-4, 2e-3, 6e-3, 2e-2])
 @pytest.mark.parametrize("steps", [4, 8, 10, 30, 50])
 def test_a_run_of_any_length_computes_what_it_must_and_no_more(steps, tolerance, name):
     """What a forecast would leave in the latents decides, at 4 steps as at 50: within `factor`, by which the curve's
@@ -146,7 +114,7 @@ def test_a_run_of_any_length_computes_what_it_must_and_no_more(steps, tolerance,
             assert would > tolerance / factor or row == LONGEST
             left, row = 0.0, 0
         else:
-            assert would <= factor * tolerance + 1e-6 * LONGEST
+            assert would <= factor * tolerance + 1e-6 * LONGEST and row < LONGEST
             torch.testing.assert_close(got[step], line, rtol=0, atol=ROUNDING)
             left, row = would, row + 1
 

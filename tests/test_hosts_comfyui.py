@@ -19,11 +19,11 @@ from comfyui_stand_ins import (
     Executor,
     Patcher,
     WanModel,
+    ask,
     denoise,
     recorded_sites,
-    relative_error,
-    scaled_dot_product,
 )
+from host_stand_ins import relative_error
 from parkattn.hosts.comfyui import patch_model, summary_of
 from parkattn.hosts.comfyui_calls import step_of
 from parkattn.hosts.comfyui_nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, block_numbers
@@ -226,18 +226,6 @@ def test_the_registry_entry_names_the_package_its_version_and_the_node():
 
 
 VIDEO = (1, 16, 2, 8, 8)  # latent; 128 tokens of LTX, 32 of MiniMax-H3
-
-
-def ask(
-    options: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **how: Any
-) -> torch.Tensor:
-    given = {"transformer_options": options, "_inside_attn_wrapper": True, **how}
-    override = options.get("optimized_attention_override")
-    return (
-        override(scaled_dot_product, q, k, v, heads, **given)
-        if override
-        else scaled_dot_product(q, k, v, heads, **given)
-    )
 
 
 class LTXVModel:

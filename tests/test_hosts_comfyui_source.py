@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, recorded_sites, relative_error
+from comfyui_stand_ins import KEEP_ALL, ROUNDING, SPARSE, STEPS, recorded_sites
+from host_stand_ins import relative_error
 from parkattn.hosts.comfyui import patch_model, summary_of
 
 
@@ -45,14 +46,9 @@ def comfy():
 
 def tiny(comfy: Any, made: str, latents: str, unet: dict[str, Any]) -> Any:
     config = types.SimpleNamespace(
-        unet_config={**unet, "dtype": torch.float32},
-        latent_format=getattr(comfy.latent_formats, latents)(),
-        manual_cast_dtype=None,
-        custom_operations=comfy.ops.disable_weight_init,
-        optimizations={},
-        sampling_settings={"shift": 3.0},
-        memory_usage_factor=1.0,
-    )
+        unet_config={**unet, "dtype": torch.float32}, latent_format=getattr(comfy.latent_formats, latents)(), manual_cast_dtype=None,
+        custom_operations=comfy.ops.disable_weight_init, optimizations={}, sampling_settings={"shift": 3.0}, memory_usage_factor=1.0,
+    )  # fmt: skip
     model = getattr(comfy.model_base, made)(config, device="cpu")
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -61,30 +57,19 @@ def tiny(comfy: Any, made: str, latents: str, unet: dict[str, Any]) -> Any:
     return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
 
+WAN = {"in_dim": 16, "out_dim": 16, "dim": 128, "ffn_dim": 128, "freq_dim": 32, "text_dim": 24}
+WAN |= {"num_heads": 2, "num_layers": 2, "text_len": 16}
+
+
 @pytest.fixture(scope="module")
 def wan(comfy):
-    sizes = {
-        "dim": 128,
-        "ffn_dim": 128,
-        "freq_dim": 32,
-        "text_dim": 24,
-        "num_heads": 2,
-        "num_layers": 2,
-        "text_len": 16,
-    }
-    return tiny(comfy, "WAN21", "Wan21", {"model_type": "t2v", "in_dim": 16, "out_dim": 16, **sizes})
+    return tiny(comfy, "WAN21", "Wan21", {"model_type": "t2v", **WAN})
 
 
 @pytest.fixture(scope="module")
 def hunyuan(comfy):
-    sizes = {
-        "hidden_size": 128,
-        "num_heads": 2,
-        "axes_dim": [16, 24, 24],
-        "mlp_ratio": 1.0,
-        "depth": 1,
-        "depth_single_blocks": 2,
-    }
+    sizes = {"hidden_size": 128, "num_heads": 2, "axes_dim": [16, 24, 24], "mlp_ratio": 1.0}
+    sizes |= {"depth": 1, "depth_single_blocks": 2}
     inputs = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 8, "context_in_dim": 24, "patch_size": [1, 2, 2]}
     without = dict.fromkeys(("byt5", "meanflow", "use_cond_type_embedding", "meanflow_sum"), False)
     rest = {"theta": 256, "qkv_bias": True, "guidance_embed": True, "vision_in_dim": None}
@@ -114,14 +99,9 @@ def sampled(comfy: Any, model: Any, seed: int = 0, **how: Any) -> torch.Tensor:
     texts, pooled = torch.randn(2, 1, 9, 24, generator=generator), torch.randn(2, 1, 8, generator=generator)
     words = [[text, {"pooled_output": vector, **extra}] for text, vector in zip(texts, pooled, strict=True)]
     given = {
-        "steps": STEPS,
-        "cfg": 3.0,
-        "sampler_name": "euler",
-        "scheduler": "simple",
-        "disable_pbar": True,
-        "seed": 0,
-        **how,
-    }
+        "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "disable_pbar": True, "seed": 0,
+    }  # fmt: skip
+    given |= how
     with torch.inference_mode():
         return comfy.sample.sample(model, noise, positive=[words[0]], negative=[words[1]], latent_image=latent, **given)
 
@@ -206,23 +186,14 @@ class TestWithSource:
         assert torch.equal(sampled(comfy, patched), sampled(comfy, wan))
         assert "192 tokens are fewer than min_tokens=193" in summary_of(patched).dense_because
         patched = patch_model(hunyuan, "paper", **SPARSE)
-        x, t, words, pooled = (
-            torch.randn(1, 16, 3, 16, 16),
-            torch.tensor([0.5]),
-            torch.randn(1, 9, 24),
-            torch.randn(1, 8),
-        )
-        mask = torch.tensor([[1] * 5 + [0] * 4])
-        options = {
-            **patched.model_options["transformer_options"],
-            "wrappers": patched.wrappers,
-            "sigmas": t,
-            "sample_sigmas": torch.tensor([0.5, 0.0]),
-        }
-        stock = hunyuan.model.diffusion_model
+        x, words, pooled = (torch.randn(1, *shape) for shape in ((16, 3, 16, 16), (9, 24), (8,)))
+        t, mask = torch.tensor([0.5]), torch.tensor([[1] * 5 + [0] * 4])
+        options = {**patched.model_options["transformer_options"], "wrappers": patched.wrappers}
+        options |= {"sigmas": t, "sample_sigmas": torch.tensor([0.5, 0.0])}
+        stock, given = hunyuan.model.diffusion_model, {"guidance": t, "attention_mask": mask}
         with torch.no_grad():
-            out = stock(x, t, words, pooled, guidance=t, attention_mask=mask, transformer_options=options)
-            assert torch.equal(out, stock(x, t, words, pooled, guidance=t, attention_mask=mask, transformer_options={}))
+            out = stock(x, t, words, pooled, **given, transformer_options=options)
+            assert torch.equal(out, stock(x, t, words, pooled, **given, transformer_options={}))
         assert summary_of(patched).dense_because["the call has a mask"] == 3
 
     def test_an_interrupted_sampler_releases_its_plans(self, comfy, wan):
@@ -256,27 +227,16 @@ class TestWithSource:
         import comfy.context_windows as windows
 
         patched = patch_model(wan, "paper", **SPARSE, share_branches=True)
-        schedule, fuse = (
-            windows.get_matching_context_schedule("standard_static"),
-            windows.get_matching_fuse_method("pyramid"),
-        )
+        schedule = windows.get_matching_context_schedule("standard_static")
+        fuse = windows.get_matching_fuse_method("pyramid")
         patched.model_options["context_handler"] = windows.IndexListContextHandler(schedule, fuse, 2, 1, dim=2)
         sampled(comfy, patched)
         names = {row["transformer"]: row["refresh"] for row in summary_of(patched).layers}
         assert names == {"frames 0 to 1": 2, "frames 1 to 2": 2}
 
     def test_vace_blocks_have_plans_of_their_own(self, comfy):
-        sizes = {
-            "dim": 128,
-            "ffn_dim": 128,
-            "freq_dim": 32,
-            "text_dim": 24,
-            "num_heads": 2,
-            "num_layers": 2,
-            "text_len": 16,
-        }
         vace = {"vace_layers": 1, "vace_in_dim": 96, "model_type": "vace"}
-        model = tiny(comfy, "WAN21_Vace", "Wan21", {"in_dim": 16, "out_dim": 16, **sizes, **vace})
+        model = tiny(comfy, "WAN21_Vace", "Wan21", {**WAN, **vace})
         patched = patch_model(model, "paper", **KEEP_ALL)
         assert relative_error(sampled(comfy, patched), sampled(comfy, model)) < ROUNDING
         rows = [(row["transformer"], row["layer"]) for row in summary_of(patched).layers]

@@ -5,13 +5,12 @@ torchrun --nproc-per-node 2 tests/test_hosts_diffusers_balance.py cuda    the sa
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
 import torch
 
-from interpreted import run_on_ranks
+from interpreted import begin_rank, compared, reported, run_on_ranks, tell
 from parkattn.balance import assign_heads, imbalance, reassign
 from parkattn.park import Park
 from parklab.research import AdaptivePark, ResearchConfig
@@ -40,8 +39,9 @@ def test_heads_by_density_give_the_latents_of_the_plain_assignment_bit_for_bit(r
     row = ranks[case]
     assert row["balanced - plain"] == 0
     # projections of a part of the tokens may round differently, as in test_hosts_diffusers_parallel
-    assert row["balanced - one process"] <= row["tolerance"] < row["sparse - dense"]
+    assert row["difference"] <= row["tolerance"] < row["sparse - dense"]
     assert row["calls"] == row["calls of one process"] and row["calls"]["reuse"] > 0
+    assert row["plan bytes"] == row["plan bytes of one process"] // row["ranks"], "each rank has the plans of its heads"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,18 +121,13 @@ def work(device: str = "cpu") -> None:
     import tiny_pipelines as tiny
     from parkattn.hosts.diffusers import disable, enable, processor, sequence_parallel_plan, summary
 
-    torch.set_num_threads(1)
-    torch.accelerator.device_count = lambda: 1  # diffusers divides by the number of accelerators
-    torch.distributed.init_process_group("gloo")
+    compares = begin_rank()
     world, movable = torch.distributed.get_world_size(), processor.why_not_balanced
-    compares = torch.distributed.get_rank() == 0  # the others have no need of what one process makes
     run = {"wan": tiny.run_wan, "hunyuan": tiny.run_hunyuan}
 
     def report(case: str, made, **row) -> None:
         if compares:
-            row |= {"case": case, "balance": made.balance, "said": str(made), "calls": made.calls}
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+            tell(case=case, said=str(made), balance=made.balance, **row)
 
     def split(pipe):
         degrees = ContextParallelConfig(ulysses_degree=world)
@@ -145,7 +140,7 @@ def work(device: str = "cpu") -> None:
         if compares:
             dense = run[family](pipe, steps=STEPS)
             enable(pipe, method=made_with(settings))
-            alone, calls = run[family](pipe, steps=STEPS), summary(pipe).calls
+            alone, report_alone = run[family](pipe, steps=STEPS), summary(pipe)
             disable(pipe)
         enable(split(pipe), method=made_with(settings))
         balanced, made = run[family](pipe, steps=STEPS), summary(pipe)
@@ -154,16 +149,9 @@ def work(device: str = "cpu") -> None:
         processor.why_not_balanced = movable
         if not compares:
             continue
-        row = {
-            "balanced - plain": (balanced - plain).abs().max().item(),
-            "balanced - one process": (balanced - alone).abs().max().item(),
-            "sparse - dense": (alone - dense).abs().max().item(),
-            "tolerance": 112 * torch.finfo(torch.float32).eps * STEPS * 9 * dense.abs().max().item(),
-            "calls of one process": calls,
-            "plan bytes": made.peak_state_bytes,
-            "plain plan bytes": still.peak_state_bytes,
-        }
-        report(case, made, **row)
+        row = compared(balanced, alone, dense, STEPS) | {"balanced - plain": (balanced - plain).abs().max().item()}
+        row |= {"plain plan bytes": still.peak_state_bytes, "ranks": world}
+        report(case, made, **row | reported(made, report_alone))
     for case, heads, asked in (
         ("a method of its own", HEADS, {"method": "dense"}),
         ("one head each", world, {"config": ResearchConfig(**BLOCKS)}),

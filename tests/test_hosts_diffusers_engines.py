@@ -12,7 +12,6 @@ import copy
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import sys
 
 import pytest
@@ -21,7 +20,7 @@ import torch
 pytest.importorskip("diffusers")
 import tiny_families
 import tiny_pipelines as tiny
-from interpreted import run_on_ranks
+from interpreted import begin_rank, compared, reported, run_on_ranks, tell
 from parkattn.hosts.diffusers import disable, enable, row_for, summary, transformers_of
 from parkattn.hosts.diffusers.xdit import with_copies, without_copies
 from test_hosts_diffusers import EVERY_BLOCK, SPARSE, tolerance, trace
@@ -113,9 +112,7 @@ def test_the_context_parallelism_of_cache_dit_gives_the_latents_of_one_process(f
 def work_with_cache_dit(first: str) -> None:
     import cache_dit
 
-    torch.set_num_threads(1)
-    torch.accelerator.device_count = lambda: 1  # cache-dit divides by the number of accelerators
-    torch.distributed.init_process_group("gloo")
+    compares = begin_rank()
     sparse = SPARSE.replace(dense_steps=1, refresh_interval=2)
     for family, build, run in (("wan", tiny.wan, tiny.run_wan), ("hunyuan", tiny.hunyuan, tiny.run_hunyuan)):
         pipe = build(num_attention_heads=4)
@@ -130,17 +127,9 @@ def work_with_cache_dit(first: str) -> None:
         single.transformer._cp_config = None  # cache-dit has changed the class, which now asks for it
         enable(single, sparse)
         alone = run(single)
-        row = {
-            "family": family,
-            "difference": (latents - alone).abs().max().item(),
-            "sparse - dense": (alone - dense).abs().max().item(),
-            "tolerance": tolerance(dense),
-            "calls": report.calls,
-            "calls of one process": summary(single).calls,
-        }
-        if torch.distributed.get_rank() == 0:
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+        row = compared(latents, alone, dense, tiny.STEPS) | reported(report, summary(single))
+        if compares:
+            tell(family=family, **row)
     torch.distributed.destroy_process_group()
 
 
@@ -152,19 +141,16 @@ ODD = {"height": 48, "width": 48}  # 27 tokens, of which xDiT makes 28
 SHARED, WHOLE = "a cat walks on the grass", "a cat walks on the gras"
 WAN, HUNYUAN = (functools.partial(build, num_attention_heads=HEADS) for build in (tiny.wan, tiny.hunyuan))
 CASES = {
-    "wan": (WAN, tiny.run_wan),
-    "wan2.2": (functools.partial(WAN, experts=2), tiny.run_wan),
-    "wan, compiled blocks": (WAN, tiny.run_wan),
-    "wan, compiled": (WAN, tiny.run_wan),
+    "wan": (WAN, tiny.run_wan), "wan2.2": (functools.partial(WAN, experts=2), tiny.run_wan),
+    "wan, compiled blocks": (WAN, tiny.run_wan), "wan, compiled": (WAN, tiny.run_wan),
     "wan vace": (tiny_families.vace, tiny_families.FAMILIES["wan vace"].run),
     "hunyuan": (HUNYUAN, functools.partial(tiny.run_hunyuan, prompt=SHARED)),
     "hunyuan, whole text": (HUNYUAN, functools.partial(tiny.run_hunyuan, prompt=WHOLE)),
     "hunyuan, compiled blocks": (HUNYUAN, functools.partial(tiny.run_hunyuan, prompt=WHOLE)),
     "hunyuan 1.5": (tiny_families.hunyuan15, tiny_families.FAMILIES["hunyuan 1.5"].run),
     "hunyuan 1.5, masks of xDiT": (tiny_families.hunyuan15, tiny_families.FAMILIES["hunyuan 1.5"].run),
-    "wan, odd": (WAN, functools.partial(tiny.run_wan, **ODD)),
-    "wan, ring": (WAN, tiny.run_wan),
-}
+    "wan, odd": (WAN, functools.partial(tiny.run_wan, **ODD)), "wan, ring": (WAN, tiny.run_wan),
+}  # fmt: skip
 # what xDiT's runner gives to its transformers, or would to have text masked
 GIVEN = {"wan": {"attention_kwargs": {"thw": None}}, "hunyuan 1.5, masks of xDiT": {"attention_kwargs": {}}}
 LIKE_ONE_PROCESS = [case for case in CASES if not case.endswith(("odd", "ring", "masks of xDiT"))]
@@ -339,26 +325,17 @@ def work_with_xdit() -> None:
         disable(pipe)
         after = processors(pipe)
         row = {
-            "case": case,
-            "difference": (latents - sparse).abs().max().item(),
-            "sparse - dense": (sparse - dense).abs().max().item(),
             "every block - xDiT": (every_block - theirs).abs().max().item(),
             "xDiT - dense": (theirs - dense).abs().max().item(),
             "disabled - xDiT": (run(pipe) - theirs).abs().max().item(),
             "processors are back": all(one is other for one, other in zip(before, after, strict=True)),
-            "tolerance": tolerance(dense),
-            "calls": made.calls,
-            "calls of one process": report.calls,
             "dense because": made.dense_because,
             "heads": together[0][1].density.shape[1] if together else 0,
             "heads of one process": alone[0][1].density.shape[1],
-            "plan bytes": made.peak_state_bytes,
-            "plan bytes of one process": report.peak_state_bytes,
             "text is shared": getattr(get_runtime_state(), "split_text_embed_in_sp", None),
         }
         if torch.distributed.get_rank() == 0:
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+            tell(case=case, **row, **compared(latents, sparse, dense, tiny.STEPS), **reported(made, report))
     torch.distributed.destroy_process_group()
 
 

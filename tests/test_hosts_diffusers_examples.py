@@ -13,7 +13,6 @@ import tiny_pipelines as tiny
 from parkattn.hosts.diffusers import disable, enable, summary
 from test_errors import refused
 from test_hosts_diffusers import SPARSE
-from test_hosts_diffusers_tracker import LowRank
 from tiny_pipelines import diffusers
 
 pytestmark = [
@@ -56,6 +55,20 @@ def on_image_to_video(module):
     )[1]
 
 
+class LowRank(torch.nn.Module):
+    """What PEFT puts around a projection."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        generator = torch.Generator().manual_seed(0)
+        self.down = torch.randn(2, base.in_features, generator=generator)
+        self.up = torch.randn(base.out_features, 2, generator=generator) * 0.1
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.down.T @ self.up.T
+
+
 def with_lora(module):
     def load_lora(pipe):
         for block in pipe.transformer.blocks:
@@ -88,14 +101,10 @@ def on_the_shipped_model(module, out):
 
 
 TRIED = {
-    "small_model": on_the_shipped_model,
-    "wan_text_to_video": on_wan,
-    "wan22_text_to_video": on_wan22,
-    "hunyuan_text_to_video": on_hunyuan,
-    "wan_image_to_video": on_image_to_video,
-    "wan_lora": with_lora,
+    "small_model": on_the_shipped_model, "wan_text_to_video": on_wan, "wan22_text_to_video": on_wan22,
+    "hunyuan_text_to_video": on_hunyuan, "wan_image_to_video": on_image_to_video, "wan_lora": with_lora,
     "wan_first_block_cache": with_cache,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import sys
 
 import pytest
 import torch
 
-from interpreted import run_on_ranks
+from interpreted import begin_rank, compared, reported, run_on_ranks, tell
 from parklab.research import ResearchConfig
 
 # many heads would hide a head that went to the wrong rank
 HEADS = 4
-SPARSE = ResearchConfig(
-    query_clusters=4,
-    key_clusters=6,
-    kmeans_iterations=2,
-    top_p=None,
-    top_k=0.4,
-    dense_steps=1,
-    refresh_interval=2,
-    reference_steps=4,
-)
+BLOCKS = {"query_clusters": 4, "key_clusters": 6, "kmeans_iterations": 2, "top_p": None, "top_k": 0.4}
+SPARSE = ResearchConfig(**BLOCKS, dense_steps=1, refresh_interval=2, reference_steps=4)
 CASES = (
     "wan", "wan, enabled first", "hunyuan", "hunyuan, dense method", "wan, compiled blocks", "wan, fused", "hunyuan, fused", "wan, anything",
     "wan, ring", "h3",
@@ -194,17 +184,10 @@ def report_images() -> None:
         spread, made = steps(transformer, inputs), summary(transformer)
         if not compares:
             continue
-        row = {
-            "case": name,
-            "difference": (spread - alone).abs().max().item(),
-            "sparse - dense": (alone - dense).abs().max().item(),
-            "tolerance": tolerance(dense),
-            "calls": made.calls,
-            "calls of one process": report.calls,
-            "text": sorted({site.text.stop for site, _ in seen}),
-        }
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
+        row = compared(spread, alone, dense, 3) | reported(made, report)
+        tell(
+            **row | {"case": name, "tolerance": tolerance(dense), "text": sorted({site.text.stop for site, _ in seen})}
+        )
 
 
 def work() -> None:
@@ -216,12 +199,8 @@ def work() -> None:
     from parkattn.hosts.diffusers import disable, enable, fused, sequence_parallel_plan, summary
     from test_hosts_diffusers_examples import load
 
-    torch.set_num_threads(1)
     fused.COMPILER = "aot_eager"
-    # diffusers divides by the number of accelerators
-    torch.accelerator.device_count = lambda: 1
-    torch.distributed.init_process_group("gloo")
-    compares = torch.distributed.get_rank() == 0
+    compares = begin_rank()
     builders = {"wan": (tiny.wan, tiny.run_wan), "hunyuan": (tiny.hunyuan, tiny.run_hunyuan)}
     if "minimax h3" in newer.FAMILIES:
         builders["h3"] = (newer.minimax_h3, functools.partial(newer.run_minimax_h3, seed=0, steps=tiny.STEPS))
@@ -266,22 +245,8 @@ def work() -> None:
         attention_dispatch.dispatch_attention_fn = stock
         if compares:
             made, (dense, sparse, report) = summary(pipe), alone[family]
-            row = {
-                "case": case,
-                "difference": (latents - sparse).abs().max().item(),
-                "dense difference": (latents - dense).abs().max().item(),
-                "sparse - dense": (sparse - dense).abs().max().item(),
-                # as in test_hosts_diffusers: n eps per step, times 2 g - 1
-                "tolerance": 112 * torch.finfo(torch.float32).eps * tiny.STEPS * 9 * dense.abs().max().item(),
-                "calls": made.calls,
-                "calls of one process": report.calls,
-                "dense because": made.dense_because,
-                "fused": made.fused,
-                "plan bytes": made.peak_state_bytes,
-                "plan bytes of one process": report.peak_state_bytes,
-            }
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+            row = compared(latents, sparse, dense, tiny.STEPS) | reported(made, report)
+            tell(case=case, **row, **{"dense because": made.dense_because, "fused": made.fused})
     report_images()
     loose, latents, left_out = SPARSE.replace(tolerance=0.3), [], []  # weights are random, and forwards change much
     pipe = tiny.wan(num_attention_heads=HEADS)
@@ -300,11 +265,8 @@ def work() -> None:
             torch.distributed.all_gather_object(left_out[-1], left_out[-2][0])
         disable(pipe)
     if compares:
-        rounding = 112 * torch.finfo(torch.float32).eps * 12 * 9 * latents[0].abs().max().item()
-        row = {"difference": (latents[1] - latents[0]).abs().max().item(), "tolerance": rounding}
-        row |= {"case": "forecast", "forecast": left_out[-1], "forecast of one process": left_out[0][0]}
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
+        row = compared(latents[1], latents[0], latents[0], 12) | {"forecast of one process": left_out[0][0]}
+        tell(case="forecast", forecast=left_out[-1], **row)
     torch.distributed.destroy_process_group()
 
 

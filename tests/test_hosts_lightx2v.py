@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from host_stand_ins import Recording, relative_error
 from parkattn.hosts.lightx2v import RegisteredAttention, register_attention
 from parkattn.methods import configured_method
 from parkattn.ops.attend.definition import dense_attention
-from parkattn.site import AttentionOutput, AttentionStats, CallSite
 
 SMALL = {"query_clusters": 4, "key_clusters": 6, "min_tokens": 0}
 PLANNED = {"dense_steps": 0, "refresh_interval": 25}  # of 50 steps: 2 of 4
@@ -32,24 +32,6 @@ class Dense:
 
     def apply(self, q, k, v, **told):
         return dense_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)))[0].transpose(0, 1).flatten(1)
-
-
-class Seen:
-    """A method that writes down its sites."""
-
-    name, state_bytes = "seen", 0
-
-    def __init__(self) -> None:
-        self.sites: list[CallSite] = []
-        self.resets = 0
-
-    def __call__(self, q, k, v, site):
-        self.sites.append(site)
-        stats = AttentionStats("dense", "written down", q.new_ones(q.shape[:2]))
-        return AttentionOutput(dense_attention(q, k, v), stats)
-
-    def reset(self) -> None:
-        self.resets += 1
 
 
 def schedule(steps: int = STEPS) -> types.SimpleNamespace:
@@ -72,7 +54,7 @@ def run(state: RegisteredAttention, scheduler: Any, numbers=range(LAYERS), **cha
 
 
 def test_layers_steps_branches_and_the_grid_are_told_to_the_method():
-    method = Seen()
+    method = Recording()
     run(RegisteredAttention(method, 0), schedule())
     found = [(site.step, site.branch, site.layer) for site in method.sites]
     assert found == [(s, b, layer) for s in range(STEPS) for b in ("cond", "uncond") for layer in range(LAYERS)]
@@ -93,7 +75,7 @@ def test_every_block_kept_is_dense_and_plans_are_released_with_the_last_call():
 
 
 def test_new_timesteps_or_an_earlier_step_begin_a_run():
-    method = Seen()
+    method = Recording()
     state, scheduler = RegisteredAttention(method, 0), schedule(steps=1)
     run(state, scheduler)
     resets, scheduler.timesteps = method.resets, scheduler.timesteps.clone()
@@ -106,7 +88,7 @@ def test_new_timesteps_or_an_earlier_step_begin_a_run():
 
 
 def test_two_transformers_and_two_calls_of_a_layer_have_plans_of_their_own():
-    method = Seen()
+    method = Recording()
     state, scheduler = RegisteredAttention(method, 0), schedule(steps=2)
     q = torch.randn(TOKENS, HEADS, DIM)
     for step, number in ((0, 7), (1, 8), (1, 8)):
@@ -135,7 +117,7 @@ def attend_packed(state: RegisteredAttention, scheduler: Any, tokens: int) -> to
 
 
 def test_a_packed_sequence_keeps_all_before_the_video_exact():
-    method, before = Seen(), 11
+    method, before = Recording(), 11
     state, scheduler = RegisteredAttention(method, 0), packed_schedule(before)
     attend_packed(state, scheduler, before + TOKENS)
     assert {(site.grid, str(site.text), site.total_steps) for site in method.sites} == {
@@ -156,7 +138,7 @@ def test_a_packed_sequence_keeps_all_before_the_video_exact():
 
 
 def test_a_packed_sequence_with_padding_stays_dense_with_a_reason():
-    state = RegisteredAttention(Seen(), 0)
+    state = RegisteredAttention(Recording(), 0)
     attend_packed(state, packed_schedule(11, steps=1), 11 + TOKENS + 3)
     reason = f"{TOKENS + 14} tokens are not the {TOKENS + 11} of the packed sequence: padding may be among them"
     assert state.summary().dense_because == {reason: LAYERS}
@@ -172,7 +154,7 @@ def test_a_packed_sequence_with_padding_stays_dense_with_a_reason():
     ],
 )
 def test_what_is_no_self_attention_of_a_video_is_declined_with_a_reason(changes, reason):
-    method = Seen()
+    method = Recording()
     state = RegisteredAttention(method, 0)
     run(state, schedule(steps=1), **changes)
     assert not method.sites and state.summary().dense_because == {reason: 2 * LAYERS}
@@ -189,7 +171,7 @@ def test_short_sequences_other_tokens_and_an_unknown_step_stay_dense_with_a_reas
         ),
         (0, GRID, types.SimpleNamespace(), "the scheduler has no step_index: the step is unknown"),
     ):
-        method, q = Seen(), torch.randn(TOKENS, HEADS, DIM)
+        method, q = Recording(), torch.randn(TOKENS, HEADS, DIM)
         state = RegisteredAttention(method, tokens)
         state.attend(0, Dense(), q, q, q, {"block_idx": 0, "scheduler": scheduler, "grid_sizes": grid})
         assert not method.sites and state.summary().dense_because == {reason: 1}
@@ -274,12 +256,7 @@ def weights(tmp_path_factory):
 
 
 def sampled(
-    lightx2v: Any,
-    weights: Any,
-    attention: str,
-    videos: int = 1,
-    experts: int = 1,
-    **changes: Any,
+    lightx2v: Any, weights: Any, attention: str, videos: int = 1, experts: int = 1, **changes: Any
 ) -> torch.Tensor:
     """The loop of its runner over steps, with its model and scheduler; the last video's latents. Wan2.2 has 2 experts."""
     config = {**CONFIG, "self_attn_1_type": attention, **changes}
@@ -302,10 +279,6 @@ def sampled(
     return latents
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 class TestWithSource:
     def test_every_block_kept_is_its_own_attention_and_fewer_are_not(self, lightx2v, weights):
         keep = register_attention("paper", name="park_keep", **KEEP_ALL)
@@ -318,7 +291,7 @@ class TestWithSource:
         assert keep.summary().state_bytes == 0 < keep.summary().peak_state_bytes
 
     def test_its_model_and_scheduler_tell_layers_steps_branches_and_the_grid(self, lightx2v, weights):
-        state, method = register_attention("paper", name="park_told", **KEEP_ALL), Seen()
+        state, method = register_attention("paper", name="park_told", **KEEP_ALL), Recording()
         state.engine.method = method
         sampled(lightx2v, weights, "park_told", cross_attn_1_type="park_told")
         found = [(site.step, site.branch, site.layer) for site in method.sites]
@@ -347,7 +320,7 @@ class TestWithSource:
 
     def test_the_layout_of_its_minimax_h3_is_read(self, lightx2v):
         module = importlib.import_module("lightx2v.models.schedulers.minimax_h3.scheduler")
-        scheduler, method = module.MiniMaxH3Scheduler({"infer_steps": 3}), Seen()
+        scheduler, method = module.MiniMaxH3Scheduler({"infer_steps": 3}), Recording()
         scheduler.prepare(0, 124, 64, 96, torch.ones(7, dtype=torch.long))
         packed = scheduler.layout_cpu
         state, q = RegisteredAttention(method, 0), torch.randn(packed.sequence_length, 1, 8)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import importlib
-import importlib.util
 import sys
 import types
 import weakref
@@ -13,22 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch.nn.functional import scaled_dot_product_attention
 
+import host_stand_ins as hosts
+from host_stand_ins import GRID, HEADS, KEEP_ALL, LAYERS, SPARSE, STEPS, VIDEO, DenseImpl
 from parkattn.hosts import served, sglang
 
 ROOT = "sglang.multimodal_gen.runtime"
-GRID, STEPS, LAYERS, HEADS, DIM = (5, 8, 8), 4, 2, 2, 32
-VIDEO = 5 * 8 * 8
-SMALL = {
-    "profile": "paper",
-    "query_clusters": 4,
-    "key_clusters": 8,
-    "dense_steps": 0,
-    "min_tokens": 0,
-}
-KEEP_ALL, SPARSE = {**SMALL, "top_p": 1.0}, {**SMALL, "top_p": 0.5}
+DIM = 32
 
 
 class Request(types.SimpleNamespace):
@@ -66,19 +55,6 @@ class Member(enum.Enum):
     SPARGE_ATTN = 2
 
 
-class DenseImpl:
-    def __init__(self, softmax_scale: float, **others: Any) -> None:
-        self.softmax_scale = softmax_scale
-
-    def forward(self, q, k, v, attn_metadata):
-        return scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), scale=self.softmax_scale
-        ).transpose(1, 2)
-
-    def forward_varlen(self, q, k, v, **told):
-        return self.forward(q[None], k[None], v[None], None)[0]
-
-
 class DenseBackend:
     get_impl_cls = staticmethod(lambda: DenseImpl)
 
@@ -102,14 +78,7 @@ def stand_in(monkeypatch):
         "managers.forward_context": {"get_forward_context_or_none": lambda: told.context},
         "utils.precision": {"get_compute_dtype": lambda: torch.float32},
     }
-    for name in list(sys.modules):
-        if name == "sglang" or name.startswith(("sglang.", "parkattn.hosts.sglang.")):
-            monkeypatch.delitem(sys.modules, name)
-    for name, held in parts.items():
-        module = types.ModuleType(f"{ROOT}.{name}")
-        module.__dict__.update(held)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    told.backend = importlib.import_module("parkattn.hosts.sglang.backend")
+    told.backend = hosts.put_modules(monkeypatch, ROOT, "sglang", parts)
     yield told
     sys.modules.pop("parkattn.hosts.sglang.backend", None)
 
@@ -122,7 +91,7 @@ def layers(told: Any, prefix: str = "blocks.{}.attn1.impl", count: int = LAYERS)
 
 
 def tokens(count: int = VIDEO, seed: int = 0) -> torch.Tensor:
-    return torch.randn(3, 1, count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    return hosts.tokens(DIM, count, seed)
 
 
 def step(told: Any, stack: list[Any], request: Request, number: int, count: int = VIDEO) -> list[torch.Tensor]:
@@ -170,24 +139,14 @@ def test_layers_steps_branches_and_the_grid_are_told_and_every_block_kept_is_den
             for out in step(stand_in, stack, request, number)
         )
     report = request.extra[sglang.KEY].summary()
-    assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
-        (i, 2 * STEPS) for i in range(LAYERS)
-    ]
+    assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), 2 * STEPS)
     assert request.extra[sglang.KEY].engine.clock.grid == GRID and not report.dense_because
     assert report.state_bytes == 0 < report.peak_state_bytes  # released with the last call of the last step
 
 
 def test_two_requests_interleaved_equal_two_alone(stand_in):
     stand_in.args, stack = arguments(SPARSE), layers(stand_in)
-    alone = {
-        seed: [out for number in range(STEPS) for out in step(stand_in, stack, request, number)]
-        for seed, request in ((1, Request(1)), (2, Request(2)))
-    }
-    pair, mixed = (Request(1), Request(2)), {1: [], 2: []}
-    for number in range(STEPS):
-        for request in pair:
-            mixed[request.seed] += step(stand_in, stack, request, number)
-    assert all(torch.equal(a, b) for seed in (1, 2) for a, b in zip(alone[seed], mixed[seed], strict=True))
+    pair = hosts.expect_apart(Request, lambda request, number: step(stand_in, stack, request, number))
     assert pair[0].extra[sglang.KEY].summary().density < 1
 
 
@@ -297,25 +256,13 @@ def test_minimax_h3_borrows_the_preset_of_hunyuanvideo():
 
 
 def test_one_compiled_graph_serves_every_layer(stand_in):
-    class Attention(torch.nn.Module):
-        def __init__(self, impl: Any) -> None:
-            super().__init__()
-            self.attn_impl = impl
-
-        def forward(self, q, k, v):
-            return self.attn_impl.forward(2 * q, k, v, None) + 1
-
-    def doubled(stack: list[Any], request: Request, how: Any) -> list[torch.Tensor]:
+    def of(request: Request) -> None:
         stand_in.context = types.SimpleNamespace(current_timestep=0, attn_metadata=None, forward_batch=request)
-        return [how(Attention(impl))(*tokens()) for impl in stack]
 
-    graphs, compiled, eager = CompileCounter(), Request(), Request()
-    stack = layers(stand_in, count=3)
+    compiled, stack, given = Request(), layers(stand_in, count=3), (*tokens(), None)
     with torch.no_grad():
-        found = doubled(stack, compiled, lambda module: torch.compile(module, backend=graphs, fullgraph=True))
-        assert all(torch.equal(a, b) for a, b in zip(found, doubled(stack, eager, lambda module: module), strict=True))
-    assert graphs.frame_count == 1 and [row["layer"] for row in compiled.extra[sglang.KEY].summary().layers] == [
-        0,
-        1,
-        2,
-    ]
+        of(compiled)
+        found = hosts.in_one_graph(stack, *given)
+        of(Request())
+        torch.testing.assert_close(found, [hosts.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
+    assert list(hosts.calls_by_layer(compiled.extra[sglang.KEY].summary())) == [0, 1, 2]

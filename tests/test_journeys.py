@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
 import sys
 import tomllib
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import parkattn
-from interpreted import hasten_the_interpreter, run_interpreted
+from interpreted import hasten_the_interpreter, in_interpreter, outside, run_interpreted
 from parkattn import planned
 
 pytest.importorskip("diffusers")
@@ -27,9 +26,6 @@ from parklab.research import ResearchConfig
 
 ROOT = Path(parkattn.__file__).parent
 PROJECT = Path(__file__).parents[1]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_journeys_on_a_gpu_under_the_interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="run without the interpreter")
 SPARSE = ResearchConfig(
     query_clusters=4, key_clusters=6, kmeans_iterations=2, dense_steps=0, refresh_interval=4, reference_steps=4
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from interpreted import outside
 from machine_code import (
     Build,
     barriers,
@@ -18,7 +19,6 @@ from machine_code import (
     plain_attention,
     products,
 )
-from test_kernels_attend import on_compiler
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 # P V, and Q K^T of whole numbers; before Triton 3.9 sm_100 has no INT8 product of its own and takes that of the warps
@@ -28,26 +28,24 @@ INT8_WARPS = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
 INT8_PRODUCT = {90: "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8", 100: "tcgen05.mma.cta_group::1.kind::i8"}
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
-    ("d", "everything", "element"),
-    [(64, True, "bf16"), (128, False, "bf16"), (128, True, "bf16"), (128, True, "fp16")],
+    ("d", "everything", "element"), [(64, True, "bf16"), (128, False, "bf16"), (128, True, "bf16"), (128, True, "fp16")]
 )
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_triton_kernel_in_int8_builds_and_fits(arch, d, everything, element):
     from parkattn.ops.triton_versions import NUMBER
 
-    shared, stack, _, ptx, _ = plain_attention(arch, d, int8=True, everything=everything, element=element)
-    assert shared <= min(SHARED_MEMORY[arch], 99 * 1024)
-    assert stack == 0
+    built = plain_attention(arch, d, int8=True, everything=everything, element=element)
+    assert built.shared <= min(SHARED_MEMORY[arch], 99 * 1024) and built.stack == 0
     whole = INT8_PRODUCT if NUMBER >= (3, 9) or arch != 100 else {}
-    assert products(ptx) == {
+    assert products(built.ptx) == {
         whole.get(arch, INT8_WARPS),
         PRODUCT.get(arch, WARPS).format(element.replace("fp", "f"), d),
     }
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_rounding_kernels_build(arch, d):
@@ -68,87 +66,60 @@ def test_rounding_kernels_build(arch, d):
     ]
     for kernel, tile in builds:
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        shared, stack, *_ = compiled(kernel, types, tile | {"D": d}, arch, **options)
-        assert shared <= 99 * 1024 and stack <= (72 if NUMBER == (3, 9) else 16)
+        built = compiled(kernel, types, tile | {"D": d}, arch, **options)
+        assert built.shared <= 99 * 1024 and built.stack <= (72 if NUMBER == (3, 9) else 16)
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("arch", "d", "everything"),
     [
-        (80, 128, False),
-        (80, 128, True),
-        (86, 128, True),
-        (89, 128, False),
-        (89, 128, True),
-        (90, 128, False),
-        (90, 128, True),
-        (90, 256, False),
-        (100, 128, True),
-        (100, 256, True),
-        (120, 64, False),
-        (120, 128, True),
+        (80, 128, False), (80, 128, True), (86, 128, True), (89, 128, False), (89, 128, True), (90, 128, False),
+        (90, 128, True), (90, 256, False), (100, 128, True), (100, 256, True), (120, 64, False), (120, 128, True),
         (120, 256, False),
     ],
-)
+)  # fmt: skip
 def test_triton_kernel_builds_and_fits(arch, d, everything):
     from parkattn.ops.triton_versions import NUMBER
 
-    shared, stack, _, ptx, code = plain_attention(arch, d, int8=False, everything=everything)
-    assert shared <= SHARED_MEMORY[arch]
+    built = plain_attention(arch, d, int8=False, everything=everything)
+    assert built.shared <= SHARED_MEMORY[arch]
     # Triton 3.9 keeps a few words on the stack, none of them in the loops over keys
-    assert stack <= (48 if NUMBER == (3, 9) else 0)
-    assert not sum(spills_of(key_loops(code)))
-    wanted, found = PRODUCT.get(arch, WARPS), products(ptx)
+    assert built.stack <= (48 if NUMBER == (3, 9) else 0)
+    assert not sum(spills_of(key_loops(built.code)))
+    wanted, found = PRODUCT.get(arch, WARPS), products(built.ptx)
     assert found and found <= {wanted.format("bf16", width) for width in (32, 64, 128, 256)}
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_work_list_kernels_build(arch):
     from parkattn.ops.attend.worklist import list_keys_kernel, list_queries_kernel
 
     types = dict.fromkeys(("key_offsets", "query_offsets", "wide", "tails", "summary", "tiles", "count"), "*i32")
     types |= {"mask": "*u8", "compensate": "*u8", "bias": "*fp32", "pair_bias": "*fp32", "inverse_scale": "fp32"}
-    constants = {
-        "KEY_TILE": 128,
-        "WIDE": 32,
-        "TAIL": 8,
-        "LANES": 1024,
-        "CHUNK": 512,
-        "TAIL_BIAS": True,
-        "COMPENSATE": True,
-    }  # 512 key blocks
-    for paired in (False, True):
-        assert compiled(list_keys_kernel, types, constants | {"PAIR_BIAS": paired}, arch, num_warps=4)[1] == 0
-    assert (
-        compiled(
-            list_queries_kernel,
-            types,
-            {"QUERY_TILE": 128, "GROUP_ROWS": 64, "LANES": 64, "CHUNK": 1024},
-            arch,
-            num_warps=4,
-        )[1]
-        == 0
-    )
+    sizes = {"KEY_TILE": 128, "WIDE": 32, "TAIL": 8, "LANES": 1024, "CHUNK": 512}  # 512 key blocks
+    of_keys = sizes | {"TAIL_BIAS": True, "COMPENSATE": True}
+    of_queries = {"QUERY_TILE": 128, "GROUP_ROWS": 64, "LANES": 64, "CHUNK": 1024}
+    for kernel, constants in (
+        (list_keys_kernel, of_keys | {"PAIR_BIAS": False}),
+        (list_keys_kernel, of_keys | {"PAIR_BIAS": True}),
+        (list_queries_kernel, of_queries),
+    ):
+        assert compiled(kernel, types, constants, arch, num_warps=4).stack == 0
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("d", "element", "everything", "quick", "share", "rows"),
     [
-        (64, "fp16", True, False, True, None),
-        (128, "bf16", False, True, True, None),
-        (128, "bf16", True, True, True, None),
-        (128, "bf16", False, False, True, None),
-        (128, "bf16", True, True, False, None),
-        (64, "bf16", True, True, False, 500),
-        (128, "bf16", False, True, False, 500),
-        (128, "bf16", True, True, False, 500),
-        (128, "bf16", True, True, True, 128),
-        (128, "bf16", True, False, True, 500),
+        (64, "fp16", True, False, True, None), (128, "bf16", False, True, True, None),
+        (128, "bf16", True, True, True, None), (128, "bf16", False, False, True, None),
+        (128, "bf16", True, True, False, None), (64, "bf16", True, True, False, 500),
+        (128, "bf16", False, True, False, 500), (128, "bf16", True, True, False, 500),
+        (128, "bf16", True, True, True, 128), (128, "bf16", True, False, True, 500),
     ],
-)
+)  # fmt: skip
 def test_gluon_kernel_builds_and_fits(d, element, everything, quick, share, rows):
     from parkattn.ops.triton_versions import ALWAYS_SHARE
 
@@ -167,12 +138,9 @@ def build_gluon(
     tile = gluon_tile(d) if rows is None else int8_tile(d, rows, True)
     tile = tile if quick else tile.for_lost_rows()
     boxes = {
-        "q_desc": (64, d),
-        "k_tail": (tile.tail, 64),
-        "v_tail": (tile.tail, 64),
-        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)),
-        **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
-    }
+        "q_desc": (64, d), "k_tail": (tile.tail, 64), "v_tail": (tile.tail, 64),
+        **dict.fromkeys(("k_wide", "v_wide"), (32, 64)), **dict.fromkeys(("c_desc", "u_desc"), (tile.keys, 64)),
+    }  # fmt: skip
     types = {
         name: f"tensordesc<{element}[{height}, {width}],{swizzled(torch.float16, d)!r}>"
         for name, (height, width) in boxes.items()
@@ -189,13 +157,9 @@ def build_gluon(
     types |= {"bias_desc": f"tensordesc<fp32[1, {tile.keys}],{LINEAR!r}>", "out": f"*{element}", "unit": "fp32"}
     types |= dict.fromkeys(("lse", "q_steps", "k_steps"), "*fp32")
     constants = {
-        **tile.constants(d),
-        "COMPENSATE": everything,
-        "SCATTER": True,
-        "LSE": everything,
-        "SHARE": share,
+        **tile.constants(d), "COMPENSATE": everything, "SCATTER": True, "LSE": everything, "SHARE": share,
         "INT8": rows is not None,
-    }
+    }  # fmt: skip
     constants["QUICK"] = tile.quick if quick else 0
     built = compiled(attend_hopper_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=tile.launch_registers)
     ptx, code = built.ptx, built.code
@@ -212,7 +176,7 @@ def build_gluon(
     assert ours == numbers and tritons and not ours & tritons
 
 
-@on_compiler
+@outside
 @pytest.mark.parametrize(
     ("d", "int8", "quick"),
     [(64, True, True), (128, False, True), (128, True, True), (128, False, False), (128, True, False)],
@@ -230,11 +194,8 @@ def test_dense_gluon_kernel_builds_and_fits(d, int8, quick):
         for name, (height, dtype) in rows.items()
     }
     types |= dict.fromkeys(("lse", "q_steps", "k_steps"), "*fp32") | {
-        "key_counts": "*i32",
-        "lost": "*i32",
-        "out": "*bf16",
-        "unit": "fp32",
-    }
+        "key_counts": "*i32", "lost": "*i32", "out": "*bf16", "unit": "fp32",
+    }  # fmt: skip
     constants = {name: value for name, value in tile.constants(d).items() if name not in ("WIDE", "TAIL")}
     constants |= {"LSE": True, "QUICK": tile.quick if quick else 0, "AGAIN": not quick, "INT8": int8}
     built = compiled(attend_dense_kernel, types, constants, 90, gluon=True, num_warps=4, maxnreg=tile.launch_registers)
@@ -256,12 +217,11 @@ def spills_of(loops: list[list[str]]) -> list[int]:
 def check_consumers(built: Build, groups: int, quick: bool) -> None:
     from parkattn.ops.triton_versions import NUMBER
 
-    shared, stack, _, ptx, code = built
-
-    assert shared <= SHARED_MEMORY[90]
+    ptx = built.ptx
+    assert built.shared <= SHARED_MEMORY[90]
     # a few words are kept on the stack and read once per query tile, none of them in the loops over keys
-    assert stack <= (120 if NUMBER == (3, 9) else 64)
-    loops = key_loops(code)
+    assert built.stack <= (120 if NUMBER == (3, 9) else 64)
+    loops = key_loops(built.code)
     assert len(loops) == 2 * groups  # of each warpgroup: two tiles per turn, and one
     # Triton 3.8 keeps addresses in ordinary registers, and reloads one per key tile in one warpgroup
     assert max(spills_of(loops)) <= (2 if NUMBER == (3, 8) else 0)

@@ -1,69 +1,40 @@
 """PAMA, clustering and permutation kernels: under the Triton interpreter against float64, and compiled ahead of time
 for GPUs that are not here.
-
-TRITON_INTERPRET must be set before triton is imported, so every check runs in a process of its own: this file, called
-as a script.
 """
 
 # formatted by hand: one argument per line would double the tables below
 # fmt: off
 
-import importlib.util
 import itertools
 import math
-import os
-import pathlib
 import re
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from interpreted import hasten_the_interpreter
+pytest.importorskip("triton")
+from interpreted import in_interpreter, outside, quiet_numpy, run_interpreted
+from machine_code import barriers, before_arrivals, compiled
+from parkattn.ops import tiles
+from parkattn.ops.cluster import triton as cluster
+from parkattn.ops.importance import triton as importance
+from parkattn.ops.permute import triton as permute
+from strategies import reproducible
 
-SOURCE = pathlib.Path(__file__).resolve().parents[1] / "src"
-INTERPRETED = ("pama", "pama_edges", "assign", "kmeans", "sort", "segment_mean", "qrkc")
+pytestmark = quiet_numpy
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+HALVES = st.sampled_from([torch.bfloat16, torch.float16])
 
 
-def run_alone(job: tuple[str, ...]) -> None:
-    interpret = "0" if job[0].startswith("compile:") else "1"
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, *job], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def running(request):
-    """The jobs of the tests that were asked for, two at a time."""
-    here = [item for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(2) as pool:
-        yield {job: pool.submit(run_alone, job) for job in (item.callspec.params["job"] for item in here)}
-
-
-@pytest.mark.parametrize("job", [INTERPRETED[:2], INTERPRETED[2:]], ids=["pama", "clustering"])
-def test_interpreted_kernels_match_float64(running, job: tuple[str, ...]) -> None:
-    running[job].result()
-
-
-@pytest.mark.parametrize("job", [(f"compile:{arch}",) for arch in SHARED_MEMORY], ids=[f"sm_{arch}" for arch in SHARED_MEMORY])
-def test_every_kernel_compiles_ahead_of_time(running, job: tuple[str, ...]) -> None:
-    running[job].result()
-
-
-# ---------------------------------------------------------------------------------------------- run as a script from
-# here on
+@outside
+def test_kernels_match_float64_under_the_interpreter():
+    run_interpreted(__file__, at_least=8)
 
 
 def ragged(generator, bh, n, blocks):
     """Offsets [bh blocks+1] with empty blocks among them."""
-    import torch
-
     cuts = torch.randint(0, n + 1, (bh, blocks - 1), generator=generator).sort(-1).values
     if blocks > 3:
         cuts[:, 1] = cuts[:, 0]
@@ -73,8 +44,6 @@ def ragged(generator, bh, n, blocks):
 
 def pama_definition(q, offsets, centroids, sizes, dtype):
     """softmax(q.c / sqrt(d) + log n) averaged over each query block, every step in `dtype`."""
-    import torch
-
     logits = (q.to(dtype) @ centroids.to(dtype).mT * (1 / math.sqrt(q.shape[-1])) + sizes.double().log().to(dtype)[:, None]).to(dtype)
     p = logits.softmax(-1).nan_to_num(0.0)
     out = torch.zeros(q.shape[0], offsets.shape[1] - 1, centroids.shape[1], dtype=torch.float64)
@@ -86,10 +55,6 @@ def pama_definition(q, offsets, centroids, sizes, dtype):
 
 
 def check_pama(seed, n, d, query_blocks, key_blocks, dtype):
-    import torch
-
-    from parkattn.ops.importance import triton as importance
-
     g = torch.Generator().manual_seed(seed)
     q, c = (torch.randn(2, m, d, generator=g).mul(2).to(dtype) for m in (n, key_blocks))
     offsets, sizes = ragged(g, 2, n, query_blocks), torch.randint(0, 50, (2, key_blocks), generator=g, dtype=torch.int32)
@@ -105,28 +70,18 @@ def check_pama(seed, n, d, query_blocks, key_blocks, dtype):
         assert torch.equal(out[1:], alone), "a head's bits depend on the other heads of the call"
 
 
-def pama():
-    import torch
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
-
-    @settings(max_examples=6, deadline=None, derandomize=True)
-    @given(st.integers(0, 999), st.integers(1, 250), st.sampled_from([64, 128, 256]), st.integers(1, 9), st.integers(1, 140),
-           st.sampled_from([torch.bfloat16, torch.float16]))
-    def ragged_sizes(seed, n, d, query_blocks, key_blocks, dtype):
-        check_pama(seed, n, d, query_blocks, key_blocks, dtype)
-
-    ragged_sizes()
+@in_interpreter
+@settings(reproducible, max_examples=6)
+@given(st.integers(0, 999), st.integers(1, 250), st.sampled_from([64, 128, 256]), st.integers(1, 9), st.integers(1, 140), HALVES)
+def test_pama_of_ragged_sizes(seed, n, d, query_blocks, key_blocks, dtype):
+    check_pama(seed, n, d, query_blocks, key_blocks, dtype)
 
 
-def pama_edges():
+@in_interpreter
+def test_pama_edges():
     """A block cut into several chunks; more key blocks than one tile; blocks that are all empty give rows of zeros; a
     refusal.
     """
-    import torch
-
-    from parkattn.ops.importance import triton as importance
-
     check_pama(5, 600, 64, 1, 20, torch.bfloat16)
     offsets, sizes = ragged(torch.Generator().manual_seed(8), 3, 5000, 70), torch.tensor([[4, 0, 1]] * 3, dtype=torch.int32)
     items, log_sizes, partial, chunk = importance._work(offsets, sizes, 5000)
@@ -150,58 +105,47 @@ def pama_edges():
 
 def tokens(seed, n, d, dtype, heads=2, spread=0.5):
     """[1 heads n d], not contiguous, around a large offset common to all tokens."""
-    import torch
-
     g = torch.Generator().manual_seed(seed)
     return (torch.randn(1, n, heads, d, generator=g) * spread + 6 * torch.randn(1, 1, heads, d, generator=g)).to(dtype).transpose(1, 2)
 
 
-def assign():
-    """The chosen centroid is at most twice as far from optimal as the same-dtype PyTorch choice plus one rounding of a
-    centroid; ties.
-    """
-    import torch
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
+def regret(x, centroids, labels):
+    distance = torch.cdist(x.double(), centroids.double())
+    return (distance.gather(-1, labels.long()[..., None]).squeeze(-1) - distance.amin(-1)).max()
 
-    from parkattn.ops.cluster import triton as cluster
 
-    def regret(x, centroids, labels):
-        distance = torch.cdist(x.double(), centroids.double())
-        return (distance.gather(-1, labels.long()[..., None]).squeeze(-1) - distance.amin(-1)).max()
+@in_interpreter
+@settings(reproducible, max_examples=4)
+@given(st.integers(0, 999), st.integers(2, 200), st.sampled_from([64, 128, 256]), st.integers(1, 150), HALVES)
+def test_the_chosen_centroid_is_nearly_the_nearest(seed, n, d, clusters, dtype):
+    """At most twice as far from optimal as the same-dtype PyTorch choice plus one rounding of a centroid."""
+    x = tokens(seed, n, d, dtype)
+    centroids = tokens(seed + 1, clusters, d, torch.float32) + (x[:, :, :1].float() - tokens(seed + 1, 1, d, torch.float32))
+    flat = centroids.reshape(2, clusters, d)
+    mu = flat.mean(1)
+    centred = (flat - mu[:, None]).to(dtype)
+    half = (centred.float() * (0.5 * centred.float() + mu[:, None])).sum(-1)
+    rounded = centroids.to(dtype)
+    plain = ((rounded * rounded).sum(-1)[:, :, None] - 2 * (x @ rounded.mT)).argmin(-1)
+    labels = cluster.assign(x, centred, half)
+    rounding = torch.finfo(dtype).eps * (flat - mu[:, None]).norm(dim=-1).max()
+    assert regret(x, centroids, labels) <= 2 * regret(x, centroids, plain) + rounding
 
-    @settings(max_examples=4, deadline=None, derandomize=True)
-    @given(st.integers(0, 999), st.integers(2, 200), st.sampled_from([64, 128, 256]), st.integers(1, 150), st.sampled_from([torch.bfloat16, torch.float16]))
-    def nearest(seed, n, d, clusters, dtype):
-        x = tokens(seed, n, d, dtype)
-        centroids = tokens(seed + 1, clusters, d, torch.float32) + (x[:, :, :1].float() - tokens(seed + 1, 1, d, torch.float32))
-        flat = centroids.reshape(2, clusters, d)
-        mu = flat.mean(1)
-        centred = (flat - mu[:, None]).to(dtype)
-        half = (centred.float() * (0.5 * centred.float() + mu[:, None])).sum(-1)
-        rounded = centroids.to(dtype)
-        squares = (rounded * rounded).sum(-1)
-        plain = (squares[:, :, None] - 2 * (x @ rounded.mT)).argmin(-1)
-        labels = cluster.assign(x, centred, half)
-        rounding = torch.finfo(dtype).eps * (flat - mu[:, None]).norm(dim=-1).max()
-        assert regret(x, centroids, labels) <= 2 * regret(x, centroids, plain) + rounding
 
-    nearest()
+@in_interpreter
+def test_ties_go_to_the_lowest_index_and_tokens_that_are_not_valid_past_the_last():
     x = tokens(0, 70, 64, torch.bfloat16)
     same, zero = torch.zeros(2, 200, 64, dtype=torch.bfloat16), torch.zeros(2, 200)
-    assert not cluster.assign(x, same, zero).any(), "ties go to the lowest index"
+    assert not cluster.assign(x, same, zero).any()
     valid = torch.arange(70)[None] < 40
     assert (cluster.assign(x, same, zero, valid)[..., 40:] == 200).all()
 
 
-def kmeans():
+@in_interpreter
+def test_kmeans():
     """Well separated clusters are found; returned centroids are the means of the returned labels; empty clusters; warm
     start; valid.
     """
-    import torch
-
-    from parkattn.ops.cluster import triton as cluster
-
     g = torch.Generator().manual_seed(0)
     truth = torch.arange(160) % 8
     x = (20 * torch.randn(1, 2, 8, 64, generator=g)[:, :, truth] + torch.randn(1, 2, 160, 64, generator=g)).bfloat16()
@@ -219,29 +163,18 @@ def kmeans():
     assert (masked[0][..., 90:] == 8).all() and (masked[2].sum(-1) == 90).all() and (masked[4][..., -1] == 90).all()
 
 
-def sort():
-    import torch
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
-
-    from parkattn.ops.cluster import triton as cluster
-
-    @settings(max_examples=4, deadline=None, derandomize=True)
-    @given(st.integers(0, 999), st.integers(1, 200), st.integers(1, 40))
-    def stable(seed, n, count):
-        labels = torch.randint(0, count + 1, (1, 2, n), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-        order, offsets = cluster.sort_labels(labels, count)
-        assert torch.equal(order.long(), labels.argsort(dim=-1, stable=True))
-        assert torch.equal(offsets.diff(dim=-1), torch.stack([(labels == v).sum(-1) for v in range(count)], -1).int())
-
-    stable()
+@in_interpreter
+@settings(reproducible, max_examples=4)
+@given(st.integers(0, 999), st.integers(1, 200), st.integers(1, 40))
+def test_labels_are_sorted_stably(seed, n, count):
+    labels = torch.randint(0, count + 1, (1, 2, n), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    order, offsets = cluster.sort_labels(labels, count)
+    assert torch.equal(order.long(), labels.argsort(dim=-1, stable=True))
+    assert torch.equal(offsets.diff(dim=-1), torch.stack([(labels == v).sum(-1) for v in range(count)], -1).int())
 
 
-def segment_mean():
-    import torch
-
-    from parkattn.ops.cluster import triton as cluster
-
+@in_interpreter
+def test_segment_means():
     for d, dtype in ((64, torch.bfloat16), (256, torch.float16)):
         x, labels = tokens(3, 130, d, dtype), torch.randint(0, 6, (1, 2, 130), dtype=torch.int32)
         labels[labels == 4] = 0
@@ -252,11 +185,8 @@ def segment_mean():
         torch.testing.assert_close(cluster.segment_mean(x, order, offsets, old=old).view(1, 2, 6, d).double(), exact, rtol=1e-6, atol=1e-6)
 
 
-def qrkc():
-    import torch
-
-    from parkattn.ops.cluster import triton as cluster
-
+@in_interpreter
+def test_the_metric_and_the_features_of_qrkc():
     for d, dtype in ((64, torch.bfloat16), (256, torch.float16)):
         x = tokens(4, 150, d, dtype)
         valid = torch.arange(150)[None] < 110
@@ -282,11 +212,6 @@ TYPES = {
 
 def kernels_and_tiles(arch, d, torch_dtype):
     """(kernel, constants, tile, whether `out` has the input's dtype) for everything that ships."""
-    from parkattn.ops import tiles
-    from parkattn.ops.cluster import triton as cluster
-    from parkattn.ops.importance import triton as importance
-    from parkattn.ops.permute import triton as permute
-
     key = (d, torch_dtype, arch)
     one, two = tiles.two_pass_tiles(*key)
     sort_tile, block = tiles.sort_tile(arch), {"D": d}
@@ -314,97 +239,51 @@ def kernels_and_tiles(arch, d, torch_dtype):
         yield cluster._scan_totals, {"BINS": 1024}, {"num_warps": 4}, False
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Spills show as stack in the binary: the compiled object tells n_spills only on a GPU."""
-    return int(re.search(r"STACK:(\d+)", dumped(cubin, "-res-usage"))[1])
-
-
-def machine_code(cubin: bytes) -> str:
-    return dumped(cubin, "-sass")
-
-
-def dumped(cubin: bytes, what: str) -> str:
-    import triton
-
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True).stdout
-
-
-def compile_for(arch: int) -> None:
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from parkattn.ops.triton_versions import FP_FUSION
-
-    target = GPUTarget("cuda", arch, 32)
+@outside
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_every_kernel_compiles_ahead_of_time(arch):
     variants = ((128, "bf16", torch.bfloat16), (256, "bf16", torch.bfloat16), (64, "fp16", torch.float16))
     # tiles of other head dims are the same everywhere but on sm_120, whose shared memory is the smallest
     for d, name, dtype in variants if arch == 120 else variants[:1]:
         for kernel, constants, tile, same in kernels_and_tiles(arch, d, dtype):
-            options = {k: tile[k] for k in ("num_warps", "num_stages") if k in tile} | FP_FUSION
+            options = {k: tile[k] for k in ("num_warps", "num_stages") if k in tile}
             constants = constants | {k: v for k, v in tile.items() if k not in options}
-            types = {a: "constexpr" if a in constants else TYPES.get(a, "*{0}" if same else "*fp32") if a in TYPES or a == "out" else "i32" for a in kernel.arg_names}
-            types = {a: t.format(name) for a, t in types.items()}
-            aligned = {(i,): [["tt.divisibility", 16]] for i, (a, t) in enumerate(types.items()) if t[0] == "*" or a in ("xb", "xh", "xn", "qb", "qh", "qn", "key_blocks")}
-            built = triton.compile(ASTSource(kernel, types, constexprs=constants, attrs=aligned), target=target, options=options)
+            types = {a: t.format(name) for a, t in (TYPES | {"out": "*{0}" if same else "*fp32"}).items()}
+            built = compiled(kernel, types, constants, arch, sixteens=("xb", "xh", "xn", "qb", "qh", "qn", "key_blocks"), **options)
             what = f"{kernel.__name__} d={d} sm_{arch} {tile}"
-            assert built.metadata.shared <= SHARED_MEMORY[arch], f"{what}: {built.metadata.shared} bytes of shared memory"
-            assert stack_bytes(built.asm["cubin"]) == 0, f"{what}: spills"
-    if arch == 90:
-        check_gluon(target)
+            assert built.shared <= SHARED_MEMORY[arch], f"{what}: {built.shared} bytes of shared memory"
+            assert built.stack == 0, f"{what}: spills"
 
 
 def gluon_builds(target):
     """(chunks of 128 keys, the PAMA kernel for Hopper built for them)"""
-    import triton
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from parkattn.ops.importance import hopper
 
-    from parkattn.ops import tiles
-    from parkattn.ops.importance import hopper as importance_hopper
-
-    kernel, layout = importance_hopper.full_key_hopper, repr(importance_hopper.SWIZZLED)
+    layout = repr(hopper.SWIZZLED)
     for chunks, dtype in ((8, "bf16"), (4, "fp16"), (2, "bf16")):
-        tile = tiles.full_key_tile(128, None, 90, chunks * 128)
-        constants = {"CHUNKS": chunks, "STAGES": tile["stages"]}
-        types = {"q_desc": f"tensordesc<{dtype}[64, 128],{layout}>", "c_desc": f"tensordesc<{dtype}[128, 128],{layout}>", "items": "*i32", "log_sizes": "*fp32",
-                 "out": "*fp32", "partial": "*fp32", "n": "i32", "key_blocks": "i32", "scale": "fp32", **dict.fromkeys(constants, "constexpr")}
-        place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-        aligned = {place[a]: [["tt.divisibility", 16]] for a in ("items", "log_sizes", "out", "partial", "key_blocks")}
-        source = GluonASTSource(kernel, types, {place[a]: v for a, v in constants.items()}, aligned)
-        yield chunks, triton.compile(source, target=target, options=importance_hopper.OPTIONS)
+        constants = {"CHUNKS": chunks, "STAGES": tiles.full_key_tile(128, None, 90, chunks * 128)["stages"]}
+        types = {"q_desc": f"tensordesc<{dtype}[64, 128],{layout}>", "c_desc": f"tensordesc<{dtype}[128, 128],{layout}>", "items": "*i32",
+                 "scale": "fp32", **dict.fromkeys(("log_sizes", "out", "partial"), "*fp32")}
+        yield chunks, compiled(hopper.full_key_hopper, types, constants, target.arch, gluon=True, sixteens=("key_blocks",), **hopper.OPTIONS)
 
 
-def check_gluon(target) -> None:
-    from machine_code import barriers, before_arrivals
+@outside
+def test_the_hopper_kernel_compiles_ahead_of_time():
+    from triton.backends.compiler import GPUTarget
 
-    for chunks, built in gluon_builds(target):
-        assert built.metadata.shared <= SHARED_MEMORY[90]
+    for chunks, built in gluon_builds(GPUTarget("cuda", 90, 32)):
+        assert built.shared <= SHARED_MEMORY[90]
         # at 8 chunks the compiler parks addresses of E and F on the stack, before the tile loop
-        assert stack_bytes(built.asm["cubin"]) <= (256 if chunks == 8 else 0)
+        assert built.stack <= (256 if chunks == 8 else 0)
         # where ptxas cannot keep GEMMs in flight it waits after every one, and says so only to who runs it by hand
-        code = machine_code(built.asm["cubin"])
+        code = built.code
         gemms, waits = (code.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert 0 < waits < gemms / 2, f"{gemms} GEMM instructions, {waits} waits"
-        assert before_arrivals(built.asm["ptx"]) == {"bar.sync"}
-        ours, tritons = barriers(built.asm["ptx"])
+        assert before_arrivals(built.ptx) == {"bar.sync"}
+        ours, tritons = barriers(built.ptx)
         assert ours == {"8"} and tritons and not ours & tritons
         # queries are read into registers: until a product has used them nothing says that the reads are done, not even
         # a barrier
         events = re.findall(r"LDSM|SYNCS\.ARRIVE|WARPGROUP\.DEPBAR", code)
         after_loads = [b for a, b in itertools.pairwise(events) if a == "LDSM" and b != "LDSM"]
         assert after_loads == ["WARPGROUP.DEPBAR"] * 2, f"{after_loads}: the buffer of the queries is given back too early"
-
-
-if __name__ == "__main__":
-    if os.environ["TRITON_INTERPRET"] == "1":
-        hasten_the_interpreter()
-    for name in sys.argv[1:]:
-        if name.startswith("compile:"):
-            compile_for(int(name.partition(":")[2]))
-        else:
-            globals()[name]()

@@ -160,11 +160,6 @@ def test_a_static_plan_is_made_anew_for_another_grid_of_as_many_tokens(outside):
     assert "grid" in made[2].reason and not torch.equal(made[2].plan.mask, made[1].plan.mask)
 
 
-def test_an_unknown_method_names_the_near_one():
-    with pytest.raises(ValueError, match="did you mean park"):
-        method_entry("prak")
-
-
 def test_settings_of_another_method_are_refused(outside):
     with pytest.raises(TypeError, match="expected a WindowConfig"):
         make_method("window", ParkConfig())

@@ -2,12 +2,10 @@
 not.
 """
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import sys
 
 import pytest
@@ -19,6 +17,7 @@ import folder_damage as damage
 import hostile_folders as hostile
 import tiny_families as families
 import tiny_pipelines as tiny
+from hangs import no_hang
 from parklab.sprites import CHECKPOINT
 from parklab.studio import checkpoints, generate
 from parklab.studio.model_files import expect_widths, read_header
@@ -40,25 +39,9 @@ def folder(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "model")
 
 
-@contextlib.contextmanager
-def no_hang(seconds=120):
-    """Ends a test that would block for ever; far above what any case takes, so that no slow machine meets it."""
-
-    def hangs(*_):
-        raise AssertionError("the folder hangs its reader")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def refused(read, folder):
     modules = set(sys.modules)
-    with no_hang(), pytest.raises(ValueError) as error:
+    with no_hang(120), pytest.raises(ValueError) as error:
         read(folder)
     assert ONE_LINE.fullmatch(str(error.value)), str(error.value)
     assert not damage.ran(folder).exists()
@@ -262,7 +245,7 @@ def test_a_special_tokens_path_that_no_loader_opens_is_let_through(folder):
     author = {"special_tokens_map_file": str(folder.parent / "pipe"), "name_or_path": "/home/me/umt5"}
     path.write_text(json.dumps(json.loads(path.read_text()) | author))
     damage.change(folder, "text_encoder/config.json", _name_or_path="/raid/umt5")
-    with no_hang():
+    with no_hang(120):
         checkpoints.load_pipeline(checkpoints.find_model(str(folder)))
 
 

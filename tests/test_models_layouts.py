@@ -224,17 +224,11 @@ def with_references() -> dict[str, torch.Tensor]:
     tags[text[:4]], tags[sound], tags[audio] = 1, 2, 2
     times[picture], times[given], times[audio], times[sound] = 1, 1, 2, 3
     return {
-        **inputs,
-        "hidden_states": tiny.noise(1, 112, 16),
-        "audio_hidden_states": tiny.noise(1, 16, 4, seed=2),
-        "timestep": torch.tensor([0.5, 0.9, 0.6, 1.0]),
-        "timestep_indices": times,
-        "token_tags": tags,
-        "position_ids": places.double(),
-        "video_indices": torch.cat([picture, given, clip]),
-        "audio_indices": torch.cat([sound, audio]),
-        "text_indices": text,
-    }
+        **inputs, "hidden_states": tiny.noise(1, 112, 16), "audio_hidden_states": tiny.noise(1, 16, 4, seed=2),
+        "timestep": torch.tensor([0.5, 0.9, 0.6, 1.0]), "timestep_indices": times, "token_tags": tags,
+        "position_ids": places.double(), "video_indices": torch.cat([picture, given, clip]),
+        "audio_indices": torch.cat([sound, audio]), "text_indices": text,
+    }  # fmt: skip
 
 
 def test_references_that_are_videos_are_told_from_pictures_sound_and_words():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from functools import partial
 
 import pytest
 import torch
 
-from interpreted import run_interpreted
+from interpreted import in_interpreter, outside, quiet_numpy, run_interpreted
 from parkattn import ParkConfig, park_attention
 from parkattn import backend as backend_module
 from parkattn.backend import resolve
@@ -21,13 +20,7 @@ from parkattn.plan import Blocks, Plan
 from parkattn.settings import PRECISIONS
 from parklab.research import ResearchConfig
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own pytest")
-outside = pytest.mark.skipif(INTERPRETED, reason="about a process without the interpreter")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = quiet_numpy
 CPU = torch.device("cpu")
 DEFINED, KERNELS = (Backend(name, precision="int8") for name in ("reference", "triton"))
 
@@ -35,7 +28,7 @@ DEFINED, KERNELS = (Backend(name, precision="int8") for name in ("reference", "t
 @outside
 def test_the_triton_backend_in_int8_under_the_interpreter():
     pytest.importorskip("triton")
-    run_interpreted(__file__, at_least=4)
+    run_interpreted(__file__, at_least=5)
 
 
 def problem(n: int = 90, m: int = 130, d: int = 64, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -188,14 +181,12 @@ def test_a_summary_names_the_precision_and_bf16_takes_it_out(head_dim, said):
     pytest.importorskip("diffusers")
     import tiny_pipelines as tiny
     from parkattn import enable, summary
+    from test_hosts_diffusers import SPARSE
 
     pipe = tiny.wan(attention_head_dim=head_dim)
-    sparse = ResearchConfig(
-        query_clusters=4, key_clusters=6, kmeans_iterations=2, top_p=None, top_k=0.4, dense_steps=0, reference_steps=4
-    )
     runs = []
     for precision in ("bf16", "int8", "bf16"):
-        enable(pipe, sparse, precision=precision)
+        enable(pipe, SPARSE, precision=precision)
         runs.append(tiny.run_wan(pipe))
         assert (said in str(summary(pipe))) == (precision == "int8")
     assert torch.equal(runs[0], runs[2]) and torch.equal(runs[0], runs[1]) == (head_dim == 24)

@@ -236,13 +236,6 @@ def test_a_setting_that_would_have_no_effect_is_refused_however_it_is_given(give
     disable(pipe)
 
 
-def test_fields_that_need_another_go_with_it():
-    quality = ParkConfig.profile("quality")
-    for made in (quality.replace, lambda **changes: ParkConfig.profile("quality", **changes)):
-        assert made(anchors=None).shares.between is None
-        assert made(top_p=None, top_k=0.1).budget == "row"
-
-
 def test_without_stand_ins_the_budget_by_error_is_that_by_mass():
     q, k, _ = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
     plans = [

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,16 +14,10 @@ from parkattn import ParkConfig  # noqa: E402
 from parkattn.hosts.diffusers import disable, enable, fused, summary  # noqa: E402
 from parkattn.reuse import History, Schedule  # noqa: E402
 from test_hosts_diffusers import tolerance, trace  # noqa: E402
+from test_hosts_diffusers_compile import pytestmark  # noqa: E402, F401 (pytest reads it)
 from test_hosts_diffusers_pipelines import left_on  # noqa: E402
 from test_hosts_diffusers_session import gradients_of  # noqa: E402
 
-pytestmark = [
-    # of diffusers about schedulers, of torch.compile about itself
-    pytest.mark.filterwarnings("ignore:__array__ implementation"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
 STEPS = 8
 BLOCKS = {"query_clusters": 3, "key_clusters": 8}
 CPU = torch.device("cpu")
@@ -150,56 +140,6 @@ def test_with_every_block_kept_a_profile_is_stock_and_without_it_keeps_its_sched
 
     disable(pipe)
     assert left_on(pipe) == before and torch.equal(run(pipe, steps=STEPS), stock)
-
-
-def run_rank(rank: int, folder: Path, stock: torch.Tensor, alone: torch.Tensor) -> None:
-    """One of two ranks: a profile with every block kept, and as it is."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    torch.accelerator.device_count = lambda: 1  # which diffusers divides by
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    pipe = tiny.wan(num_attention_heads=4)
-    pipe.transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
-    enable(pipe, profile("fast", top_p=1.0))
-    kept = tiny.run_wan(pipe, steps=STEPS)
-    session = enable(pipe, profile("fast"))
-    first, report = tiny.run_wan(pipe, steps=STEPS), summary(pipe)
-    found = {
-        "kept - stock": (kept - stock).abs().max().item(),
-        "ours - alone": (first - alone).abs().max().item(),
-        "calls": report.calls,
-        "held": report.peak_state_bytes,
-        "equal again": torch.equal(tiny.run_wan(pipe, steps=STEPS), first),
-        "left": session.method.state_bytes,
-    }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="ranks are forked, so that nothing is imported twice"
-)
-def test_ulysses_on_two_ranks_does_what_one_process_does(tmp_path):
-    pipe = tiny.wan(num_attention_heads=4)
-    stock = tiny.run_wan(pipe, steps=STEPS)
-    enable(pipe, profile("fast"))
-    alone, report = tiny.run_wan(pipe, steps=STEPS), summary(pipe)
-    disable(pipe)
-    rounding, skipped = 2 * tolerance(stock, 48, STEPS), (alone - stock).abs().max().item()
-    forked = multiprocessing.get_context("fork")
-    ranks = [forked.Process(target=run_rank, args=(rank, tmp_path, stock, alone)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=120)
-        rank.kill()
-    for number in range(2):
-        found = json.loads((tmp_path / f"{number}.json").read_text())
-        assert found["kept - stock"] <= rounding < skipped
-        # a head's plan and residual are its own: only projections of half the tokens may round differently
-        assert found["ours - alone"] <= rounding
-        assert found["calls"] == report.calls and found["held"] == report.peak_state_bytes // 2
-        assert found["equal again"] and found["left"] == 0
 
 
 def falling_forwards(inputs):

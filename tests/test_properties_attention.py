@@ -21,13 +21,16 @@ from strategies import attention_cases, cases, half_cases, self_attention_cases
 def small_config(case, **changes):
     """Few clusters, so that a plan for a few tokens is really sparse."""
     settings = {
-        "query_clusters": case.query_blocks,
-        "key_clusters": case.key_blocks,
-        "top_p": 0.6,
-        "kmeans_iterations": 2,
+        "query_clusters": case.query_blocks, "key_clusters": case.key_blocks, "top_p": 0.6, "kmeans_iterations": 2,
         "seed": case.seed % 1000,
-    }
+    }  # fmt: skip
     return ResearchConfig(**(settings | changes))
+
+
+def blocked(case):
+    """q, k, v, the labels of both and a mask."""
+    query_labels, key_labels = case.labels()
+    return *case.qkv(), query_labels, key_labels, case.block_mask(key_labels)
 
 
 def attend_in_token_order(q, k, v, query_labels, key_labels, mask, **options):
@@ -66,9 +69,7 @@ def within(actual, expected, bound):
 @cases(200)
 @given(attention_cases())
 def test_attend_is_softmax_over_the_selected_blocks(case):
-    q, k, v = case.qkv()
-    query_labels, key_labels = case.labels()
-    mask = case.block_mask(key_labels)
+    q, k, v, query_labels, key_labels, mask = blocked(case)
     out = attend_in_token_order(q, k, v, query_labels, key_labels, mask, scale=case.scale)
     expected = definitions.per_head(
         definitions.sparse_attention, q, k, v, query_labels, key_labels, mask, scale=case.scale
@@ -80,9 +81,7 @@ def test_attend_is_softmax_over_the_selected_blocks(case):
 @cases(80)
 @given(attention_cases())
 def test_attend_returns_the_log_of_the_normaliser(case):
-    q, k, v = case.qkv()
-    query_labels, key_labels = case.labels()
-    mask = case.block_mask(key_labels)
+    q, k, v, query_labels, key_labels, mask = blocked(case)
     queries, keys = arrange(query_labels, case.query_blocks), arrange(key_labels, case.key_blocks)
     ordered = gather(q, queries), gather(k, keys), gather(v, keys), queries, keys, mask
     out, lse = attend_with_lse(*ordered, scale=case.scale)
@@ -99,9 +98,7 @@ def test_attend_returns_the_log_of_the_normaliser(case):
 @cases(120)
 @given(attention_cases())
 def test_compensated_attend_lets_skipped_blocks_take_part_as_one_token(case):
-    q, k, v = case.qkv()
-    query_labels, key_labels = case.labels()
-    mask = case.block_mask(key_labels)
+    q, k, v, query_labels, key_labels, mask = blocked(case)
     compensate = (
         torch.rand(mask.shape[0], mask.shape[1], mask.shape[3], generator=strategies.generator(case.seed)) < 0.6
     )
@@ -114,9 +111,7 @@ def test_compensated_attend_lets_skipped_blocks_take_part_as_one_token(case):
 @cases(60)
 @given(attention_cases(dtype=torch.float64))
 def test_relabelling_the_blocks_does_not_change_the_output(case):
-    q, k, v = case.qkv()
-    query_labels, key_labels = case.labels()
-    mask = case.block_mask(key_labels)
+    q, k, v, query_labels, key_labels, mask = blocked(case)
     rows = torch.randperm(case.query_blocks, generator=strategies.generator(case.seed))
     columns = torch.randperm(case.key_blocks, generator=strategies.generator(case.seed + 1))
     renamed = torch.empty_like(mask)
@@ -124,16 +119,6 @@ def test_relabelling_the_blocks_does_not_change_the_output(case):
     one = attend_in_token_order(q, k, v, query_labels, key_labels, mask)
     other = attend_in_token_order(q, k, v, rows[query_labels.long()].int(), columns[key_labels.long()].int(), renamed)
     within(one, other, definitions.output_rounding(q, k, v, None, case.dtype))
-
-
-@cases(60)
-@given(attention_cases())
-def test_attend_does_not_depend_on_the_memory_layout(case):
-    q, k, v = case.qkv()
-    query_labels, key_labels = case.labels()
-    blocks = query_labels, key_labels, case.block_mask(key_labels)
-    packed = attend_in_token_order(*(x.contiguous() for x in (q, k, v)), *blocks)
-    assert torch.equal(attend_in_token_order(q, k, v, *blocks), packed)
 
 
 # The whole method -----------------------------------------------------------------------------------------

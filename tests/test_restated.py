@@ -11,6 +11,7 @@ from parklab.baselines.svg import band_reach
 from restated import cases as problems
 from restated import sparge, svg, svg2, svoo, xattention
 from restated.cases import Case, cases, settings_for
+from restated.problem import expect_roles
 
 METHODS = {"sparge": sparge, "xattention": xattention, "svg": svg, "svg2": svg2, "svoo": svoo}
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -37,16 +38,7 @@ def top_p(mass, p, crossing):
 @every_method
 def test_text_sees_and_is_seen_by_all_and_padding_by_nobody(name):
     for case, settings in generated(name, 8, seed=1):
-        allowed = run(name, case, **settings).allowed
-        n = case.q.shape[2]
-        valid = torch.ones(len(allowed), n, dtype=torch.bool) if case.key_valid is None else case.key_valid
-        text = torch.zeros(n, dtype=torch.bool)
-        text[case.text if case.text is not None else slice(0, 0)] = True
-        for b in range(len(allowed)):
-            assert not allowed[b][:, :, ~valid[b]].any()
-            assert allowed[b][:, :, valid[b] & text].all()
-            assert (allowed[b][:, text | ~valid[b]] == valid[b]).all()
-            assert allowed[b].any(-1).all()
+        expect_roles(run(name, case, **settings).allowed, case.text, case.key_valid)
 
 
 @every_method
@@ -92,25 +84,6 @@ def test_cases_are_decided_by_more_than_rounding(name):
         noise = 1 + 1e-9 * problems.normal(problems.Random(0), *case.q.shape)
         moved = {part: getattr(case, part) * noise for part in "qkv"}
         assert torch.equal(run(name, case, **settings).allowed, run(name, replace(case, **moved), **settings).allowed)
-
-
-KEEP_ALL = {
-    "sparge": {"simthreshd1": 1.01},  # no block is that similar, so every row and column is computed
-    "xattention": {"threshold": 1.0},
-    "svg": {"sparsity": 1.0, "layout": "wan"},
-    "svg2": {"p": 1.0},
-    "svoo": {"p": 1.0},
-}
-
-
-@every_method
-def test_method_at_its_limit_is_dense(name):
-    for case, settings in generated(name, 6, seed=6):
-        if name == "svg":  # text pairs are part of SVG's density, so that only a video alone can be dense
-            settings["rows"] = [0]
-            case = replace(case, text=None, grid=(case.q.shape[2], 1, 1))
-        result = run(name, case, **{**settings, **KEEP_ALL[name]})
-        assert all(case.between_video(result.allowed, b).all() for b in range(len(case.q)))
 
 
 ONE_TOKEN_EACH = {
@@ -235,16 +208,6 @@ def test_svg_profile_band_is_the_published_number_of_blocks_wide(layout, half):
     assert svg.in_profile(400_000, 0, block=128, per_frame=3_600, layout=layout) == (layout == "wan")
 
 
-@pytest.mark.parametrize("layout", ["wan", "hunyuan"])
-def test_svg_band_has_the_density_asked_for(layout):
-    tokens = 9 * 20
-    for density in (0.1, 0.3, 0.6):
-        band = {"width": svg.band_width(density, 0, tokens), "block": 1, "per_frame": 0, "layout": layout}
-        kept = sum(svg.in_band(i, j, **band) for i in range(tokens) for j in range(tokens))
-        # the width is cut to a whole token on both sides of the diagonal, which itself is one more
-        assert abs(kept / tokens**2 - density) <= 3 / tokens
-
-
 def test_svg_temporal_heads_attend_the_spatial_band_of_the_reordered_video():
     for case in cases(12, seed=19):
         case = replace(case, key_valid=None)
@@ -262,21 +225,6 @@ def test_svg_temporal_heads_attend_the_spatial_band_of_the_reordered_video():
             else:
                 band = distance < max(1, 2 * math.floor(width / 2))
             assert torch.equal(allowed[own][:, own], band)
-
-
-@pytest.mark.parametrize("layout", ["wan", "hunyuan"])
-def test_svg_finds_heads_that_look_within_frames_and_heads_that_look_along_time(layout):
-    grid, dim = (8, 3, 4), 32
-    frames, places = grid[0], grid[1] * grid[2]
-    position = torch.arange(frames * places)
-    axes = 8 * torch.eye(dim, dtype=torch.float64)
-    # head 0 attends its own frame, head 1 its own place in every frame
-    x = torch.stack([axes[position // places], axes[position % places]])[None]
-    v = problems.normal(problems.Random(0), 1, 2, frames * places, dim)
-    rows = list(range(0, frames * places, 7))
-    case = Case(x, x, v, grid, text=None, key_valid=None, scale=None, kind="planted", seed=0)
-    result = run("svg", case, rows=rows, block=4, layout=layout, sparsity=0.3)
-    assert [head["temporal"] for head in result.notes["heads"][0]] == [False, True]
 
 
 def test_svg_profile_that_sees_everything_in_both_orders_is_spatial():
@@ -335,14 +283,6 @@ def test_cluster_maps_keep_the_crossing_block_and_the_floor(name):
             assert torch.equal(head["mask"], by_mass | by_rank)
 
 
-def test_svg2_warm_start_continues_from_the_earlier_centroids():
-    for case, settings in generated("svg2", 5, seed=27):
-        whole = run("svg2", case, **{**settings, "iters": 5})
-        first = run("svg2", case, **{**settings, "iters": 3})
-        rest = {key: settings[key] for key in ("p", "min_kc_ratio")}
-        assert torch.equal(run("svg2", case, earlier=first, **rest).allowed, whole.allowed)
-
-
 def test_svoo_labels_are_nearest_by_cosine_of_the_responses():
     for case, settings in generated("svoo", 8, seed=29):
         result = run("svoo", case, **{**settings, "iters": 1})
@@ -367,25 +307,9 @@ def test_svoo_reuse_keeps_the_clusters_and_only_the_floor_can_change_the_map():
         assert all(case.between_video(higher.allowed, b).all() for b in range(len(case.q)))
 
 
-def test_svoo_floor_is_the_clipped_profile_unless_a_head_is_missing():
-    clip = (0.15, 0.20)
-    assert [svoo.floor_ratio([0.02, 0.17, 0.9], head, clip, 0.1) for head in range(3)] == [0.15, 0.17, 0.20]
-    assert [svoo.floor_ratio([0.02, math.nan, 0.9], head, clip, 0.1) for head in range(3)] == [0.1] * 3
-    assert svoo.floor_ratio(None, 0, clip, 0.1) == 0.1
-
-
 def test_svoo_reclusters_at_the_published_steps():
     assert [step for step in range(1, 51) if svoo.reclusters(step, 11, 20)] == [11, 31]
     assert [step for step in range(1, 51) if svoo.reclusters(step, 6, 50)] == [6]
-
-
-def test_svoo_required_density_of_even_and_of_one_hot_attention():
-    tokens, dim = 30, 30
-    axes = torch.eye(tokens, dim, dtype=torch.float64)[None, None]
-    rules = {"text": None, "key_valid": None, "scale": 1.0}
-    even = svoo.required_density(torch.zeros_like(axes), axes, **rules)
-    assert math.isclose(float(even), math.ceil(0.95 * tokens) / tokens)
-    assert math.isclose(float(svoo.required_density(50 * axes, axes, **rules)), 1 / tokens)
 
 
 def test_svoo_required_density_is_the_smallest_share_of_keys_with_the_mass():

@@ -27,6 +27,7 @@ from parkattn.site import CallSite
 from parklab.bench.frontier import Setting
 from parklab.research import GivenForecasts, ResearchConfig, StudiedPark, share_by_noise, studied_entry
 from parklab.scene import clustered_scene
+from plans import flow_levels
 from test_errors import SMALL as FEW_BLOCKS
 from test_errors import refused
 
@@ -120,12 +121,8 @@ STEPS = 50
 SMALL = {"query_clusters": 4, "key_clusters": 12}
 
 
-def levels(shift: float) -> tuple[float, ...]:
-    return tuple(shift * s / (1 + (shift - 1) * s) for s in (1 - step / STEPS for step in range(STEPS)))
-
-
 def share(step: int, least: float = 0.2, tau: float = 0.99, shift: float = 3.0) -> float:
-    return share_by_noise(least, tau, CallSite(step=step, total_steps=STEPS, noise_levels=levels(shift)))
+    return share_by_noise(least, tau, CallSite(step=step, total_steps=STEPS, noise_levels=flow_levels(STEPS, shift)))
 
 
 def test_a_share_falls_with_the_noise_from_one_to_its_least():
@@ -133,7 +130,7 @@ def test_a_share_falls_with_the_noise_from_one_to_its_least():
     assert 0.99 < found[0] <= 1 and all(before >= after for before, after in itertools.pairwise(found))
     last = STEPS - 1 - STEPS // 9  # of those with anchors, and as the steps after it
     assert found[last] == pytest.approx(0.2 + 0.8 * 0.01) and found[last:] == [found[last]] * (STEPS - last)
-    strides = [b - a for a, b in itertools.pairwise(log_signal_to_noise(STEPS, levels(3.0))[: last + 1])]
+    strides = [b - a for a, b in itertools.pairwise(log_signal_to_noise(STEPS, flow_levels(STEPS, 3.0))[: last + 1])]
     assert found[strides.index(min(strides)) + 1] == pytest.approx(0.2 + 0.8 / 2)
 
 
@@ -152,7 +149,9 @@ def plans(config: ResearchConfig, steps: int = STEPS):
     q, k, v, grid, _ = clustered_scene(grid=(4, 12, 12))
     method, found = studied_entry("park").make(config), {}
     for step in range(steps):
-        out = method(q, k, v, CallSite(step=step, total_steps=steps, noise_levels=levels(3.0)[:steps], grid=grid))
+        out = method(
+            q, k, v, CallSite(step=step, total_steps=steps, noise_levels=flow_levels(STEPS, 3.0)[:steps], grid=grid)
+        )
         if out.stats.phase in ("anchor", "refresh"):
             found[step] = out.stats.phase, next(iter(method.plans._held.values())).packed
     return found
@@ -223,17 +222,13 @@ BAD_SCALES = [
     (1e39, ValueError),
 ]
 BAD_SITES = {
-    "video": [(-1, ValueError), ("0", TypeError)],
-    "paired": [(1, TypeError)],
-    "layer": [(-1, ValueError), ("x", TypeError)],
-    "step": [(-1, ValueError), (2.5, TypeError), (None, TypeError)],
+    "video": [(-1, ValueError), ("0", TypeError)], "paired": [(1, TypeError)],
+    "layer": [(-1, ValueError), ("x", TypeError)], "step": [(-1, ValueError), (2.5, TypeError), (None, TypeError)],
     "total_steps": [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("x", TypeError)],
     "branch": [(None, TypeError), ("", TypeError), ({}, TypeError)],
     "grid": [((1, 2), TypeError), ([1, 2, 3], TypeError), ((1, 0, 2), ValueError), ((1.5, 2, 2), TypeError)],
-    "scale": BAD_SCALES,
-    "noise_levels": [(5, TypeError)],
-    "dense": [(5, TypeError)],
-}
+    "scale": BAD_SCALES, "noise_levels": [(5, TypeError)], "dense": [(5, TypeError)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

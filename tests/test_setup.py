@@ -195,10 +195,7 @@ def test_the_laboratory_requires_what_loading_needs():
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXTRAS = {
-    name: set(tomllib.loads((ROOT / path).read_text())["project"]["optional-dependencies"])
-    for name, path in {"parkattn": "pyproject.toml", "parklab": "lab/pyproject.toml"}.items()
-}
+EXTRAS = {name: set(project["optional-dependencies"]) for name, project in PROJECTS.items()}
 
 
 def test_a_missing_package_is_refused_with_the_command_of_its_extra():
@@ -250,12 +247,6 @@ def test_lines_for_the_environment_of_another_program_replace_nothing_there(page
     for line in lines:
         target, _, extras = line.strip("'").rstrip("]").partition("[")
         assert target == "/path/to/parkattn"
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        asked = [
-            *project["dependencies"],
-            *(r for e in extras.split(",") if e for r in project["optional-dependencies"][e]),
-        ]
-        for requirement in map(Requirement, asked):
-            assert requirement.name in ALREADY_THERE and requirement.specifier.contains(
-                ALREADY_THERE[requirement.name]
-            ), requirement
+        for requirement in map(Requirement, requirements(f"parkattn[{extras}]")):
+            there = ALREADY_THERE.get(requirement.name)
+            assert there is not None and requirement.specifier.contains(there), requirement

@@ -65,7 +65,6 @@ def make(making: CellWriter) -> None:
 @pytest.mark.parametrize("what", campaign.RECEIVED)
 @pytest.mark.parametrize("whose", ["a", "nobody's"])
 def test_what_came_with_a_folder_neither_reaches_outside_nor_hangs_a_run(trial, what, whose):
-    signal.signal(signal.SIGALRM, campaign._hangs)
     plant, may_refuse = campaign.RECEIVED[what]
     mark = files.mark_of(f"cell {whose}")
     found = campaign.receive(trial, what, plant, mark, may_refuse and (whose == "a" or "results" in what))

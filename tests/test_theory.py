@@ -13,14 +13,7 @@ import definitions
 import strategies
 from parkattn.ops.attend.definition import attend
 from parkattn.ops.cluster.definition import cluster_keys, kmeans, metric_root, query_metric, stabilise
-from parkattn.ops.importance.definition import (
-    centroid_log_mass,
-    exact,
-    exact_log_mass,
-    full_key,
-    pama,
-    query_centroid,
-)
+from parkattn.ops.importance.definition import centroid_log_mass, exact, exact_log_mass, full_key, pama, query_centroid
 from parkattn.ops.permute.definition import gather, scatter
 from parkattn.plan import arrange
 from parkattn.segments import segment_mean
@@ -71,16 +64,6 @@ def test_mean_squared_score_error_is_the_metric_distance_sum(kind):
     close(distance, summed)
     close(qrkc_objective(q, k, labels, case.key_blocks), summed)
     close(score_error(q, k, labels, case.key_blocks), summed / (case.dim * case.keys))
-
-
-@data
-def test_cholesky_square_root_and_direct_responses_realise_the_same_distance(kind):
-    case, q, k, _, _, labels = problem(kind)
-    metric = query_metric(q)
-    direct = k @ q.transpose(-1, -2) / math.sqrt(case.queries)
-    expected = definitions.per_head(definitions.qrkc_objective, q, k, labels, case.key_blocks)
-    for features in (direct, k @ metric_root(metric, "cholesky"), k @ metric_root(metric, "sqrt")):
-        close(squared_distances(features, labels, case.key_blocks), expected)
 
 
 @data

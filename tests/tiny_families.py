@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tiny_pipelines as tiny
-from tiny_pipelines import diffusers, noise
+from tiny_pipelines import SIZE, diffusers, latents_of, noise, quiet, unipc
 
 STEPS = 3
 WORDS, WIDTH = 16, 16
@@ -28,15 +28,13 @@ class Family:
     forwards: int = 1
     batch: int = 1  # of one forward
     left_out: int = 0  # attention calls of a step that guidance leaves out
-    call: Callable[[Any, int, int], torch.Tensor] | None = (
-        None  # (pipe, seed, steps) -> latents, where the pipeline has arguments of its own
-    )
+    # (pipe, seed, steps) -> latents, where the pipeline has arguments of its own
+    call: Callable[[Any, int, int], torch.Tensor] | None = None
 
     def run(self, pipe: Any, seed: int = 0, steps: int = STEPS) -> torch.Tensor:
         if self.call is not None:
             return self.call(pipe, seed, steps)
-        run = {"num_inference_steps": steps, "generator": torch.Generator().manual_seed(seed), "output_type": "latent"}
-        found = pipe(**self.inputs(), **run).frames
+        found = pipe(**self.inputs(), **latents_of(steps, seed)).frames
         return found[0] if isinstance(found, list) else found
 
 
@@ -46,7 +44,8 @@ def image():
     return Image.new("RGB", (64, 64), (90, 140, 60))
 
 
-SIZE = {"height": 64, "width": 64, "num_frames": 9}
+LARGE = {"height": 128, "width": 128}
+WITHOUT_SECOND = {"text_encoder_2": None, "tokenizer_2": None}
 SOME_WORDS = (torch.arange(WORDS) < 9)[None]  # the rest is padding
 
 
@@ -59,20 +58,8 @@ def embeds() -> dict[str, torch.Tensor]:
 
 
 def masked_embeds() -> dict[str, torch.Tensor]:
-    return {
-        **embeds(),
-        "prompt_attention_mask": SOME_WORDS,
-        "negative_prompt_attention_mask": torch.ones_like(SOME_WORDS),
-    }
-
-
-def quiet(pipe: Any) -> Any:
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def unipc():
-    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    masks = {"prompt_attention_mask": SOME_WORDS, "negative_prompt_attention_mask": torch.ones_like(SOME_WORDS)}
+    return {**embeds(), **masks}
 
 
 def euler():
@@ -90,10 +77,11 @@ def wan_i2v():
 
     transformer = tiny.wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=48)
     torch.manual_seed(0)
-    small = CLIPVisionConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, patch_size=14
-    )
-    parts = {"image_processor": CLIPImageProcessor(), "image_encoder": CLIPVisionModel(small).eval()}
+    small = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14,
+    }  # fmt: skip
+    encoder = CLIPVisionModel(CLIPVisionConfig(**small)).eval()
+    parts = {"image_processor": CLIPImageProcessor(), "image_encoder": encoder}
     return without_text("WanImageToVideoPipeline", transformer, unipc(), tiny.wan_vae(), **parts)
 
 
@@ -132,11 +120,8 @@ def hunyuan_i2v(kind: str):
         image_condition_type=kind, in_channels=channels, guidance_embeds=kind == "token_replace"
     )
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=16, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
-    )
-    parts = {"text_encoder_2": None, "tokenizer_2": None, "image_processor": None}
-    return without_text("HunyuanVideoImageToVideoPipeline", transformer, euler(), vae.eval(), **parts)
+    parts = {**WITHOUT_SECOND, "image_processor": None}
+    return without_text("HunyuanVideoImageToVideoPipeline", transformer, euler(), tiny.hunyuan_vae(), **parts)
 
 
 def hunyuan_i2v_inputs():
@@ -147,27 +132,23 @@ def hunyuan_i2v_inputs():
 def hunyuan15(**guidance: Any):
     torch.manual_seed(0)
     transformer = diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2, num_refiner_layers=1, mlp_ratio=1.0,
-        patch_size=1, text_embed_dim=WIDTH, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(4, 6, 6), target_size=64,
+        **tiny.HEADS, in_channels=9, out_channels=4, num_layers=2, num_refiner_layers=1, mlp_ratio=1.0, patch_size=1, text_embed_dim=WIDTH,
+        text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(4, 6, 6), target_size=64,
     ).eval()  # fmt: skip
     vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
     )
-    parts = {"text_encoder_2": None, "tokenizer_2": None}
     guider = guidance.get("guider") or diffusers.ClassifierFreeGuidance(guidance_scale=6.0)
-    pipe = without_text("HunyuanVideo15Pipeline", transformer, euler(), vae.eval(), **parts, guider=guider)
+    pipe = without_text("HunyuanVideo15Pipeline", transformer, euler(), vae.eval(), **WITHOUT_SECOND, guider=guider)
     pipe.vision_num_semantic_tokens = 5
     return pipe
 
 
 def hunyuan15_inputs():
-    found = {"height": 64, "width": 64, "num_frames": 9}
+    found, mask = dict(SIZE), torch.tensor([[1, 1, 0, 0]])
     for sign, seed in (("", 1), ("negative_", 5)):
         found |= {f"{sign}prompt_embeds": words(seed), f"{sign}prompt_embeds_mask": SOME_WORDS}
-        found |= {
-            f"{sign}prompt_embeds_2": noise(1, 4, 8, seed=seed),
-            f"{sign}prompt_embeds_mask_2": torch.tensor([[1, 1, 0, 0]]),
-        }
+        found |= {f"{sign}prompt_embeds_2": noise(1, 4, 8, seed=seed), f"{sign}prompt_embeds_mask_2": mask}
     return found
 
 
@@ -195,10 +176,6 @@ FAMILIES = {
     "hunyuan i2v, token replace": Family(lambda: hunyuan_i2v("token_replace"), hunyuan_i2v_inputs, forwards=2),
     "hunyuan 1.5": Family(hunyuan15, hunyuan15_inputs, forwards=2),
     "cogvideox": Family(cogvideox, lambda: {**SIZE, **embeds(), "guidance_scale": 6.0}, batch=2),
-    "ltx": Family(
-        ltx, lambda: {"height": 128, "width": 128, "num_frames": 17, **masked_embeds(), "guidance_scale": 3.0}, batch=2
-    ),
-    "mochi": Family(
-        mochi, lambda: {"height": 64, "width": 64, "num_frames": 13, **masked_embeds(), "guidance_scale": 4.5}, batch=2
-    ),
+    "ltx": Family(ltx, lambda: {**LARGE, "num_frames": 17, **masked_embeds(), "guidance_scale": 3.0}, batch=2),
+    "mochi": Family(mochi, lambda: {**SIZE, "num_frames": 13, **masked_embeds(), "guidance_scale": 4.5}, batch=2),
 }

@@ -11,20 +11,14 @@ from typing import Any
 import torch
 
 import tiny_pipelines
-from tiny_pipelines import diffusers, noise
+from tiny_pipelines import HEADS, diffusers, noise
 
-HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 CHANNELS = {"in_channels": 4, "out_channels": 4}
 WAN = {**HEADS, **CHANNELS, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
 DUAL = {
-    **HEADS,
-    **CHANNELS,
-    "num_layers": 1,
-    "num_single_layers": 2,
-    "mlp_ratio": 1.0,
-    "text_embed_dim": 16,
+    **HEADS, **CHANNELS, "num_layers": 1, "num_single_layers": 2, "mlp_ratio": 1.0, "text_embed_dim": 16,
     "rope_axes_dim": (4, 6, 6),
-}
+}  # fmt: skip
 KANDINSKY = {
     "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 16, "time_dim": 16, "model_dim": 32, "ff_dim": 32,
     "num_text_blocks": 1, "axes_dims": (4, 6, 6),
@@ -70,14 +64,11 @@ def ltx2(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.ones(1, 8),
     )
     inputs = {
-        **words,
-        **{f"{kind}encoder_attention_mask": heard for kind in ("", "audio_")},
-        "hidden_states": noise(1, 48, 4),
-        "audio_hidden_states": noise(1, 10, 4, seed=2),
-        "timestep": torch.full((1, 48), 500.0),
-        "audio_timestep": torch.tensor([500.0]),
+        **words, **{f"{kind}encoder_attention_mask": heard for kind in ("", "audio_")},
+        "hidden_states": noise(1, 48, 4), "audio_hidden_states": noise(1, 10, 4, seed=2),
+        "timestep": torch.full((1, 48), 500.0), "audio_timestep": torch.tensor([500.0]),
         **dict(zip(("num_frames", "height", "width", "audio_num_frames"), (3, 4, 4, 10), strict=True)),
-    }
+    }  # fmt: skip
     return sizes, inputs
 
 
@@ -88,13 +79,9 @@ def framepack() -> tuple[dict[str, Any], dict[str, Any]]:
         "image_proj_dim": 16, "has_clean_x_embedder": True,
     }  # fmt: skip
     inputs = {
-        **video(4, 3, 8, 8),
-        "encoder_attention_mask": torch.ones(1, 16),
-        "pooled_projections": noise(1, 8),
-        "image_embeds": noise(1, 4, 16),
-        "guidance": torch.tensor([1.0]),
-        "indices_latents": torch.arange(19, 22),
-    }
+        **video(4, 3, 8, 8), "encoder_attention_mask": torch.ones(1, 16), "pooled_projections": noise(1, 8),
+        "image_embeds": noise(1, 4, 16), "guidance": torch.tensor([1.0]), "indices_latents": torch.arange(19, 22),
+    }  # fmt: skip
     for name, frames in (("clean", 1), ("history_2x", 2), ("history_4x", 16)):
         inputs |= {f"latents_{name}": noise(1, 4, frames, 8, 8), f"indices_latents_{name}": torch.arange(frames)}
     return sizes, inputs
@@ -163,17 +150,13 @@ def minimax_h3() -> tuple[dict[str, Any], dict[str, Any]]:
     places = [torch.zeros(34, 3), *(torch.cat([torch.full((16, 1), 8 + 1.5 * t), frame], 1) for t in range(3))]
     text, keyframe, audio, clip = torch.arange(82).split([8, 16, 10, 48])
     inputs = {
-        "hidden_states": noise(1, 64, 16),
-        "audio_hidden_states": noise(1, 10, 4, seed=2),
-        "encoder_hidden_states": noise(1, 8, 16, seed=1),
-        "timestep": torch.tensor([0.5, 0.1, 0.0]),
+        "hidden_states": noise(1, 64, 16), "audio_hidden_states": noise(1, 10, 4, seed=2),
+        "encoder_hidden_states": noise(1, 8, 16, seed=1), "timestep": torch.tensor([0.5, 0.1, 0.0]),
         "timestep_indices": torch.tensor([2] * 8 + [1] * 16 + [0] * 58),
         "token_tags": torch.tensor([1] * 8 + [0] * 16 + [2] * 10 + [0] * 48),
-        "position_ids": torch.cat(places).double(),
-        "video_indices": torch.cat([keyframe, clip]),
-        "audio_indices": audio,
-        "text_indices": text,
-    }
+        "position_ids": torch.cat(places).double(), "video_indices": torch.cat([keyframe, clip]),
+        "audio_indices": audio, "text_indices": text,
+    }  # fmt: skip
     return sizes, inputs
 
 
@@ -192,23 +175,14 @@ def newer() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], slice | None
     words = {"encoder_attention_mask": (torch.arange(16) < 9)[None]}
     few = torch.full((1, 3), 500.0)
     cogvideox = {
-        **HEADS,
-        **CHANNELS,
-        "time_embed_dim": 8,
-        "text_embed_dim": 16,
-        "num_layers": 2,
-        "sample_width": 8,
+        **HEADS, **CHANNELS, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 2, "sample_width": 8,
         "sample_height": 8,
-    }
+    }  # fmt: skip
     audio = {"audio_hidden_states": noise(1, 10, 4, seed=2), "pooled_projections": noise(1, 16)}
     allegro = {
-        **HEADS,
-        **CHANNELS,
-        "attention_head_dim": 24,
-        "cross_attention_dim": 48,
-        "caption_channels": 16,
+        **HEADS, **CHANNELS, "attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": 16,
         "num_layers": 2,
-    }
+    }  # fmt: skip
     return {
         "wan animate": ("WanAnimateTransformer3DModel", *wan_animate(), None),
         "chronoedit": ("ChronoEditTransformer3DModel", WAN, video(4, 3, 8, 8), None),

@@ -11,8 +11,8 @@ import torch
 import tiny_families as families
 import tiny_models
 import tiny_pipelines as tiny
-from tiny_families import SIZE, Family, embeds, euler, image, masked_embeds, quiet, unipc, without_text, words
-from tiny_pipelines import diffusers, noise
+from tiny_families import WITHOUT_SECOND, Family, embeds, euler, image, masked_embeds, without_text, words
+from tiny_pipelines import SIZE, diffusers, noise, quiet, unipc
 
 
 def made(name: str, **sizes: Any) -> Any:
@@ -28,12 +28,8 @@ def kandinsky_embeds(names: tuple[str, str]) -> dict[str, torch.Tensor]:
 
 
 def kandinsky5() -> Any:
-    vae = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
-    )
-    parts = {"text_encoder_2": None, "tokenizer_2": None}
     transformer = made("kandinsky5", visual_cond=True)
-    return without_text("Kandinsky5T2VPipeline", transformer, euler(), vae.eval(), **parts)
+    return without_text("Kandinsky5T2VPipeline", transformer, euler(), tiny.hunyuan_vae(4), **WITHOUT_SECOND)
 
 
 def kandinsky5_inputs() -> dict[str, Any]:
@@ -43,11 +39,7 @@ def kandinsky5_inputs() -> dict[str, Any]:
 
 
 def kandinsky6() -> Any:
-    vae = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
-    )
-    parts = {"text_encoder_2": None, "tokenizer_2": None}
-    return without_text("Kandinsky6TI2VAPipeline", made("kandinsky6"), euler(), vae.eval(), **parts)
+    return without_text("Kandinsky6TI2VAPipeline", made("kandinsky6"), euler(), tiny.hunyuan_vae(4), **WITHOUT_SECOND)
 
 
 def kandinsky6_inputs() -> dict[str, Any]:
@@ -55,18 +47,20 @@ def kandinsky6_inputs() -> dict[str, Any]:
     return {**SIZE, **kandinsky_embeds(("prompt_embeds", "pooled_prompt_embeds")), **more}
 
 
-def chronoedit() -> Any:
+def with_image(cls: str, transformer: Any) -> Any:
+    """A pipeline around Wan's VAE and image encoder."""
     stock = families.wan_i2v()
     parts = {name: getattr(stock, name) for name in ("image_processor", "image_encoder")}
+    return without_text(cls, transformer, unipc(), tiny.wan_vae(), **parts)
+
+
+def chronoedit() -> Any:
     transformer = made("chronoedit", in_channels=36, out_channels=16, image_dim=8, added_kv_proj_dim=32)
-    return without_text("ChronoEditPipeline", transformer, unipc(), tiny.wan_vae(), **parts)
+    return with_image("ChronoEditPipeline", transformer)
 
 
 def wan_animate() -> Any:
-    stock = families.wan_i2v()
-    parts = {name: getattr(stock, name) for name in ("image_processor", "image_encoder")}
-    transformer = made("wan animate", in_channels=36, latent_channels=16, out_channels=16)
-    return without_text("WanAnimatePipeline", transformer, unipc(), tiny.wan_vae(), **parts)
+    return with_image("WanAnimatePipeline", made("wan animate", in_channels=36, latent_channels=16, out_channels=16))
 
 
 def wan_animate_inputs() -> dict[str, Any]:
@@ -91,22 +85,14 @@ def easyanimate() -> Any:
 def framepack() -> Any:
     from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 16,
-    }
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    vae, looks = (
+        tiny.hunyuan_vae(4),
+        SiglipVisionModel(SiglipVisionConfig(**sizes, image_size=32, patch_size=16)).eval(),
     )
-    looks = SiglipVisionModel(SiglipVisionConfig(**sizes)).eval()
-    parts = {"text_encoder_2": None, "tokenizer_2": None, "image_encoder": looks}
-    parts["feature_extractor"] = SiglipImageProcessor(size={"height": 32, "width": 32})
-    return without_text("HunyuanVideoFramepackPipeline", made("framepack"), euler(), vae.eval(), **parts)
+    parts = {"image_encoder": looks, "feature_extractor": SiglipImageProcessor(size={"height": 32, "width": 32})}
+    return without_text("HunyuanVideoFramepackPipeline", made("framepack"), euler(), vae, **WITHOUT_SECOND, **parts)
 
 
 def framepack_inputs() -> dict[str, Any]:
@@ -124,14 +110,8 @@ def ltx2() -> Any:
         downsample_type=("spatial",), upsample_residual=(False,), upsample_factor=(1,), patch_size=16, patch_size_t=1,
     )  # fmt: skip
     sound = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=4,
-        ch_mult=(1,),
-        num_res_blocks=1,
-        resolution=32,
-        latent_channels=2,
-        mel_bins=8,
-        mid_block_add_attention=False,
-    )
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8, mid_block_add_attention=False,
+    )  # fmt: skip
     heads = {f"{kind}_connector_{name}": 2 if name != "attention_head_dim" else 8 for kind in ("video", "audio") for name in (
         "num_attention_heads", "attention_head_dim")}  # fmt: skip
     few = {f"{kind}_connector_{name}": size for kind in ("video", "audio") for name, size in (
@@ -146,7 +126,7 @@ def ltx2() -> Any:
 def ltx2_inputs() -> dict[str, Any]:
     """Guidance by the prompt, by a layer left out and by the other modality."""
     guidance = {"guidance_scale": 3.0, "stg_scale": 1.0, "modality_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
-    return {"height": 128, "width": 128, "num_frames": 5, **masked_embeds(), **guidance}
+    return {**families.LARGE, "num_frames": 5, **masked_embeds(), **guidance}
 
 
 def motif() -> Any:
@@ -192,8 +172,8 @@ def cosmos3() -> Any:
 
 
 def run_cosmos3(pipe: Any, seed: int, steps: int) -> torch.Tensor:
-    run = {"num_inference_steps": steps, "generator": torch.Generator().manual_seed(seed), "output_type": "latent"}
-    return pipe("a cat", negative_prompt="a dog of another size", **SIZE, guidance_scale=5.0, **run).video
+    run = {**SIZE, "guidance_scale": 5.0, **tiny.latents_of(steps, seed)}
+    return pipe("a cat", negative_prompt="a dog of another size", **run).video
 
 
 def consisid() -> Any:
@@ -214,11 +194,10 @@ def minimax_h3(component: str = "transformer", **sizes: Any) -> Any:
 
     loop = denoise.MiniMaxH3DenoiseStep if component == "transformer" else denoise.MiniMaxH3Ref2VADenoiseStep
     pipe = loop().init_pipeline()
-    schedulers = {
-        "scheduler": diffusers.MiniMaxH3Scheduler(),
-        "audio_scheduler": diffusers.MiniMaxH3Scheduler(shift=4.0),
-    }
-    pipe.update_components(**{component: made("minimax h3", **sizes)}, **schedulers)
+    pipe.update_components(
+        **{component: made("minimax h3", **sizes)}, scheduler=diffusers.MiniMaxH3Scheduler(),
+        audio_scheduler=diffusers.MiniMaxH3Scheduler(shift=4.0),
+    )  # fmt: skip
     return quiet(pipe)
 
 
@@ -240,9 +219,8 @@ def run_minimax_h3(pipe: Any, seed: int, steps: int) -> torch.Tensor:
 
 def plain(cls: str, name: str, scheduler: Any, vae: Any = None) -> Any:
     """Latents have as many channels as Wan's VAE, where there is one."""
-    return without_text(
-        cls, made(name, **({"in_channels": 16, "out_channels": 16} if vae is not None else {})), scheduler, vae
-    )
+    channels = {} if vae is None else {"in_channels": 16, "out_channels": 16}
+    return without_text(cls, made(name, **channels), scheduler, vae)
 
 
 GUIDED = {**SIZE, **embeds(), "guidance_scale": 5.0}

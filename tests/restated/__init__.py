@@ -82,6 +82,14 @@ def block_sees(mask: list[list[bool]], query_block: list[int], key_block: list[i
     return [[mask[u][v] for v in key_block] for u in query_block]
 
 
+def from_heads(q: Tensor, k: Tensor, v: Tensor, *, text, key_valid, scale, of_head, **notes: Any) -> Restated:
+    """of_head(b, h): the notes of a head, `sees` among them, as `restated` takes it."""
+    heads = per_head(q, of_head)
+    sees = [[head.pop("sees") for head in row] for row in heads]
+    notes["heads"] = heads
+    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes=notes)
+
+
 def restated(q: Tensor, k: Tensor, v: Tensor, *, text, key_valid, scale, sees, notes) -> Restated:
     """sees[b][h][r][s]: video token number r sees video token number s. Adds the roles (A2, A3) and attends (A7)."""
     assert q.shape == k.shape == v.shape and q.dtype == torch.float64

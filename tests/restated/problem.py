@@ -6,6 +6,7 @@ Everything here and beside it is float64 on Python lists: slow, explicit, and wr
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,7 +52,12 @@ def cells(n: int, m: int, text: slice | None, grid: tuple[int, int, int] | None)
 
 
 def dot(x: list[float], y: list[float]) -> float:
-    return math.fsum(a * b for a, b in zip(x, y, strict=True))
+    return math.fsum(map(operator.mul, x, y))
+
+
+def squared_distance(x: list[float], y: list[float]) -> float:
+    apart = [*map(operator.sub, x, y)]
+    return dot(apart, apart)
 
 
 def mean(rows: list[list[float]]) -> list[float]:
@@ -88,7 +94,7 @@ def lloyd(points: list[list[float]], start: list[int], iterations: int) -> list[
     labels = [0] * len(points)
     for _ in range(iterations):
         for i, x in enumerate(points):
-            distances = [math.fsum((a - c) ** 2 for a, c in zip(x, centroid, strict=True)) for centroid in centroids]
+            distances = [squared_distance(x, centroid) for centroid in centroids]
             labels[i] = distances.index(min(distances))
         for u in range(len(centroids)):
             members = [points[i] for i in range(len(points)) if labels[i] == u]
@@ -128,10 +134,10 @@ def log_block_error(centroid, keys, values, members: list[int], scale, smallest:
     logits = [scale * dot(centroid, keys[j]) for j in members]
     pooled = scale * dot(centroid, pooled_key)
     top = max([pooled, *logits])
+    stand_in = [math.exp(pooled - top) * y for y in pooled_value]
     error = math.fsum(
-        (math.exp(logit - top) * x - math.exp(pooled - top) * y) ** 2
+        squared_distance([math.exp(logit - top) * x for x in values[j]], stand_in)
         for logit, j in zip(logits, members, strict=True)
-        for x, y in zip(values[j], pooled_value, strict=True)
     )
     return math.log(max(error / (len(members) if per_token else 1), smallest)) + 2 * top
 
@@ -140,6 +146,25 @@ def empty(q: Tensor, k: Tensor) -> Restated:
     """Nothing allowed, output 0."""
     b, h, n, _ = q.shape
     return Restated(torch.zeros(b, h, n, k.shape[2], dtype=torch.bool), torch.zeros_like(q))
+
+
+def static(q, k, v, *, text, key_valid, scale, sees) -> Restated:
+    """Video queries see the text, and the video keys where sees(head, query, key); all others see every valid key."""
+    b, h, n, d = q.shape
+    scale = d**-0.5 if scale is None else scale
+    result = empty(q, k)
+    for i in range(b):
+        tokens = tokens_by_role(n, k.shape[2], text, key_valid, i)
+        video = set(tokens.video_queries)
+        for j in range(h):
+            queries, keys, values = q[i, j].tolist(), k[i, j].tolist(), v[i, j].tolist()
+            for row in range(n):
+                seen = tokens.valid_keys
+                if row in video:
+                    seen = [*tokens.text_keys, *(column for column in tokens.video_keys if sees(j, row, column))]
+                result.allowed[i, j, row, seen] = True
+                result.out[i, j, row] = q.new_tensor(attend_keys(queries[row], keys, values, seen, scale))
+    return result
 
 
 @dataclass(frozen=True)
@@ -172,6 +197,17 @@ class Problem:
             valid = torch.rand(self.batch, n, generator=generator) < 0.8
             valid[:, n // 2] = True
         return 2 * q, k, v, {"grid": self.grid, "text": text, "key_valid": valid, "scale": None}
+
+
+def expect_roles(allowed, text, key_valid):
+    """Text sees and is seen by all that is valid, padding sees it too and is seen by nobody, and nobody sees nothing."""
+    valid = torch.ones(len(allowed), allowed.shape[2], dtype=torch.bool) if key_valid is None else key_valid
+    in_text = torch.zeros(allowed.shape[2], dtype=torch.bool)
+    in_text[slice(0, 0) if text is None else text] = True
+    for seen, there in zip(allowed, valid, strict=True):
+        assert (seen[:, in_text | ~there] == there).all()
+        assert not seen[:, :, ~there].any() and seen[:, :, in_text & there].all()
+    assert allowed.any(-1).all()
 
 
 def dense(q, k, v, key_valid=None):

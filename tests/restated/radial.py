@@ -41,32 +41,17 @@ Decisions
 
 from __future__ import annotations
 
-from restated.problem import Restated, attend_keys, cells, empty, tokens_by_role
+from restated.problem import Restated, cells, static
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, block=128, decay=1.0, sink=True) -> Restated:
-    b, h, n, d = q.shape
-    m = k.shape[2]
-    scale = d**-0.5 if scale is None else scale
-    cell = cells(n, m, text, grid)
+    cell = cells(q.shape[2], k.shape[2], text, grid)
     kept = kept_blocks(grid, block, decay, sink)
-    result = empty(q, k)
-    result.notes = {"blocks": kept, "widths": [band(grid, distance, block, decay) for distance in range(grid[0])]}
-    for i in range(b):
-        tokens = tokens_by_role(n, m, text, key_valid, i)
-        video = set(tokens.video_queries)
-        for j in range(h):
-            queries, keys, values = q[i, j].tolist(), k[i, j].tolist(), v[i, j].tolist()
-            for row in range(n):
-                seen = tokens.valid_keys
-                if row in video:
-                    seen = list(tokens.text_keys)
-                    for column in tokens.video_keys:
-                        if (cell[row] // block, cell[column] // block) in kept:
-                            seen.append(column)
-                result.allowed[i, j, row, seen] = True
-                result.out[i, j, row] = q.new_tensor(attend_keys(queries[row], keys, values, seen, scale))
-    return result
+
+    def sees(head: int, row: int, column: int) -> bool:
+        return (cell[row] // block, cell[column] // block) in kept
+
+    return static(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees)
 
 
 def band(grid, distance: int, block: int, decay: float) -> float | None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from restated import Restated, block_sees, blocks_of, descending, per_head, restated, scale_of, softmax, video_tokens
+from restated import Restated, block_sees, blocks_of, descending, from_heads, scale_of, softmax, video_tokens
 
 
 def similarity(x: Tensor) -> float:
@@ -58,23 +58,8 @@ def select(scores: list[float], cdfthreshd: float, topk: float | None) -> set[in
     return set(kept or order[:1])
 
 
-def restate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grid,
-    text,
-    key_valid,
-    scale,
-    block_q: int = 128,
-    block_k: int = 64,
-    simthreshd1: float | None = None,
-    cdfthreshd: float = 0.98,
-    topk: float | None = None,
-    smooth_k: bool = True,
-    attention_sink: bool = False,
-) -> Restated:
+def restate(q, k, v, *, grid, text, key_valid, scale, block_q=128, block_k=64, simthreshd1=None, cdfthreshd=0.98, topk=None,
+            smooth_k=True, attention_sink=False) -> Restated:  # fmt: skip
     video = video_tokens(q, text, key_valid)
     theta = simthreshd1 if simthreshd1 is not None else (0.6 if topk is None else -0.1)
 
@@ -109,6 +94,4 @@ def restate(
             "sees": block_sees(mask, query_block_of, key_block_of),
         }
 
-    heads = per_head(q, of_head)
-    sees = [[head.pop("sees") for head in row] for row in heads]
-    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes={"heads": heads})
+    return from_heads(q, k, v, text=text, key_valid=key_valid, scale=scale, of_head=of_head)

@@ -69,6 +69,7 @@ from restated.problem import (
     lloyd,
     log_block_error,
     mean,
+    squared_distance,
     tokens_by_role,
 )
 
@@ -201,7 +202,7 @@ def _probes(features, blocks, count):
     picked = []
     for u in largest:
         centre = mean([features[t] for t in blocks[u]])
-        distances = [math.fsum((x - c) ** 2 for x, c in zip(features[t], centre, strict=True)) for t in blocks[u]]
+        distances = [squared_distance(features[t], centre) for t in blocks[u]]
         nearest = [t for t, x in zip(blocks[u], distances, strict=True) if x <= (1 + 1e-5) * min(distances)]
         picked.append(nearest[0])
     sizes = [len(blocks[u]) for u in largest]

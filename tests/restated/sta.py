@@ -24,35 +24,19 @@ Decisions
 
 from __future__ import annotations
 
-from restated.problem import Restated, attend_keys, cells, empty, tokens_by_role
+from restated.problem import Restated, cells, static
 
 
 def restate(q, k, v, *, grid, text, key_valid, scale, tile=(6, 8, 8), window=(3, 3, 3)) -> Restated:
-    b, h, n, d = q.shape
-    m = k.shape[2]
-    scale = d**-0.5 if scale is None else scale
-    windows = [tuple(window)] * h if isinstance(window[0], int) else [tuple(w) for w in window]
-    cell = cells(n, m, text, grid)
-    result = empty(q, k)
+    windows = [tuple(window)] * q.shape[1] if isinstance(window[0], int) else [tuple(w) for w in window]
+    tile_of = {token: _tile(at, grid, tile) for token, at in cells(q.shape[2], k.shape[2], text, grid).items()}
     tiles = [-(-size // edge) for size, edge in zip(grid, tile, strict=True)]
-    result.notes = {"tiles": tuple(tiles), "tile_of": {token: _tile(at, grid, tile) for token, at in cell.items()}}
-    for i in range(b):
-        tokens = tokens_by_role(n, m, text, key_valid, i)
-        video = set(tokens.video_queries)
-        for j in range(h):
-            queries, keys, values = q[i, j].tolist(), k[i, j].tolist(), v[i, j].tolist()
-            for row in range(n):
-                seen = tokens.valid_keys
-                if row in video:
-                    mine = _tile(cell[row], grid, tile)
-                    seen = list(tokens.text_keys)
-                    for column in tokens.video_keys:
-                        other = _tile(cell[column], grid, tile)
-                        if all(_sees(mine[a], other[a], tiles[a], windows[j][a]) for a in range(3)):
-                            seen.append(column)
-                result.allowed[i, j, row, seen] = True
-                result.out[i, j, row] = q.new_tensor(attend_keys(queries[row], keys, values, seen, scale))
-    return result
+
+    def sees(head: int, row: int, column: int) -> bool:
+        mine, other = tile_of[row], tile_of[column]
+        return all(_sees(mine[a], other[a], tiles[a], windows[head][a]) for a in range(3))
+
+    return static(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees)
 
 
 def _tile(cell: int, grid, tile) -> tuple[int, int, int]:

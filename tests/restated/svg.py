@@ -32,12 +32,11 @@ Decisions
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from restated import Restated, per_head, restated, scale_of, text_tokens, video_tokens
+from restated import Restated, from_heads, scale_of, text_tokens, video_tokens
 
 SPARSITY = {"wan": 0.30, "hunyuan": 0.25}
 PROFILE_FRAMES = {"wan": 2.0, "hunyuan": 1.5}
@@ -69,20 +68,7 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     return torch.softmax(keys @ query * scale, 0) @ values
 
 
-def restate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grid,
-    text,
-    key_valid,
-    scale,
-    rows: Sequence[int],
-    sparsity: float | None = None,
-    layout: str | None = None,
-    block: int = 128,
-) -> Restated:
+def restate(q, k, v, *, grid, text, key_valid, scale, rows, sparsity=None, layout=None, block=128) -> Restated:
     in_text = text_tokens(q.shape[2], text)
     frames, per_frame = grid[0], grid[1] * grid[2]
     outside = [i for i in range(q.shape[2]) if i not in in_text]
@@ -115,7 +101,4 @@ def restate(
         sees = [[in_band(i, j, width=width, block=block, per_frame=per_frame, layout=layout) for j in own] for i in own]
         return {"spatial_error": spatial_error, "temporal_error": temporal_error, "temporal": temporal, "sees": sees}
 
-    heads = per_head(q, of_head)
-    sees = [[head.pop("sees") for head in row] for row in heads]
-    notes = {"heads": heads, "width": width}
-    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes=notes)
+    return from_heads(q, k, v, text=text, key_valid=key_valid, scale=scale, of_head=of_head, width=width)

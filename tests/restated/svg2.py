@@ -23,12 +23,12 @@ Decisions
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from restated import Restated, block_sees, descending, per_head, restated, scale_of, softmax, video_tokens
+from restated import Restated, block_sees, descending, from_heads, scale_of, softmax, video_tokens
+
+CLUSTERS = ("query_labels", "query_centroids", "key_labels", "key_centroids")
 
 
 def nearest(point: Tensor, centroids: Tensor) -> int:
@@ -83,36 +83,13 @@ def cluster_mask(clusters: dict, scale: float, p: float, ratio: float) -> dict:
     scores = centroid_scores(clusters["query_centroids"], clusters["key_centroids"], sizes, scale)
     mask = [select(row, p, int(ratio * count)) for row in scores]
     return {
-        **clusters,
-        "sizes": sizes,
-        "scores": torch.tensor(scores, dtype=torch.float64),
-        "mask": torch.tensor(mask),
+        **clusters, "sizes": sizes, "scores": torch.tensor(scores, dtype=torch.float64), "mask": torch.tensor(mask),
         "sees": block_sees(mask, clusters["query_labels"], clusters["key_labels"]),
-    }
+    }  # fmt: skip
 
 
-def from_heads(q: Tensor, k: Tensor, v: Tensor, *, text, key_valid, scale, of_head: Callable) -> Restated:
-    heads = per_head(q, of_head)
-    sees = [[head.pop("sees") for head in row] for row in heads]
-    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes={"heads": heads})
-
-
-def restate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grid,
-    text,
-    key_valid,
-    scale,
-    initial_queries: Tensor | None = None,
-    initial_keys: Tensor | None = None,
-    earlier: Restated | None = None,
-    p: float = 0.9,
-    min_kc_ratio: float = 0.10,
-    iters: int | None = None,
-) -> Restated:
+def restate(q, k, v, *, grid, text, key_valid, scale, initial_queries=None, initial_keys=None, earlier=None, p=0.9,
+            min_kc_ratio=0.10, iters=None) -> Restated:  # fmt: skip
     video = video_tokens(q, text, key_valid)
     iterations = iters if iters is not None else (50 if earlier is None else 2)
 
@@ -122,14 +99,8 @@ def restate(
         else:
             last = earlier.notes["heads"][b][h]
             query_start, key_start = last["query_centroids"], last["key_centroids"]
-        query_labels, query_centroids = lloyd(q[b, h, video[b]], query_start, iterations)
-        key_labels, key_centroids = lloyd(k[b, h, video[b]], key_start, iterations)
-        clusters = {
-            "query_labels": query_labels,
-            "query_centroids": query_centroids,
-            "key_labels": key_labels,
-            "key_centroids": key_centroids,
-        }
-        return cluster_mask(clusters, scale_of(q, scale), p, min_kc_ratio)
+        queries = lloyd(q[b, h, video[b]], query_start, iterations)
+        keys = lloyd(k[b, h, video[b]], key_start, iterations)
+        return cluster_mask(dict(zip(CLUSTERS, (*queries, *keys), strict=True)), scale_of(q, scale), p, min_kc_ratio)
 
     return from_heads(q, k, v, text=text, key_valid=key_valid, scale=scale, of_head=of_head)

@@ -37,8 +37,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from restated import Restated, descending, scale_of, softmax, video_tokens
-from restated.svg2 import cluster_mask, from_heads, means, nearest
+from restated import Restated, descending, from_heads, scale_of, softmax, video_tokens
+from restated.svg2 import CLUSTERS, cluster_mask, means, nearest
 
 
 def response(tokens: Tensor, others: Tensor) -> Tensor:
@@ -64,12 +64,7 @@ def co_cluster(queries: Tensor, keys: Tensor, query_start: Tensor, key_start: Te
         key_centroids = means(keys, key_labels, key_centroids)
         query_labels = assign(queries, query_centroids, key_centroids)
         query_centroids = means(queries, query_labels, query_centroids)
-    return {
-        "query_labels": query_labels,
-        "query_centroids": query_centroids,
-        "key_labels": key_labels,
-        "key_centroids": key_centroids,
-    }
+    return dict(zip(CLUSTERS, (query_labels, query_centroids, key_labels, key_centroids), strict=True))
 
 
 def reclusters(step: int, start: int, interval: int) -> bool:
@@ -100,24 +95,8 @@ def floor_ratio(profile: Sequence[float] | None, head: int, clip: tuple[float, f
     return min(max(float(profile[head]), clip[0]), clip[1])
 
 
-def restate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grid,
-    text,
-    key_valid,
-    scale,
-    initial_queries: Tensor | None = None,
-    initial_keys: Tensor | None = None,
-    earlier: Restated | None = None,
-    p: float = 0.90,
-    profile: Sequence[float] | None = None,
-    floor_clip: tuple[float, float] = (0.15, 0.20),
-    min_kc_ratio: float = 0.10,
-    iters: int = 2,
-) -> Restated:
+def restate(q, k, v, *, grid, text, key_valid, scale, initial_queries=None, initial_keys=None, earlier=None, p=0.90,
+            profile=None, floor_clip=(0.15, 0.20), min_kc_ratio=0.10, iters=2) -> Restated:  # fmt: skip
     video = video_tokens(q, text, key_valid)
 
     def of_head(b: int, h: int) -> dict:
@@ -125,8 +104,7 @@ def restate(
             starts = q[b, h, initial_queries[b, h]], k[b, h, initial_keys[b, h]]
             clusters = co_cluster(q[b, h, video[b]], k[b, h, video[b]], *starts, iters)
         else:
-            names = "query_labels", "query_centroids", "key_labels", "key_centroids"
-            clusters = {name: earlier.notes["heads"][b][h][name] for name in names}
+            clusters = {name: earlier.notes["heads"][b][h][name] for name in CLUSTERS}
         return cluster_mask(clusters, scale_of(q, scale), p, floor_ratio(profile, h, floor_clip, min_kc_ratio))
 
     return from_heads(q, k, v, text=text, key_valid=key_valid, scale=scale, of_head=of_head)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from restated import Restated, block_sees, blocks_of, descending, per_head, restated, scale_of, softmax, video_tokens
+from restated import Restated, block_sees, blocks_of, descending, from_heads, scale_of, softmax, video_tokens
 
 
 def antidiagonal(queries: Tensor, keys: Tensor, stride: int) -> Tensor:
@@ -52,22 +52,8 @@ def select(scores: list[float], threshold: float) -> set[int]:
     return kept
 
 
-def restate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grid,
-    text,
-    key_valid,
-    scale,
-    block: int = 128,
-    stride: int = 8,
-    threshold: float = 0.9,
-    norm: float = 1.0,
-    keep_sink: bool = True,
-    keep_recent: bool = False,
-) -> Restated:
+def restate(q, k, v, *, grid, text, key_valid, scale, block=128, stride=8, threshold=0.9, norm=1.0, keep_sink=True,
+            keep_recent=False) -> Restated:  # fmt: skip
     assert block % stride == 0
     video = video_tokens(q, text, key_valid)
 
@@ -92,6 +78,4 @@ def restate(
             "sees": block_sees(mask, block_of, block_of),
         }
 
-    heads = per_head(q, of_head)
-    sees = [[head.pop("sees") for head in row] for row in heads]
-    return restated(q, k, v, text=text, key_valid=key_valid, scale=scale, sees=sees, notes={"heads": heads})
+    return from_heads(q, k, v, text=text, key_valid=key_valid, scale=scale, of_head=of_head)
