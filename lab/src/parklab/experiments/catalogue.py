@@ -10,44 +10,18 @@ from functools import partial
 
 from parkattn.checks import did_you_mean
 from parkattn.models import SIZES
+from parklab.experiments import methods_compared as compared
 from parklab.experiments import results
+from parklab.experiments import retrieval_tables as retrieval
+from parklab.experiments import settings_varied as varied
 from parklab.experiments.costs import cost_cells, cost_result
 from parklab.experiments.frontier import frontier_cells, frontier_result
 from parklab.experiments.kernel_tables import bench_cells, pama_result, qrkc_result, scaling_result
 from parklab.experiments.likeness import likeness_cells, likeness_result
-from parklab.experiments.methods_compared import (
-    ablation_cells,
-    ablation_result,
-    halves_cells,
-    halves_result,
-    main_cells,
-    main_result,
-    matched_cells,
-    matched_result,
-    timed_cells,
-)
 from parklab.experiments.paper_numbers import LABELS
 from parklab.experiments.results import CellRecords, Result
-from parklab.experiments.retrieval_tables import (
-    key_error_table,
-    mismatch_figure,
-    mismatch_panel,
-    qrkc_figure,
-    recall_table,
-    representation_table,
-)
 from parklab.experiments.run_frontier import run_cells, run_result
 from parklab.experiments.runner import Lab
-from parklab.experiments.settings_varied import (
-    budget_cells,
-    budget_result,
-    curve_cells,
-    curve_result,
-    schedule_cells,
-    schedule_result,
-    sensitivity_cells,
-    sensitivity_result,
-)
 from parklab.experiments.times import times_result
 from parklab.store import Cell
 from parklab.studio.model_files import LARGEST_CONFIG, read_json
@@ -99,31 +73,42 @@ def _sheet(model: str, lab: Lab) -> list[Cell]:
 
 
 _pama, _qrkc, _scaling = (partial(bench_cells, name) for name in ("pama", "qrkc", "scaling"))
-_top_p, _top_k = (partial(recall_table, kind=kind) for kind in ("top_p", "top_k"))
-_hy, _wan = (partial(sensitivity_cells, kind) for kind in ("hy", "wan"))
+_top_p, _top_k = (partial(retrieval.recall_table, kind=kind) for kind in ("top_p", "top_k"))
+_hy, _wan = (partial(varied.sensitivity_cells, kind) for kind in ("hy", "wan"))
 _GPU = "a GPU, or --records FILE"
 _LINES = "--records FILE of python -m parklab.bench.frontier"
 SHEETS = {"hunyuanvideo": "HunyuanVideo", "wan2.1": "Wan2.1-14B", "wan2.1-1.3B": "Wan2.1-1.3B", "wan2.2": "Wan2.2-14B"}
 EXPERIMENTS: dict[str, Experiment] = {each.label: each for each in (
     Experiment("tab:query_key_compression", "Top-p recall by representation, %", _retrieval, _top_p),
     Experiment("tab:query_key_compression_topk", "Top-k recall by representation, %", _retrieval, _top_k),
-    Experiment("tab:main_quality_efficiency", "Every method at its own settings", main_cells, main_result),
-    Experiment("tab:module_ablation", "PARK without PAMA and without QRKC", ablation_cells, ablation_result),
-    Experiment("tab:query_representation_errors", "TV of attention weights", _retrieval, representation_table),
-    Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, key_error_table),
-    Experiment("fig:retrieval_mismatches", "The two mismatches, panel c", _retrieval, mismatch_panel),
-    Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, mismatch_figure),
-    Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, qrkc_figure),
-    Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo", _hy, sensitivity_result),
-    Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B", _wan, sensitivity_result),
-    Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt", schedule_cells, schedule_result),
-    Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p", curve_cells, curve_result),
+    Experiment("tab:main_quality_efficiency", "Every method at its own settings",
+        compared.main_cells, compared.main_result),
+    Experiment("tab:module_ablation", "PARK without PAMA and without QRKC",
+        compared.ablation_cells, compared.ablation_result),
+    Experiment("tab:query_representation_errors", "TV of attention weights",
+        _retrieval, retrieval.representation_table),
+    Experiment("tab:key_score_errors", "Errors of keys and of QK scores", _retrieval, retrieval.key_error_table),
+    Experiment("fig:retrieval_mismatches", "The two mismatches, panel c", _retrieval, retrieval.mismatch_panel),
+    Experiment("fig:mismatch_errors_appendix", "The two mismatches, measured", _retrieval, retrieval.mismatch_figure),
+    Experiment("fig:qrkc_effect", "QRKC and recall", _retrieval, retrieval.qrkc_figure),
+    Experiment("tab:centroid_count_sensitivity_hy", "Numbers of blocks, as on HunyuanVideo",
+        _hy, varied.sensitivity_result),
+    Experiment("tab:centroid_count_sensitivity_wan", "Numbers of blocks, as on Wan2.1-1.3B",
+        _wan, varied.sensitivity_result),
+    Experiment("tab:reuse_schedule_hy", "Steps at which plans are rebuilt",
+        varied.schedule_cells, varied.schedule_result),
+    Experiment("fig:quality_efficiency_curve", "Quality against time, by top-p",
+        varied.curve_cells, varied.curve_result),
     Experiment("fig:generation_example", "Frames of dense attention, PARK and SVG2", _example, results.frame_sheet),
-    Experiment("matched_densities", "Every method at one density (not in the paper)", matched_cells, matched_result),
+    Experiment("matched_densities", "Every method at one density (not in the paper)",
+        compared.matched_cells, compared.matched_result),
     Experiment("matched_costs", "Profiles against methods at one cost (not in the paper)", cost_cells, cost_result),
-    Experiment("call_times", "What plans and calls of attention take (not in the paper)", timed_cells, times_result),
-    Experiment("ablation", "PARK's halves at equal density (not in the paper)", halves_cells, halves_result),
-    Experiment("budgets", "Rules for spending one density (not in the paper)", budget_cells, budget_result),
+    Experiment("call_times", "What plans and calls of attention take (not in the paper)",
+        compared.timed_cells, times_result),
+    Experiment("ablation", "PARK's halves at equal density (not in the paper)",
+        compared.halves_cells, compared.halves_result),
+    Experiment("budgets", "Rules for spending one density (not in the paper)",
+        varied.budget_cells, varied.budget_result),
     Experiment("likeness", "How like the real models a model is (not in the paper)", likeness_cells, likeness_result),
     Experiment("tab:pama_kernel_overhead", "PAMA's kernels", _pama, pama_result, _GPU),
     Experiment("fig:qrkc_breakdown", "What QRKC adds to k-means", _qrkc, qrkc_result, _GPU),

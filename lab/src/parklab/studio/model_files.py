@@ -13,6 +13,9 @@ from typing import Any
 
 from parkattn.checks import first_line
 
+# what a refusal advises
+SAVED, AGAIN = "pass a folder saved by save_pretrained", "download or save it again"
+MODEL_AGAIN = "download the model again"
 MIB, GIB = 2**20, 2**30
 # the largest known: 35 MiB of tokenizer.json, 57 GiB of weights in one file; headers hold about 100 bytes per tensor
 LARGEST_CONFIG, LARGEST_VOCABULARY, LARGEST_WEIGHTS, LARGEST_HEADER = 8 * MIB, 128 * MIB, 96 * GIB, 16 * MIB
@@ -46,14 +49,13 @@ ITEM_BYTES = {
 
 def read_json(path: Path, largest: int, why: str) -> dict[str, Any]:
     """One object, no larger than a known model's, no name twice."""
-    again = "download or save it again"
     try:
         with path.open("rb") as file:
             text = file.read(largest + 1)
     except FileNotFoundError:
-        raise refusal(str(path), f"no such file ({why})", "pass a folder saved by save_pretrained") from None
+        raise refusal(str(path), f"no such file ({why})", SAVED) from None
     if len(text) > largest:
-        raise refusal(f"at most {largest // MIB} MiB in {path}", f"{path.stat().st_size} bytes", again)
+        raise refusal(f"at most {largest // MIB} MiB in {path}", f"{path.stat().st_size} bytes", AGAIN)
     return _parsed(text, str(path))
 
 
@@ -70,9 +72,9 @@ def _parsed(text: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise refusal(f"JSON in {where}", f"a broken file ({first_line(error)})", "download or save it again") from None
+        raise refusal(f"JSON in {where}", f"a broken file ({first_line(error)})", AGAIN) from None
     if not isinstance(found, dict):
-        raise refusal(f"a JSON object in {where}", f"a {type(found).__name__}", "download or save it again")
+        raise refusal(f"a JSON object in {where}", f"a {type(found).__name__}", AGAIN)
     return found
 
 

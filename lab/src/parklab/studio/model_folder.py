@@ -23,6 +23,8 @@ from parklab.studio.model_files import (
     LARGEST_VOCABULARY,
     LONGEST_NAME,
     MIB,
+    MODEL_AGAIN,
+    SAVED,
     expect_plain_config,
     expect_widths,
     fault_in_rules,
@@ -87,6 +89,7 @@ PIPELINES = (
     r"(Wan|SkyReelsV2|HunyuanVideo|HunyuanSkyreels|CogVideoX|LTX|Mochi|ChronoEdit|AnyFlow|Helios|Kandinsky[56]"
     r"|MotifVideo|Allegro|EasyAnimate|ConsisID)\w*Pipeline"
 )
+PIPELINE_AGAIN = "download or save the pipeline again"
 NOTES = ("_class_name", "_diffusers_version", "_name_or_path")
 NEEDED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer")  # a prompt becomes a video through these
 
@@ -140,11 +143,9 @@ def judge_index(root: Path) -> dict[str, tuple[Role, str]]:
             continue  # a setting of the pipeline, or a component it can do without
         role = ROLES.get(re.sub(r"_\d$", "", name))
         if role is None:
-            raise refusal(
-                f"components among {', '.join(ROLES)} in {INDEX}", name, "pass a folder saved by save_pretrained"
-            )
+            raise refusal(f"components among {', '.join(ROLES)} in {INDEX}", name, SAVED)
         if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(word, str) for word in entry)):
-            raise refusal(f"[library, class] for {name} in {INDEX}", entry, "pass a folder saved by save_pretrained")
+            raise refusal(f"[library, class] for {name} in {INDEX}", entry, SAVED)
         if entry[0] != role.library or re.fullmatch(role.classes, entry[1], re.ASCII) is None:
             raise refusal(
                 f"{name} in {INDEX} to be a known class of {role.library}", entry, "pass a model of a supported family"
@@ -161,7 +162,7 @@ def _judge(root: Path) -> ModelFolder:
         raise refusal(
             f"{root} to be a folder",
             "a file" if root.exists() else "no such folder",
-            "pass a folder saved by save_pretrained",
+            SAVED,
         )
     inside = list(_entries(root))
     index = judge_index(root)
@@ -169,7 +170,7 @@ def _judge(root: Path) -> ModelFolder:
     for name, (role, class_name) in index.items():
         own = {path.name: path for path in inside if path.parent == root / name}
         if not own:
-            raise refusal(f"component {name} in {root}", "no such folder", "download or save the pipeline again")
+            raise refusal(f"component {name} in {root}", "no such folder", PIPELINE_AGAIN)
         _judge_configs(root, name, role, class_name, own)
         tensors = _judge_weights(root, name, role, own)
         if role.config is not None and tensors:
@@ -225,9 +226,7 @@ def _entries(root: Path) -> Iterator[Path]:
             try:
                 kind = target.stat().st_mode
             except FileNotFoundError:
-                raise refusal(
-                    f"files behind every link in {root}", f"{inner} to nothing", "download the model again"
-                ) from None
+                raise refusal(f"files behind every link in {root}", f"{inner} to nothing", MODEL_AGAIN) from None
             if stat.S_ISDIR(kind) and not entry.is_symlink():
                 folders.append(path)
             elif stat.S_ISREG(kind):
@@ -238,7 +237,7 @@ def _entries(root: Path) -> Iterator[Path]:
 
 def _judge_configs(root: Path, name: str, role: Role, class_name: str, own: dict[str, Path]) -> None:
     if role.config is not None and role.config not in own:
-        raise refusal(f"{role.config} in {root / name}", "no such file", "download or save the pipeline again")
+        raise refusal(f"{role.config} in {root / name}", "no such file", PIPELINE_AGAIN)
     for file, path in own.items():
         size = path.stat().st_size
         if path.suffix != ".safetensors" and size > LARGEST_VOCABULARY:
@@ -258,9 +257,7 @@ def _judge_configs(root: Path, name: str, role: Role, class_name: str, own: dict
             and file == role.config
             and config.get("_class_name", class_name) != class_name
         ):
-            raise refusal(
-                f"_class_name {class_name} in {path}", config["_class_name"], "download or save the pipeline again"
-            )
+            raise refusal(f"_class_name {class_name} in {path}", config["_class_name"], PIPELINE_AGAIN)
 
 
 @functools.lru_cache(maxsize=64)
@@ -280,24 +277,20 @@ def _judge_weights(root: Path, name: str, role: Role, own: dict[str, Path]) -> d
     single, listing = f"{role.weights}.safetensors", f"{role.weights}.safetensors.index.json"
     if single not in own and listing not in own:
         others = f"only {stems[0]}" if stems else "none"
-        raise refusal(
-            f"a .safetensors file in {root / name} named {single}", others, "download or save the pipeline again"
-        )
+        raise refusal(f"a .safetensors file in {root / name} named {single}", others, PIPELINE_AGAIN)
     headers = {file: read_header(own[file]) for file in stems}
     if listing not in own:
         return headers[single]
     whole = read_json(own[listing], LARGEST_CONFIG, "it lists the shards").get("weight_map")
     if not isinstance(whole, dict) or not whole or not all(isinstance(shard, str) for shard in whole.values()):
-        raise refusal(f"weight_map in {own[listing]} to give each tensor its file", whole, "download the model again")
+        raise refusal(f"weight_map in {own[listing]} to give each tensor its file", whole, MODEL_AGAIN)
     for tensor, shard in whole.items():
         if shard not in headers:
-            raise refusal(f"shard {shard} in {root / name}", "no such file", "download the model again")
+            raise refusal(f"shard {shard} in {root / name}", "no such file", MODEL_AGAIN)
         if tensor not in headers[shard]:
-            raise refusal(f"tensor {tensor} in {own[shard]}", "none of that name", "download the model again")
+            raise refusal(f"tensor {tensor} in {own[shard]}", "none of that name", MODEL_AGAIN)
     held = [tensor for shard in set(whole.values()) for tensor in headers[shard]]
     if len(held) != len(whole):
-        raise refusal(
-            f"each of {len(whole)} tensors once in the shards of {root / name}", len(held), "download the model again"
-        )
+        raise refusal(f"each of {len(whole)} tensors once in the shards of {root / name}", len(held), MODEL_AGAIN)
     # with both forms in the folder the loader chooses
     return {tensor: headers[shard][tensor] for tensor, shard in whole.items()} | headers.get(single, {})
