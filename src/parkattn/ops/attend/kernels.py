@@ -171,7 +171,10 @@ class AttentionKernel:
         return over, stand_ins
 
     def _key_rounding(self, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        return None if self.precision == "bf16" else KEY_ROUNDINGS[self.precision](k)
+        if self.precision == "bf16":
+            return None
+        rounding = KEY_ROUNDINGS[self.precision]  # called by a name: a subscript that is called is a launch
+        return rounding(k)
 
     def _expect_attendable(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         expect_dense_rows(q=q, k=k, v=v)
