@@ -187,6 +187,9 @@ def test_a_run_of_fast_alone_has_a_row_and_takes_nothing_from_a_whole_one(tables
     *before, added = tables.TABLES["eight_bits_whole_models"]().splitlines()
     assert before == rows and "| 1.25 | |" in added
     assert tables.forwards() == made
+    alone |= {"linears": "float8", "baselines": {}}  # where no stock forward was timed in the same commit
+    (tmp_path / "e2e_bits.jsonl").write_text(json.dumps(alone) + "\n")
+    assert "| float8 | INT8 | | " in tables.TABLES["eight_bits_whole_models"]()
 
 
 def test_the_anchor_of_a_second_branch_is_that_of_the_same_record_or_none(tables, tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def eight_bits_whole_models() -> str:
     rows = []
     for row in lines("e2e_bits.jsonl", "e2e bits"):
         names = ("own_dense_s", "anchor_warm_s", "anchor_second_s", "reuse_s", "quality_reuse_s")
-        seconds = (row["baselines"]["stock"], *(row.get(name) for name in names))
+        seconds = (row["baselines"].get("stock"), *(row.get(name) for name in names))
         gains = (row["runs"].get(name, {"speedup": {}})["speedup"].get("stock") for name in ("quality", "fast"))
         rows.append((
             f"{MODELS[row['model']]}, {row['video'][1]}p", row["linears"],
