@@ -82,7 +82,9 @@ def forwards() -> Record:
         for row in lines(f"{name}.jsonl", FORWARDS[name])
     }
     plain = {row["model"]: row for row in whole_models_recorded() if not row["compiled"]}
-    recorded = sorted(lines("e2e_bits.jsonl", "e2e bits"), key=lambda row: not row.get("alone"))  # whole runs count last
+    recorded = sorted(
+        lines("e2e_bits.jsonl", "e2e bits"), key=lambda row: not row.get("alone")
+    )  # whole runs count last
     bits = {row["model"]: row for row in recorded if row["precision"] == "bf16"}
     rounded = {row["model"]: row for row in recorded if row["precision"] == "int8" and row["linears"] == "bfloat16"}
     models = {}
