@@ -82,9 +82,7 @@ def forwards() -> Record:
         for row in lines(f"{name}.jsonl", FORWARDS[name])
     }
     plain = {row["model"]: row for row in whole_models_recorded() if not row["compiled"]}
-    recorded = sorted(
-        lines("e2e_bits.jsonl", "e2e bits"), key=lambda row: not row.get("alone")
-    )  # whole runs count last
+    recorded = bits_recorded()
     bits = {row["model"]: row for row in recorded if row["precision"] == "bf16"}
     rounded = {row["model"]: row for row in recorded if row["precision"] == "int8" and row["linears"] == "bfloat16"}
     models = {}
@@ -131,6 +129,11 @@ def forwards() -> Record:
             stock = {"stock": row["baselines"]["stock"]}
             models[name]["int8"] = {profile: own | {"dense": stock} for profile, own in models[name]["int8"].items()}
     return {"gpu": gpu, "models": {name: models[name] for name in MODELS}, "forecasts": forecasts()}
+
+
+def bits_recorded() -> list[Record]:
+    """Whole runs last, which count more than those of `fast` alone."""
+    return sorted(lines("e2e_bits.jsonl", "e2e bits"), key=lambda row: not row.get("alone"))
 
 
 def forecasts() -> dict[str, list[Record]]:
