@@ -308,6 +308,8 @@ def test_each_kind_of_linears_has_every_forward_at_the_same_density(lines):
     assert (plain["linears"], rounded["linears"]) == ("bfloat16", "float8")
     assert "_scaled_mm" in rounded["made_by"]
     assert plain["finite"] and rounded["finite"]
+    (change,) = (line for line in lines if line["benchmark"] == "e2e preparation")
+    assert change["part"] == "float8 linears" and "linears" not in change, "it is of neither kind"
     assert plain["config"] == rounded["config"]
     # 16 key blocks come in steps of a sixteenth
     assert rounded["density"] == pytest.approx(plain["density"], abs=0.5 / 16)

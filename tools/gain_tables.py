@@ -62,12 +62,16 @@ def eight_bits_whole_models() -> str:
         return lambda row: f"{row[name]:.2f}" if name in row else ""
 
     def gain(name: str) -> Callable[[Record], str]:
-        return lambda row: f"{row['runs'][name]['speedup']['stock']:.2f}x" if name in row["runs"] else ""
+        def text(row: Record) -> str:
+            found = row["runs"].get(name, {"speedup": {}})["speedup"].get("stock")
+            return "" if found is None else f"{found:.2f}x"
+
+        return text
 
     columns: Columns = {
         "model": lambda row: f"{MODELS[row['model']]}, {row['video'][1]}p", "linears": "{linears}",
         "Q K^T": lambda row: "INT8" if row["precision"] == "int8" else "bfloat16",
-        "stock, s": "{baselines[stock]:.2f}", "our dense, s": seconds("own_dense_s"),
+        "stock, s": lambda row: seconds("stock")(row["baselines"]), "our dense, s": seconds("own_dense_s"),
         "anchor, s": seconds("anchor_warm_s"), "second branch, s": seconds("anchor_second_s"),
         "reuse `fast`, s": seconds("reuse_s"), "reuse `quality`, s": seconds("quality_reuse_s"),
         "`quality`": gain("quality"), "`fast`": gain("fast"), "peak, GB": "{memory[park_peak_gb]:.1f}",
@@ -88,8 +92,7 @@ def forwards() -> Record:
         for row in lines(f"{name}.jsonl", FORWARDS[name])
     }
     plain = {row["model"]: row for row in whole_models_recorded() if not row["compiled"]}
-    # a whole run goes before one that measured `fast` alone
-    recorded = sorted(lines("e2e_bits.jsonl", "e2e bits"), key=lambda row: not row.get("alone"))
+    recorded = bits_recorded()
     bits = {row["model"]: row for row in recorded if row["precision"] == "bf16"}
     rounded = {row["model"]: row for row in recorded if row["precision"] == "int8" and row["linears"] == "bfloat16"}
     models = {}
@@ -136,6 +139,11 @@ def forwards() -> Record:
             stock = {"stock": row["baselines"]["stock"]}
             models[name]["int8"] = {profile: own | {"dense": stock} for profile, own in models[name]["int8"].items()}
     return {"gpu": gpu, "models": {name: models[name] for name in MODELS}, "forecasts": forecasts()}
+
+
+def bits_recorded() -> list[Record]:
+    """Whole runs last, which count more than those of `fast` alone."""
+    return sorted(lines("e2e_bits.jsonl", "e2e bits"), key=lambda row: not row.get("alone"))
 
 
 def forecasts() -> dict[str, list[Record]]:

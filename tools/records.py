@@ -30,9 +30,9 @@ MEASURED = {
     "attend": ("case", "kernel", "borders"), "dense": ("case", "kernel"), "layer": ("part", "borders"),
     "pama": ("shape", "kernel"), "kmeans": ("shape",), "qrkc": ("shape",), "flashinfer": ("part",),
     "official": ("kernel",), "methods": ("shape", "method"), "sanitize": ("tool",), "cpu": ("asked_density",),
-    "decisions": ("choice", "value"), "e2e": ("model", "compiled"), "e2e bits": ("model", "linears", "precision", "alone"),
-    "e2e float8": ("model", "linears"), "models": ("model",), "models gate": ("model", "gate"),
-    "models whole": ("model",),
+    "decisions": ("choice", "value"), "e2e": ("model", "compiled"),
+    "e2e bits": ("model", "linears", "precision", "alone"), "e2e float8": ("model", "linears"), "models": ("model",),
+    "models gate": ("model", "gate"), "models whole": ("model",),
 }  # fmt: skip
 
 Record = dict[str, Any]

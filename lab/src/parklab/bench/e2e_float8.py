@@ -146,19 +146,19 @@ def run_float8(
     name: str, model: WholeModel, device: torch.device, keep: Keep, *, density: float, turn: Callable[[], float]
 ) -> None:
     """One model's section: products alone, then every forward with bfloat16 linears and again with float8 ones."""
-    ready, note = prepare(model, device, density=density), naming(keep, model=name)
+    ready, named = prepare(model, device, density=density), naming(keep, model=name)
     calls = compiled_dense(ready)
     turn()
     before: dict[str, Any] | None = None
     for row in products_alone(ready):
-        note(row)
+        named(row)
     for linears in ("bfloat16", "float8"):
         made = linears
         if linears == "float8":
             made = change_to_float8(ready, calls, paper_config(ready), PHASES_MEASURED)
             calls = compiled_dense(ready)
-            note({"benchmark": "e2e preparation", "part": "float8 linears"})
-        note = naming(keep, model=name, linears=linears)
+            named({"benchmark": "e2e preparation", "part": "float8 linears"})
+        note = naming(named, linears=linears)
         found = measure_linears(ready, calls, note)
         if before is not None:
             found["of_bfloat16"] = {key: found[key] / before[key] for key in ("dense_s", "dense_compiled_s", "reuse_s")}

@@ -127,65 +127,19 @@ COLUMNS = (
     "model", "density", "dense s", "refresh s", "warm s", "reuse s", "not fused",
     "50 steps", "saved s", "dense GB", "PARK GB", "plans GB",
 )  # fmt: skip
-
-
-def table_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
-    """A row of COLUMNS per model; plans are those of both branches of guidance."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else f"{value:{form}}"
-
-    rows = []
-    for line in lines:
-        if line.get("benchmark") == "e2e":
-            run, memory = line["run"], line["memory"]
-            times = [
-                f"{line[name]:.2f}"
-                for name in ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s", "reuse_unfused_s")
-            ]
-            peaks = [shown(memory[name], ".1f") for name in ("dense_peak_gb", "park_peak_gb")]
-            saved = [f"{run['speedup']:.2f}x", f"{run['saved_s']:.1f}"]
-            name = line["model"] + (", compiled" if line.get("compiled") else "")
-            rows.append(
-                [name, f"{line['density']:.3f}", *times, *saved, *peaks, f"{memory['state_with_guidance_gb']:.2f}"]
-            )
-    return rows
-
-
 PROFILE_COLUMNS = (
     "model", "profile", "density", "dense s", "compiled", "own s", "cold s", "warm s",
     "reuse s", "anchors", "x stock", "x compiled", "x own", "state GB",
 )  # fmt: skip
-
-
 FLOAT8_COLUMNS = (
     "model", "linears", "density", "dense s", "compiled", "refresh s", "reuse s", "of bf16",
     "attention", "products", "rest", "weights GB", "dense GB", "PARK GB",
 )  # fmt: skip
-
-
 BITS_COLUMNS = (
     "model", "linears", "attention", "density", "stock s", "compiled", "own s", "cold s", "warm s", "reuse s",
     "fast x stock", "x compiled", "quality x stock", "state GB", "peak GB",
 )  # fmt: skip
-
-
-def bits_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
-    """A row of BITS_COLUMNS per model, linears and precision."""
-    rows = []
-    for line in lines:
-        if line.get("benchmark") == "e2e bits":
-            names = ("own_dense_s", "anchor_cold_s", "anchor_warm_s", "reuse_s")
-            seconds = [line["baselines"].get(way) for way in ("stock", "compiled")] + [line[name] for name in names]
-            fast, quality = (line["runs"].get(name, {"speedup": {}})["speedup"] for name in ("fast", "quality"))
-            won = fast.get("stock"), fast.get("compiled"), quality.get("stock")
-            peak = line["memory"]["park_peak_gb"]
-            rows.append([
-                line["model"], line["linears"], line["precision"], f"{line['density']:.3f}",
-                *("" if s is None else f"{s:.2f}" for s in seconds), *("" if x is None else f"{x:.2f}x" for x in won),
-                f"{line['memory']['state_with_guidance_gb']:.2f}", "" if peak is None else f"{peak:.1f}",
-            ])  # fmt: skip
-    return rows
+Lines = list[dict[str, Any]]
 
 
 def columns_of(options: SectionOptions) -> tuple[str, ...]:
@@ -196,69 +150,89 @@ def columns_of(options: SectionOptions) -> tuple[str, ...]:
     return COLUMNS if options.profile == "paper" else PROFILE_COLUMNS
 
 
-def _rows_of(options: SectionOptions) -> Callable[[list[dict[str, Any]]], list[list[str]]]:
+def _rows_of(options: SectionOptions) -> Callable[[Lines], list[list[str]]]:
     rows = {COLUMNS: table_rows, PROFILE_COLUMNS: profile_rows, FLOAT8_COLUMNS: float8_rows, BITS_COLUMNS: bits_rows}
     return rows[columns_of(options)]
 
 
-def profile_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+def table_rows(lines: Lines) -> list[list[str]]:
+    """A row of COLUMNS per model; plans are those of both branches of guidance."""
+    names = ("dense_s", "refresh_cold_s", "refresh_warm_s", "reuse_s", "reuse_unfused_s")
+    return [
+        [_model(line), f"{line['density']:.3f}", *_shown(line, names), f"{line['run']['speedup']:.2f}x",
+         f"{line['run']['saved_s']:.1f}", *_shown(line["memory"], ("dense_peak_gb", "park_peak_gb"), ".1f"),
+         *_shown(line["memory"], ("state_with_guidance_gb",))]
+        for line in _measured(lines, "e2e")
+    ]  # fmt: skip
+
+
+def bits_rows(lines: Lines) -> list[list[str]]:
+    """A row of BITS_COLUMNS per model, linears and precision."""
+    rows = []
+    for line in _measured(lines, "e2e bits"):
+        fast, quality = (line["runs"].get(name, {"speedup": {}})["speedup"] for name in ("fast", "quality"))
+        rows.append([
+            line["model"], line["linears"], line["precision"], f"{line['density']:.3f}",
+            *_shown(line["baselines"], ("stock", "compiled")),
+            *_shown(line, ("own_dense_s", "anchor_cold_s", "anchor_warm_s", "reuse_s")),
+            *_shown(fast, ("stock", "compiled"), unit="x"), *_shown(quality, ("stock",), unit="x"),
+            *_shown(line["memory"], ("state_with_guidance_gb",)), *_shown(line["memory"], ("park_peak_gb",), ".1f"),
+        ])  # fmt: skip
+    return rows
+
+
+def profile_rows(lines: Lines) -> list[list[str]]:
     """A row of PROFILE_COLUMNS per model and profile: its forwards, and 50 steps against three ways to run them dense.
 
     cold and warm: the forward that builds a plan, an anchor or the paper preset's refresh.
     """
-
-    def each(values: dict[str, float], unit: str = "") -> list[str]:
-        return [f"{values[way]:.2f}{unit}" if way in values else "" for way in BASELINES]
-
     rows = []
-    for line in lines:
-        if line.get("benchmark") == "e2e profile":
-            memory, name = line["memory"], line["model"] + (", compiled" if line["compiled"] else "")
-            for profile, run in sorted(line["runs"].items()):
-                anchored = "anchor" in run["steps"]
-                kinds = (
-                    ("anchor_cold_s", "anchor_warm_s", "reuse_s")
-                    if anchored
-                    else ("refresh_cold_s", "refresh_warm_s", "plain_reuse_s")
-                )
-                won = each(run["speedup"], "x")
-                won[0] += f", bar {line['speed_bar']}" if won[0] and line["speed_bar"] and profile == "fast" else ""
-                state = f"{memory['state_with_guidance_gb' if anchored else 'plans_with_guidance_gb']:.2f}"
-                state += f" of {memory['state_bar_gb']:g}" if memory["state_bar_gb"] else ""
-                density = f"{line['density' if anchored else 'plain_density']:.3f}"
-                times = [f"{line[kind]:.2f}" for kind in kinds]
-                rows.append(
-                    [
-                        name,
-                        profile,
-                        density,
-                        *each(line["baselines"]),
-                        *times,
-                        str(run["steps"].get("anchor", "")),
-                        *won,
-                        state,
-                    ]
-                )
+    for line in _measured(lines, "e2e profile"):
+        memory = line["memory"]
+        for profile, run in sorted(line["runs"].items()):
+            anchored = "anchor" in run["steps"]
+            plain = ("refresh_cold_s", "refresh_warm_s", "plain_reuse_s")
+            kinds = ("anchor_cold_s", "anchor_warm_s", "reuse_s") if anchored else plain
+            won = _shown(run["speedup"], BASELINES, unit="x")
+            won[0] += f", bar {line['speed_bar']}" if won[0] and line["speed_bar"] and profile == "fast" else ""
+            state = f"{memory['state_with_guidance_gb' if anchored else 'plans_with_guidance_gb']:.2f}"
+            state += f" of {memory['state_bar_gb']:g}" if memory["state_bar_gb"] else ""
+            rows.append([
+                _model(line), profile, f"{line['density' if anchored else 'plain_density']:.3f}",
+                *_shown(line["baselines"], BASELINES), *_shown(line, kinds), str(run["steps"].get("anchor", "")), *won,
+                state,
+            ])  # fmt: skip
     return rows
 
 
-def float8_rows(lines: list[dict[str, Any]]) -> list[list[str]]:
+def float8_rows(lines: Lines) -> list[list[str]]:
     """A row of FLOAT8_COLUMNS per model and kind of linears; attention, products and rest are parts of a reuse
     forward's kernels.
     """
     rows = []
-    for line in lines:
-        if line.get("benchmark") == "e2e float8":
-            memory, part, ratio = line["memory"], line["split"]["reuse"], line.get("of_bfloat16")
-            times = [f"{line[name]:.2f}" for name in ("dense_s", "dense_compiled_s", "refresh_warm_s", "reuse_s")]
-            won = "" if ratio is None else f"{ratio['reuse_s']:.2f}, bar {line['bar']['reuse_s']}"
-            parts = [f"{part[name]:.2f}" for name in ("attention_s", "linears_s", "rest_s")]
-            peaks = [
-                "" if memory[name] is None else f"{memory[name]:.1f}"
-                for name in ("weights_gb", "dense_peak_gb", "park_peak_gb")
-            ]
-            rows.append([line["model"], line["linears"], f"{line['density']:.3f}", *times, won, *parts, *peaks])
+    for line in _measured(lines, "e2e float8"):
+        ratio = line.get("of_bfloat16")
+        rows.append([
+            line["model"], line["linears"], f"{line['density']:.3f}",
+            *_shown(line, ("dense_s", "dense_compiled_s", "refresh_warm_s", "reuse_s")),
+            "" if ratio is None else f"{ratio['reuse_s']:.2f}, bar {line['bar']['reuse_s']}",
+            *_shown(line["split"]["reuse"], ("attention_s", "linears_s", "rest_s")),
+            *_shown(line["memory"], ("weights_gb", "dense_peak_gb", "park_peak_gb"), ".1f"),
+        ])  # fmt: skip
     return rows
+
+
+def _measured(lines: Lines, benchmark: str) -> Lines:
+    return [line for line in lines if line.get("benchmark") == benchmark]
+
+
+def _model(line: dict[str, Any]) -> str:
+    return line["model"] + (", compiled" if line.get("compiled") else "")
+
+
+def _shown(values: dict[str, Any], names: tuple[str, ...], form: str = ".2f", unit: str = "") -> list[str]:
+    """Nothing where a value is absent."""
+    return ["" if values.get(name) is None else f"{values[name]:{form}}{unit}" for name in names]
 
 
 def wait_for_turn() -> float:
