@@ -213,6 +213,18 @@ def test_lines_that_do_not_say_their_phases_have_no_seconds():
     assert found["fast"].seconds is None is found["quality"].seconds and found["fast"].how.startswith("not known")
 
 
+@pytest.mark.parametrize("phases", [{}, {"dense": []}, {"dense": 5}, {"dense": "0"}, {"dense": None}, [[0]], "dense"])
+def test_a_line_whose_phases_are_no_lists_of_steps_has_no_seconds(phases):
+    run = by_name([line("fast") | {"steps_by_phase": phases}])["fast"]
+    assert run.seconds is None and run.how.startswith("not known")
+
+
+def test_a_line_without_guidance_is_of_no_model():
+    bare = line("fast", phases=FAST)
+    del bare["guidance"]
+    assert by_name([line("fast", phases=FAST)])["fast"].videos and not by_name([bare])["fast"].videos
+
+
 def test_rows_without_records_say_so_and_lengths_of_video_are_kept_apart():
     lines = [line("quality", phases={"dense": [0]}), line("fast", phases=FAST, size=(29, 224, 256))]
     result = run_result(CellRecords([], {}, {}, lines=lines))

@@ -380,7 +380,7 @@ def test_an_estimate_counts_what_forecasts_left_out_or_says_that_nothing_is_know
     reuse = known["models"]["wan2.1-14b"]["profiles"]["fast"]["seconds"]["reuse"]
     assert every["seconds"] - some["seconds"] == pytest.approx(2 * 25 * reuse) and some["no_forecasts"] is None
     assert fewer["seconds"] == every["seconds"] and "every forward is counted" in fewer["no_forecasts"]
-    assert "in 20 steps of 2" in other["no_forecasts"]
+    assert "in 20 steps of 2 forwards, so" in other["no_forecasts"]
     # by arithmetic a forecast costs nothing either
     small = {"frames": 41, "height": 480, "width": 832}
     some = gain.estimate("wan2.1-14b", **small, tolerance=0.006)["profiles"]["fast"]["speedup"]["dense"]

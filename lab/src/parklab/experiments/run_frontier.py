@@ -121,7 +121,7 @@ def _runs_of_model(model: str, video: Video, lines: Sequence[Row], cells: Sequen
     (guidance, each), own, steps = MODELS[model], measured_forwards()["models"][model], video[3]
     here: dict[str, dict[Place, Row]] = {}
     for line in lines:
-        if (_video(line), line["guidance"]) == (video, guidance) and line["setting"] != DENSE:
+        if (_video(line), line.get("guidance")) == (video, guidance) and line["setting"] != DENSE:
             share = line.get("share_computed")  # None: of a line that is older than forecasts
             here.setdefault(line["setting"], {})[line["prompt"], line["seed"]] = {
                 **line,
@@ -236,7 +236,7 @@ def _seconds(
         return None, f"not measured: no forward in {str(precision).upper()}"
     steps_of: list[Any] = [row.get("steps_by_phase") for row in rows]
     known = {*profile["seconds"], FORECAST}
-    if not all(isinstance(found, dict) and {phase for phase in found if found[phase]} <= known for found in steps_of):
+    if not all(_names_steps(found, known) for found in steps_of):
         return None, "not known: the lines do not say which phases were run"
     phases = [{phase: len(at) for phase, at in found.items() if at} for found in steps_of]
     estimated = any(count.get(phase) for count in phases for phase in profile["estimated"])
@@ -244,6 +244,14 @@ def _seconds(
         statistics.fmean(seconds_of_phases(profile["seconds"], count, branches) for count in phases),
         "estimated" if estimated else "measured",
     )
+
+
+def _names_steps(found: Any, known: set[str]) -> bool:
+    """Whether it lists steps, all of them in phases that have seconds: anybody may have written a line."""
+    if not isinstance(found, dict) or not all(isinstance(at, list) for at in found.values()):
+        return False
+    run = {phase for phase, at in found.items() if at}
+    return bool(run) and run <= known
 
 
 def _table_row(run: Run) -> tuple[Any, ...]:

@@ -231,7 +231,8 @@ def _gain_rows(guess: dict[str, Any]) -> Iterator[tuple[str, str]]:
     }
     where = f" on {guess['gpu']}" if guess["gpu"] else ""
     rounded = "" if guess["precision"] == "bf16" else f", Q K^T of the profiles in {guess['precision'].upper()}"
-    yield "run", f"{guess['steps']} steps of {each} forward{'s' * (each > 1)}{where}{rounded}; {sources[source]}"
+    steps = f"{guess['steps']} step{'s' * (guess['steps'] > 1)} of {each} forward{'s' * (each > 1)}"
+    yield "run", f"{steps}{where}{rounded}; {sources[source]}"
     if guess["dense_s"]:
         yield "dense", ", ".join(f"{WAYS[way]} {_duration(seconds)}" for way, seconds in guess["dense_s"].items())
     for name, park in guess["profiles"].items():

@@ -98,8 +98,8 @@ def phases_with_forecasts(
         if (row["steps"], row["forwards_per_step"]) == (steps, forwards_per_step) and row["tolerance"] <= wanted
     ]  # fmt: skip
     if not recorded:
-        lacking = f"no record of forecasts within {wanted:g} in {steps} steps of {forwards_per_step}"
-        return phases, f"{lacking}, so every forward is counted"
+        run = f"{steps} steps of {forwards_per_step} forward{'s' * (forwards_per_step > 1)}"
+        return phases, f"no record of forecasts within {wanted:g} in {run}, so every forward is counted"
     return max(recorded, key=lambda row: row["tolerance"])["phases"], None
 
 
