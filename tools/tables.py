@@ -190,7 +190,8 @@ def pama() -> str:
 def clustering() -> str:
     names = ("iteration_ms", "flash_kmeans_ms")  # the package is not everywhere
     rows = [
-        (f"k-means iteration, {clusters:,} clusters", *("" if row[name] is None else f"{row[name]:.2f} ms" for name in names),
+        (f"k-means iteration, {clusters:,} clusters",
+         *("" if row[name] is None else f"{row[name]:.2f} ms" for name in names),
          "flash-kmeans" if clusters < 1024 else "")
         for row in lines("gpu_plans.jsonl", "kmeans") for clusters in [row["shape"]["clusters"]]
     ]  # fmt: skip
