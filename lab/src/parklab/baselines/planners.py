@@ -1,4 +1,4 @@
-"""What planners of one call share: their settings, the backend of a call, and the entry of a method by its name."""
+"""Shared by planners that see one call: settings, the backend of a call, and the entry of a method."""
 
 from __future__ import annotations
 

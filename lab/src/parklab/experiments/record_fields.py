@@ -22,7 +22,7 @@ Shape = Any
 """A type, float being any number; a rule; {name: shape}, where name? may be null (in a line also absent) and * is every
 other name; [shape], a list that is not empty; (shape, shape), a list of two.
 """
-# what experiments read of a line
+# fields of a line that experiments read
 FIELDS_OF_LINES: dict[str, dict[str, Shape]] = {
     FRONTIER: {
         **dict.fromkeys(("setting", "prompt"), str),

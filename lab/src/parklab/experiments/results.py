@@ -171,7 +171,7 @@ def quality_table(gathered: CellRecords, heads: Label, label: Callable[[Mapping[
 
 
 Chosen = Callable[[Mapping[str, Any]], bool]  # of requests
-Pair = tuple[str, Chosen, Chosen]  # a statement, and what is said to be above what
+Pair = tuple[str, Chosen, Chosen]  # a statement, the requests said to be above, and those below
 
 
 def comparison(

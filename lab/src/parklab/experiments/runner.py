@@ -269,7 +269,7 @@ class Lab(Cells):
         return found
 
     def _plain(self, cell: Cell) -> dict[str, Any]:
-        """What a cell asks of the dense run of its prompt."""
+        """The part of a cell's request that the dense run of its prompt shares."""
         return {name: value for name, value in cell.request.items() if name in self._asked(self.base)} | {
             "method": "dense"
         }

@@ -110,7 +110,7 @@ def gather(parcels: Path, out: Path) -> None:
 
 
 class Making:
-    """The processes of a run, its end on the wall clock, and what it leaves."""
+    """The processes of a run, its end on the wall clock, and its parcels."""
 
     def __init__(self, out: Path, ends: float, device: str, options: list[str], report_options: list[str]) -> None:
         self.out, self.ends, self.device = out, ends, device

@@ -13,7 +13,7 @@ from typing import Any
 
 from parkattn.checks import first_line
 
-# what a refusal advises
+# advice of refusals
 SAVED, AGAIN = "pass a folder saved by save_pretrained", "download or save it again"
 MODEL_AGAIN = "download the model again"
 MIB, GIB = 2**20, 2**30

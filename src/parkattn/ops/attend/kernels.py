@@ -173,7 +173,7 @@ class AttentionKernel:
     def _key_rounding(self, k: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.precision == "bf16":
             return None
-        rounding = KEY_ROUNDINGS[self.precision]  # called by a name: a subscript that is called is a launch
+        rounding = KEY_ROUNDINGS[self.precision]  # called by name: tests take a called subscript for a kernel launch
         return rounding(k)
 
     def _expect_attendable(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
